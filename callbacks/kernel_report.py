@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.integration import stock_trainer_report
 from liger_trainer.patching.report import KernelReport
+from liger_trainer.stock_trainer import stock_trainer_report
 
 
 class KernelReportCallback(TrainerCallback):

@@ -21,7 +21,7 @@ _EXPORTS = {
     "apply_liger_kernel": "liger_trainer.patching.apply",
     "quantize_experts": "liger_trainer.patching.moe.quantized_experts",
     "revert_liger_kernel": "liger_trainer.patching.apply",
-    "set_stock_trainer_kernels": "liger_trainer.integration",
+    "set_stock_trainer_kernels": "liger_trainer.stock_trainer",
     "undo_liger_kernel": "liger_trainer.liger.apply",
     **{f"apply_liger_kernel_to_{_name}": "liger_trainer.liger.apply" for _name in _ROWS},
 }
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from liger_trainer.configs.rloo_config import LigerRLOOConfig as LigerRLOOConfig
     from liger_trainer.configs.sft_config import LigerSFTConfig as LigerSFTConfig
     from liger_trainer.configs.training_arguments import LigerTrainingArguments as LigerTrainingArguments
-    from liger_trainer.integration import set_stock_trainer_kernels as set_stock_trainer_kernels
     from liger_trainer.liger.apply import undo_liger_kernel as undo_liger_kernel
     from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.moe.quantized_experts import quantize_experts as quantize_experts
     from liger_trainer.patching.report import KernelReport as KernelReport
     from liger_trainer.patching.report import KernelReportRow as KernelReportRow
+    from liger_trainer.stock_trainer import set_stock_trainer_kernels as set_stock_trainer_kernels
     from liger_trainer.trainers.cpo_trainer import LigerCPOTrainer as LigerCPOTrainer
     from liger_trainer.trainers.distillation_trainer import LigerDistillationTrainer as LigerDistillationTrainer
     from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer as LigerDPOTrainer
@@ -84,6 +84,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-from liger_trainer.integration import install as _install  # noqa: E402
+from liger_trainer.stock_trainer import install as _install  # noqa: E402
 
 _install()

@@ -7,8 +7,8 @@ imported, on the model with its adapters. Importing this file lets ms-swift find
 from transformers import trainer
 
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
-from liger_trainer.integration import liger_kernel_installed
 from liger_trainer.liger import stand_in
+from liger_trainer.stock_trainer import liger_kernel_installed
 
 if not liger_kernel_installed():
     stand_in.install()

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.integration import liger_kernel_installed
 from liger_trainer.liger import stand_in
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.stock_trainer import liger_kernel_installed
 
 _MODULE = "liger_kernel.transformers.monkey_patch"
 _FUNCTION = "_apply_liger_kernel_to_instance"

@@ -43,12 +43,12 @@ from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
 from liger_trainer.head.context import expected_loss_gradient, labelled_rows_at_most
-from liger_trainer.integration import in_charge
 from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport
+from liger_trainer.stock_trainer import in_charge
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
 from liger_trainer.trainers.checkpoints.base_quantization import write_base_quantization
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin

@@ -8,7 +8,7 @@ import transformers.trainer
 from torch import nn
 
 import liger_trainer
-from liger_trainer import integration
+from liger_trainer import stock_trainer
 from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
 from liger_trainer.compat.private import Private, available
 from liger_trainer.compat.torch import SAVED_IN_FOUR_BITS, SKIPPED_ON_DEVICE
@@ -56,18 +56,18 @@ def test_training_goes_on_without_what_it_can_do_without(without, tmp_path, capl
 
 
 def test_the_stock_trainer_stays_stock(without, monkeypatch, caplog):
-    integration.uninstall()
+    stock_trainer.uninstall()
     theirs = transformers.trainer.apply_liger_kernel
     without(STOCK_TRAINER)
     try:
-        integration.install()
+        stock_trainer.install()
         assert transformers.trainer.apply_liger_kernel is theirs
         assert len(lines(caplog, STOCK_TRAINER)) == 1
     finally:
-        integration.uninstall()
+        stock_trainer.uninstall()
         available.cache_clear()
         monkeypatch.undo()
-        integration.install()
+        stock_trainer.install()
     assert transformers.trainer.apply_liger_kernel is not theirs
 
 

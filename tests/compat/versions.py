@@ -25,7 +25,7 @@ TESTS = (
     "tests/trainers/test_parity.py",
     "tests/trainers/test_parity_orpo_cpo.py",
     "tests/trainers/test_parity_distillation.py",
-    "tests/trainers/test_integration.py",
+    "tests/trainers/test_stock_trainer.py",
     "tests/trainers/test_checkpoints.py",
     "tests/patching/test_apply.py",
     "tests/patching/test_rope.py",

@@ -5,13 +5,13 @@ import importlib.util
 import transformers.trainer
 from transformers import Trainer
 
-from liger_trainer import integration
+from liger_trainer import stock_trainer
 from tests.trainers.builders import causal
 
 
 def test_the_trainer_runs_our_kernels_and_prints_the_report(swift, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS])
-    integration.install()
+    stock_trainer.install()
     file = tmp_path / "liger_plugin.py"
     file.write_text("import liger_trainer.integrations.ms_swift\n")
     swift.import_external_file(file)

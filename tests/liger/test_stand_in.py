@@ -68,7 +68,7 @@ from transformers.utils import is_liger_kernel_available
 from transformers.utils.versions import require_version
 assert is_liger_kernel_available()
 require_version("liger-kernel>=0.8")
-from liger_trainer.integration import liger_kernel_installed
+from liger_trainer.stock_trainer import liger_kernel_installed
 assert not liger_kernel_installed()
 from liger_trainer.liger import stand_in
 stand_in.install()  # again: nothing

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import Trainer
 
-from liger_trainer.integration import stock_trainer_report
 from liger_trainer.parallel.sequences import split_sequences
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.stock_trainer import stock_trainer_report
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal
 from tests.trainers.parity import assert_close_logs, build, results_of_processes

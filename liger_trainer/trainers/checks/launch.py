@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW
-from liger_trainer.integration import data_parallel_message
+from liger_trainer.stock_trainer import data_parallel_message
 
 logger = logging.getLogger("liger_trainer")
 

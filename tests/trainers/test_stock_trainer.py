@@ -14,7 +14,7 @@ import transformers.trainer
 from transformers import Trainer
 from trl import SFTTrainer
 
-from liger_trainer import integration
+from liger_trainer import stock_trainer
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from tests.trainers.builders import causal, sft
 from tests.trainers.parity import assert_close_logs
@@ -23,10 +23,10 @@ from tests.trainers.tiny import logged
 
 @pytest.fixture(autouse=True)
 def _hook():
-    integration.install()
+    stock_trainer.install()
     yield
-    integration.set_stock_trainer_kernels("liger_trainer")
-    integration.install()
+    stock_trainer.set_stock_trainer_kernels("liger_trainer")
+    stock_trainer.install()
 
 
 def build(tmp_path, **options):
@@ -73,16 +73,16 @@ def test_stock_sft_trainer_gets_the_layer_kernels(tmp_path):
 
 
 def test_uninstall_gives_the_trainer_its_own_back(tmp_path):
-    original = integration._original()
-    assert transformers.trainer.apply_liger_kernel is integration.apply_for_trainer
-    integration.uninstall()
-    assert not integration.installed()
+    original = stock_trainer._original()
+    assert transformers.trainer.apply_liger_kernel is stock_trainer.apply_for_trainer
+    stock_trainer.uninstall()
+    assert not stock_trainer.installed()
     assert transformers.trainer.apply_liger_kernel is original
     assert transformers.integrations.liger.apply_liger_kernel is original
     with pytest.raises(ImportError, match="liger-kernel"):
         build(tmp_path, use_liger_kernel=True).train()
-    integration.install()
-    assert integration.installed()
+    stock_trainer.install()
+    assert stock_trainer.installed()
     build(tmp_path, use_liger_kernel=True, max_steps=1).train()
 
 
@@ -93,7 +93,7 @@ def test_with_liger_kernel_installed_the_setting_decides(tmp_path, monkeypatch, 
     fake.transformers = submodule
     monkeypatch.setitem(sys.modules, "liger_kernel", fake)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", submodule)
-    monkeypatch.setattr(integration, "liger_kernel_installed", lambda: True)
+    monkeypatch.setattr(stock_trainer, "liger_kernel_installed", lambda: True)
     monkeypatch.setattr(transformers.integrations.liger, "is_liger_kernel_available", lambda: True)
 
     trainer = build(tmp_path, use_liger_kernel=True, max_steps=1)
@@ -101,7 +101,7 @@ def test_with_liger_kernel_installed_the_setting_decides(tmp_path, monkeypatch, 
     assert calls == []
     assert "not those of the liger-kernel package" in caplog.text
 
-    integration.set_stock_trainer_kernels("liger_kernel")
+    stock_trainer.set_stock_trainer_kernels("liger_kernel")
     caplog.clear()
     trainer = build(tmp_path, use_liger_kernel=True, max_steps=1, liger_kernel_config={"rope": False})
     trainer.train()
@@ -112,21 +112,21 @@ def test_with_liger_kernel_installed_the_setting_decides(tmp_path, monkeypatch, 
 
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="'liger_trainer' or 'liger_kernel'"):
-        integration.set_stock_trainer_kernels("something")
+        stock_trainer.set_stock_trainer_kernels("something")
     with pytest.raises(ImportError, match="pip install liger-kernel"):
-        integration.set_stock_trainer_kernels("liger_kernel")
+        stock_trainer.set_stock_trainer_kernels("liger_kernel")
 
 
 def test_data_parallel_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with torch.device("meta"):
         model = torch.nn.Linear(1, 1)
-    assert not integration._data_parallel_is_next(model)
+    assert not stock_trainer._data_parallel_is_next(model)
     monkeypatch.setattr(
         torch.nn.Linear, "parameters", lambda self: [types.SimpleNamespace(device=torch.device("cuda"))]
     )
     with pytest.raises(ValueError, match="accelerate launch"):
-        integration.apply_for_trainer(model)
+        stock_trainer.apply_for_trainer(model)
 
 
 @pytest.mark.parametrize("first", ["import liger_trainer", "import transformers.trainer"])
@@ -135,13 +135,13 @@ def test_import_is_light_and_the_order_does_not_matter(first, tmp_path):
         import sys
         {first}
         import liger_trainer
-        from liger_trainer import integration
+        from liger_trainer import stock_trainer
         light = {first!r} == "import liger_trainer"
         if light:
             assert not {{"torch", "transformers", "trl", "triton"}} & set(sys.modules), "the import is not light"
         import transformers.trainer
-        assert transformers.trainer.apply_liger_kernel is integration.apply_for_trainer
-        assert integration._original().__module__ == "transformers.integrations.liger"
+        assert transformers.trainer.apply_liger_kernel is stock_trainer.apply_for_trainer
+        assert stock_trainer._original().__module__ == "transformers.integrations.liger"
         if not light:
             sys.exit()
 
@@ -152,8 +152,8 @@ def test_import_is_light_and_the_order_does_not_matter(first, tmp_path):
         trainer.train()
         assert "forward" in trainer.model.model.norm.__dict__
 
-        integration.uninstall()
-        assert transformers.trainer.apply_liger_kernel is integration._original()
+        stock_trainer.uninstall()
+        assert transformers.trainer.apply_liger_kernel is stock_trainer._original()
     """
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120, cwd=root)
