@@ -17,15 +17,14 @@ def find_other_mlp(module: nn.Module, enabled: Callable[[str], bool]) -> Iterato
     children = {name: child for name, child in module.named_children() if not is_stateless(child)}
     if len(children) not in _PROJECTIONS or type(module).__module__.startswith("torch.") or not only_argument(module):
         return
-    sizes = [_sizes(child) for child in children.values()]
-    if None in sizes or sizes[0][0] != sizes[-1][1]:  # type: ignore[index]
+    sizes = [size for child in children.values() if (size := _sizes(child))]
+    if len(sizes) < len(children) or sizes[0][0] != sizes[-1][1]:
         return
     reason = f"{NO_KERNEL} an MLP of {', '.join(children)}" if enabled("swiglu") else SWITCHED_OFF
     yield Finding("swiglu", type(module).__name__, module, reason=reason)
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int] | None:
-    """The sizes of what goes into a linear layer, LitGPT's with adapters included, and of what comes out."""
-    linear = getattr(layer, "linear", layer)
-    sizes = getattr(linear, "in_features", None), getattr(linear, "out_features", None)
-    return None if None in sizes else sizes  # type: ignore[return-value]
+    """What goes into a linear layer, one with adapters too, and what comes out: their sizes."""
+    linear = getattr(layer, "linear", getattr(layer, "base_layer", layer))
+    return (linear.in_features, linear.out_features) if isinstance(linear, nn.Linear) else None

@@ -68,9 +68,9 @@ OTHERS = {
     # The completions of some pairs are equal, and their order is that of rounding errors.
     "DPO": ["rewards/accuracies"],
     "Reward": ["accuracy"],
-    # TRL averages the logits of padding too.
-    "ORPO": ["logits/chosen", "logits/rejected"],
-    "CPO": ["logits/chosen", "logits/rejected"],
+    # And TRL averages the logits of padding too.
+    "ORPO": ["rewards/accuracies", "logits/chosen", "logits/rejected"],
+    "CPO": ["rewards/accuracies", "logits/chosen", "logits/rejected"],
 }
 """What is logged and differs."""
 

@@ -219,7 +219,9 @@ def test_compiles_to_one_graph_for_any_number_of_tokens(trained: tuple[int, ...]
         wanted = needing_gradients(leaves)
         loss, expected = compiled(*leaves, target), step(*leaves, target)
         torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted))
+        found, gradients = torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted)
+        # Some CPUs' matmuls sum in another order where memory is aligned otherwise.
+        torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-5)
 
 
 def test_operators_pass_opcheck() -> None:
