@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.recompute.budget import Call
 from liger_trainer.recompute.keeping import Proof, keeping_contexts
 from liger_trainer.recompute.recording import StepRecorder
@@ -213,3 +214,21 @@ def test_the_proof_finds_what_is_not_the_same(function, failed):
     contexts = proof.contexts("layer", frozenset(calls))
     checkpoint(function, x, use_reentrant=False, context_fn=lambda: contexts).sum().backward()
     assert proof.failed() == failed
+
+
+def test_products_in_fp8_are_candidates_and_are_not_computed_again():
+    weight = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def layer(x):
+        return fp8_linear(fp8_linear(x.bfloat16(), weight).sin(), weight)
+
+    found, _ = record(layer)
+    first = Call("liger_trainer::fp8_linear", 0)
+    assert first in found
+    x = torch.randn(256, 64, requires_grad=True)
+    expected = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).square().sum(), (x, weight))
+    ours = checkpoint(layer, x, use_reentrant=False, context_fn=lambda: keeping_contexts(frozenset({first})))
+    with Calls() as calls_of_backward:
+        gradients = torch.autograd.grad(ours.square().sum(), (x, weight))
+    assert all(map(torch.equal, gradients, expected))
+    assert calls_of_backward.count["liger_trainer::fp8_linear"] == 0
