@@ -23,16 +23,22 @@ def _convert_like_hardware(data, source, target, rounding_mode):
     return _convert_float(data, source, target, rounding_mode)
 
 
-def _create_dot_of_values(self, a, b, *rest):
-    """The interpreter keeps bf16 as 16-bit integers and would multiply those."""
+def _create_dot_of_values(self, a, b, total, *rest):
+    """The interpreter keeps bf16 as 16-bit integers and would multiply those.
+
+    The products of 16-bit numbers are summed in float64: in fp32, some CPUs sum in another order at another place of a
+    tile, which no GPU does.
+    """
 
     def values(operand):
-        if operand.dtype.scalar != tl.bfloat16:
-            return operand
-        wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(wide, tl.float32)
+        if operand.dtype.scalar == tl.bfloat16:
+            return (operand.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return operand.data.astype(np.float64)
 
-    return _create_dot(self, values(a), values(b), *rest)
+    if not {a.dtype.scalar, b.dtype.scalar} <= {tl.bfloat16, tl.float16}:
+        return _create_dot(self, a, b, total, *rest)
+    summed = np.matmul(values(a), values(b)) + total.data
+    return interpreter.TensorHandle(summed.astype(total.data.dtype), total.dtype.scalar)
 
 
 def _launch_on_its_own(self, *arguments, **options):
