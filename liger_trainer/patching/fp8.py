@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.kernels.fp8.linear import MULTIPLE, fp8_linear, has_fp8
+from liger_trainer.head.warn_once import warn_once
+from liger_trainer.kernels.fp8.linear import MULTIPLE, fp8_linear, has_fp8, takes_fp8
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
@@ -32,6 +33,12 @@ def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The forward that is bound to a linear layer."""
     if not is_long_enough(input):
         return F.linear(input, self.weight, self.bias)
+    if not takes_fp8(input, self.weight):
+        warn_once(
+            "fp8",
+            f"`fp8` is set, but a layer multiplies {input.dtype} by {self.weight.dtype}, as without it: fp8 is for "
+            "models in bfloat16 and for bf16 autocast. (Shown once.)",
+        )
     return fp8_linear(input, self.weight, self.bias)
 
 

@@ -1,5 +1,7 @@
 """Which layers of a model multiply in fp8, and what the report says of the others."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -64,6 +66,18 @@ def test_the_down_projection_multiplies_in_fp8(model, monkeypatch):
 
 def test_nothing_happens_unless_asked(model):
     assert rows(apply_liger_kernel(model)) == {}
+
+
+def test_a_model_in_fp32_is_said(model, monkeypatch, caplog):
+    monkeypatch.setattr("liger_trainer.head.warn_once._said", set())
+    apply_liger_kernel(model, RECIPE)
+    layer, x = model.model.layers[1].self_attn.q_proj, torch.randn(520, 1024)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    assert not caplog.messages
+    wide = copy.deepcopy(layer).float()
+    torch.testing.assert_close(wide(x), x @ wide.weight.t())
+    assert "a layer multiplies torch.float32 by torch.float32, as without it" in caplog.text
 
 
 def test_strict_asks_for_some_layer_in_fp8(model, monkeypatch):
