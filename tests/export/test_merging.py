@@ -21,7 +21,7 @@ from transformers import (
 from liger_trainer.errors import UserError
 from liger_trainer.export import merging
 from liger_trainer.export.merging import MergeError, merge
-from liger_trainer.export.proof import distances
+from liger_trainer.export.proof import distances, random_rows
 from liger_trainer.export.saved_run import find_run
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import tokenizer
@@ -132,6 +132,15 @@ def test_rows_that_were_trained_alone_are_in_the_proof(tmp_path, monkeypatch):
     assert all(rows[0, :2].tolist() == [0, 1] and not rows[0, 2:].lt(2).any() for rows in seen)
 
 
+def test_random_rows_are_the_same_at_each_call_and_have_no_special_tokens():
+    model = TINY_MODELS["llama"](vocab_size=16)
+    model.config.image_token_id, model.config.parts = 5, {"audio_token_index": [6, 7]}
+    rows = random_rows(model, {8, 9})
+    assert torch.equal(rows, random_rows(model, {8, 9}))
+    named = {model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id}
+    assert set(rows.flatten().tolist()) == set(range(16)) - {5, 6, 7, 8, 9} - named
+
+
 def test_an_embedding_that_has_grown(tmp_path):
     """As with a chat template that adds tokens: the base has fewer rows than the adapters' copies."""
     base = TINY_MODELS["llama"]()
@@ -146,13 +155,15 @@ def test_an_embedding_that_has_grown(tmp_path):
 
 
 def test_tokenizer_and_generation_config(tmp_path):
-    saved_run(tmp_path, target_modules=["q_proj"])
+    base = TINY_MODELS["llama"](pad_token_id=None)
+    saved_run(tmp_path, base=base, target_modules=["q_proj"])
     published = {"eos_token_id": 99, "top_k": 7}  # `top_k` without `do_sample`, which transformers refuses to write
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(published))
     merged(tmp_path)
     saved = json.loads((tmp_path / "merged" / "generation_config.json").read_text())
     assert saved["top_k"] == 7
     assert saved["eos_token_id"] == [tokenizer().eos_token_id, 99]
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["pad_token_id"] == tokenizer().pad_token_id
     assert (tmp_path / "merged" / "tokenizer.json").read_text() == (tmp_path / "run" / "tokenizer.json").read_text()
 
 
