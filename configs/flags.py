@@ -51,7 +51,7 @@ class KernelFlags:
         fp8 (`str`, *optional*):
             `"rowwise_gw_hp"` has the decoder's linear layers multiply in fp8, forward and for the gradients of their
             inputs, with a scale for each row; the gradients of the weights are computed in bf16. Needs a GPU of
-            NVIDIA's Hopper generation or newer. It changes the loss curve by about as much as another seed.
+            NVIDIA's Hopper generation or newer. It changes losses and gradients.
         strict_kernels (`bool`, *optional*, defaults to `False`):
             Whether a requested kernel that cannot be applied is an error instead of a line in the report.
         kernel_report (`bool`, *optional*, defaults to `True`):

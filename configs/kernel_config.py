@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULT_LOGITS_MEMORY = "512MiB"
-FP8_RECIPES = ("rowwise_gw_hp",)
-"""How linear layers can multiply in fp8, by torchao's names."""
+FP8 = "rowwise_gw_hp"
+"""How linear layers can multiply in fp8, by torchao's name."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _ALIASES = {"fused_linear_cross_entropy": "linear_cross_entropy"}  # the name Liger and TRL use
@@ -30,12 +30,6 @@ def parse_bytes(value: int | str, name: str = "logits_memory", at_least: int = 1
     if size < at_least:
         raise ValueError(f"`{name}` is {value!r}; it must be {'more than 0' if at_least else '0 or more'} bytes.")
     return size
-
-
-def check_fp8(value: Any) -> None:
-    """Raises ValueError if `value` is neither None nor a recipe for matmuls in fp8."""
-    if value is not None and value not in FP8_RECIPES:
-        raise ValueError(f"`fp8` is {value!r}; it must be null or {' or '.join(map(repr, FP8_RECIPES))}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +95,8 @@ class KernelConfig:
                 "`liger_kernel_config['global_load_balancing']` is True, but `load_balancing_loss`, the kernel that "
                 "sums over all processes, is False. Switch it on, or leave `global_load_balancing` out."
             )
-        check_fp8(self.fp8)
+        if self.fp8 not in (None, FP8):
+            raise ValueError(f"`fp8` is {self.fp8!r}; it must be null or {FP8!r}.")
         if self.fp8 is not None and self.tiled_mlp:
             raise ValueError(
                 f"`fp8` is {self.fp8!r} and `liger_kernel_config['tiled_mlp']` is True, but MLPs in tiles multiply in "

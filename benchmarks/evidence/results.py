@@ -57,7 +57,9 @@ class Evidence:
                 self._found[value.variant, value.seed, value.measure].append(float(value.value))
         keys = list(self._found)
         self.variants = list(dict.fromkeys(variant for variant, _, _ in keys if variant != START))
-        self.seeds = sorted({seed for variant, seed, _ in keys if variant != START})
+        runs = {(variant, seed) for variant, seed, _ in keys if variant != START}
+        complete = (seed for _, seed in runs if all((variant, seed) in runs for variant in self.variants))
+        self.seeds = sorted(set(complete))
         measures = dict.fromkeys(measure for _, _, measure in keys)
         self.held_out = [name for name in HELD_OUT if f"held-out {name}" in measures]
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 STOCK = "TRL"
-GIGABYTE = 2**30
+GIBIBYTE = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Steps(TrainerCallback):
 
     def peak_gibibytes(self) -> float | None:
         """Peak memory allocated during the steps; None on a CPU."""
-        return None if self.module is None else self.module.max_memory_allocated() / GIGABYTE
+        return None if self.module is None else self.module.max_memory_allocated() / GIBIBYTE
 
 
 def run(job: dict[str, Any], variant: Variant, seed: int, weights: Path) -> dict[str, Any]:

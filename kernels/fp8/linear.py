@@ -49,14 +49,12 @@ def takes_fp8(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
     Both are in bf16, at least under autocast; N and K are multiples of 16; and there is at least one row.
     """
-    x_dtype, weight_dtype = (torch.get_autocast_dtype(x.device.type),) * 2 if _casts(x) else (x.dtype, weight.dtype)
+    dtypes = {x.dtype, weight.dtype}
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in dtypes:
+        dtypes = {torch.get_autocast_dtype(x.device.type)}
     sizes = x.numel() > 0 and weight.shape[0] % MULTIPLE == 0 and weight.shape[1] % MULTIPLE == 0
-    bf16 = x_dtype == weight_dtype == torch.bfloat16
+    bf16 = dtypes == {torch.bfloat16}
     return bf16 and sizes and has_fp8(x.device) and not (is_dtensor(x) or is_dtensor(weight))
-
-
-def _casts(x: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -6,8 +6,8 @@
 scale, and writes the transpose: fp8 matmuls of Hopper read both operands along the sum, so the gradient of the input
 needs W^T. The scales are those of torchao's rowwise recipes without their rounding to powers of two.
 
-A row with an infinity or a NaN gets an infinite scale, and so everything that is computed from it is NaN: nothing is
-clamped in silence.
+A row with an infinity or a NaN gets an infinite scale, so that nothing computed from it is finite: no value is clamped
+in silence.
 
 Bytes for a bf16 element: 3. The rows are read once; the whole matrix twice, first for its largest magnitude.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.norms.launch import MAX_HIDDEN_SIZE, forward_tiles
+from liger_trainer.kernels.norms.launch import MAX_HIDDEN_SIZE, as_rows, forward_tiles
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
 E4M3_MAX = 448.0
@@ -70,11 +70,12 @@ def cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` in fp8, with a scale for each row.
 
     Args:
-        x: (M, K) in bf16, fp16 or fp32, with unit stride in a row.
+        x: (M, K) in bf16, fp16 or fp32, of any strides.
 
     Returns:
         The codes, float8_e4m3fn, (M, K), contiguous; and the scales, fp32, (M, 1), so that x ~ codes * scales.
     """
+    x = as_rows(x, None)
     num_rows, columns = x.shape
     if not use_triton(x) or columns > MAX_HIDDEN_SIZE or not x.numel():
         return cast_rows_reference(x)

@@ -138,6 +138,13 @@ def test_the_verdict_is_that_of_the_interval(ours, verdict, difference):
     assert row[6] == verdict
 
 
+def test_seeds_that_a_variant_lacks_are_left_out():
+    whole = evidence((0.1, -0.1))
+    cut = Evidence([value for value in whole.values if (value.variant, value.seed) != ("ours", 1)])
+    assert (whole.seeds, cut.seeds) == ([0, 1], [0])
+    assert held_out_rows(cut)[1][6] == "one seed"
+
+
 def test_steps_are_beside_stock():
     _, row = step_rows(evidence((0.0, 0.0)))
     assert row == ["ours", "5.0e-02", "7.5e-02", "0.0e+00", "0.0e+00", "1000.0", "11.0", "2.50"]

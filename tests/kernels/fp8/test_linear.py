@@ -58,12 +58,13 @@ def test_the_error_is_that_of_three_bits(device):
     ("x", "weight"),
     [
         (torch.zeros(4, 64), torch.zeros(32, 64)),
+        (torch.zeros(4, 64, dtype=torch.float64), torch.zeros(32, 64, dtype=torch.float64)),
         (torch.zeros(4, 64, dtype=torch.float16), torch.zeros(32, 64, dtype=torch.float16)),
         (torch.zeros(0, 64, **BF16), torch.zeros(32, 64, **BF16)),
         (torch.zeros(4, 40, **BF16), torch.zeros(32, 40, **BF16)),
         (torch.zeros(4, 64, **BF16), torch.zeros(31, 64, **BF16)),
     ],
-    ids=["fp32", "fp16", "empty", "features", "outputs"],
+    ids=["fp32", "fp64", "fp16", "empty", "features", "outputs"],
 )
 def test_everything_else_is_a_linear_layer(x, weight):
     assert not takes_fp8(x, weight)
@@ -84,6 +85,8 @@ def test_autocast_casts_as_for_a_linear_layer(device):
         y = fp8_linear(x, weight, bias)
     torch.testing.assert_close(y, fp8_linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16()))
     y.sum().backward()
+    with torch.autocast(device, torch.bfloat16):
+        assert not takes_fp8(x.double(), weight.double())
     assert [x.grad.dtype, weight.grad.dtype, bias.grad.dtype] == [torch.float32] * 3
 
 
@@ -94,6 +97,18 @@ def test_what_is_not_finite_stays_in_its_row(value, device):
     finite = fp8_linear(x, weight).isfinite()
     assert finite.all(1).tolist() == [True, True, False, True]
     assert not finite[2].any()
+
+
+@pytest.mark.kernel
+def test_gradients_that_share_memory_or_are_transposed(device):
+    """As the gradient of a sum, whose strides are 0."""
+    x, weight, _ = inputs(device, 6)
+    shared, turned = torch.ones((), device=device, **BF16).expand(6, 48), randn(48, 6, device=device, **BF16).t()
+    for dy in (shared, turned):
+        expected = operators.input_gradient(dy.contiguous(), weight)
+        assert torch.equal(operators.input_gradient(dy, weight), expected)
+    wide = torch.cat([x, x]).t().contiguous().t()  # columns apart
+    assert torch.equal(fp8_linear(wide, weight), fp8_linear(wide.contiguous(), weight))
 
 
 def test_frozen_operands_get_no_gradient(device):
