@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, refuse_second_derivative
 from liger_trainer.kernels.fp8.row_cast import cast_rows, cast_transposed
+from liger_trainer.kernels.fp8.shared_cast import Cast, cast_input, may_share
 from liger_trainer.kernels.runtime import is_dtensor
 
 MULTIPLE = 16
@@ -57,12 +58,22 @@ def takes_fp8(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return bf16 and sizes and has_fp8(x.device) and not (is_dtensor(x) or is_dtensor(weight))
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``linear(x, weight, bias)`` in fp8, without autograd: (..., K) and (N, K) in bf16 to (..., N)."""
-    codes, scales = cast_rows(x.reshape(-1, x.shape[-1]))
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shares: bool) -> torch.Tensor:
+    """``linear(x, weight, bias)`` in fp8, without autograd: (..., K) and (N, K) in bf16 to (..., N).
+
+    `shares` lets it share the cast of x with other layers.
+    """
+    # A layer that narrows, such as a down projection, is alone with its input: nobody else needs the cast.
+    keep = weight.shape[0] >= weight.shape[1]
+    cast = cast_input(x, keep) if shares else cast_rows(x.reshape(-1, x.shape[-1]))
+    return product_of_cast(cast, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def product_of_cast(cast: Cast, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``linear(x, weight, bias)`` in fp8, without autograd, of the cast of x, (M, K), and (N, K) in bf16: (M, N)."""
+    codes, scales = cast
     weight_codes, weight_scales = cast_rows(weight)
-    y = _scaled_product(codes, weight_codes, scales, weight_scales, bias, fast=True)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return _scaled_product(codes, weight_codes, scales, weight_scales, bias, fast=True)
 
 
 @torch.library.custom_op("liger_trainer::fp8_input_gradient", mutates_args=())
@@ -118,14 +129,14 @@ fp8_linear_save.register_fake(_save)
 
 @torch.library.custom_op("liger_trainer::fp8_linear", mutates_args=())
 def fp8_linear_product(
-    placeholder: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    placeholder: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shares: bool
 ) -> torch.Tensor:
     """The product, whose gradient goes to `placeholder`."""
-    return product(x, weight, bias)
+    return product(x, weight, bias, shares)
 
 
 @fp8_linear_product.register_fake
-def _(placeholder, x, weight, bias):
+def _(placeholder, x, weight, bias, shares):
     return x.new_empty(placeholder.shape)
 
 
@@ -170,4 +181,4 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if not takes_fp8(x, weight):
         return F.linear(x, weight, bias)
     x, weight, bias = as_autocast(x), as_autocast(weight), as_autocast(bias)
-    return fp8_linear_product(fp8_linear_save(x, weight, bias), x, weight, bias)
+    return fp8_linear_product(fp8_linear_save(x, weight, bias), x, weight, bias, may_share(x))

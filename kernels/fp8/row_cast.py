@@ -31,6 +31,26 @@ def e4m3(scaled):
 
 
 @triton.jit
+def magnitude(x, inside):
+    """What the largest magnitude of a row is taken of: infinite for a NaN, 0 outside of the row."""
+    return tl.where(inside, tl.where(x == x, tl.abs(x), float("inf")), 0.0)
+
+
+@triton.jit
+def codes_of(x, largest):
+    """The codes of fp32 numbers whose largest magnitude is `largest`."""
+    largest = tl.maximum(largest, 1e-12)
+    return e4m3(x * tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest))
+
+
+@triton.jit
+def scale_of(largest):
+    """The scale that goes with these codes."""
+    largest = tl.maximum(largest, 1e-12)
+    return tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+
+
+@triton.jit
 def _cast_rows_kernel(
     x_ptr,
     codes_ptr,
@@ -41,16 +61,14 @@ def _cast_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """ROWS rows of H columns: their largest magnitude, their scale, and their codes."""
+    """ROWS rows of H columns."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK_H)[None, :]
     inside = (rows < num_rows) & (columns < H)
     x = tl.load(x_ptr + rows * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    magnitude = tl.where(x == x, tl.abs(x), float("inf"))
-    largest = tl.maximum(tl.max(magnitude, axis=1, keep_dims=True), 1e-12)
-    most = tl.full(largest.shape, 448.0, tl.float32)
-    tl.store(codes_ptr + rows * H + columns, e4m3(x * tl.div_rn(most, largest)), mask=inside)
-    tl.store(scales_ptr + rows, tl.div_rn(largest, most), mask=rows < num_rows)
+    largest = tl.max(magnitude(x, inside), axis=1, keep_dims=True)
+    tl.store(codes_ptr + rows * H + columns, codes_of(x, largest), mask=inside)
+    tl.store(scales_ptr + rows, scale_of(largest), mask=rows < num_rows)
 
 
 @triton.jit
@@ -66,6 +84,12 @@ def _cast_transposed_kernel(x_ptr, codes_ptr, largest_ptr, num_rows, num_columns
     tl.store(codes_ptr + columns[:, None] * num_rows + rows[None, :], codes, mask=tl.trans(inside))
 
 
+def empty_cast(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised codes and scales of rows, (M, K), as `cast_rows` returns them."""
+    codes = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
+    return codes, torch.empty((rows.shape[0], 1), dtype=torch.float32, device=rows.device)
+
+
 def cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` in fp8, with a scale for each row.
 
@@ -79,8 +103,7 @@ def cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, columns = x.shape
     if not use_triton(x) or columns > MAX_HIDDEN_SIZE or not x.numel():
         return cast_rows_reference(x)
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    codes, scales = empty_cast(x)
     programs, options = forward_tiles(x)
     with on_device(x):
         _cast_rows_kernel[(programs,)](x, codes, scales, x.stride(0), num_rows, **options)

@@ -31,7 +31,8 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
-from liger_trainer.kernels.fp8.linear import fp8_linear, input_gradient, product, takes_fp8
+from liger_trainer.kernels.fp8.linear import fp8_linear, input_gradient, product_of_cast, takes_fp8
+from liger_trainer.kernels.fp8.shared_cast import drop
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu_reference
@@ -77,10 +78,12 @@ def gated_down(
     fp8: bool,
 ) -> torch.Tensor:
     """``h @ weight.T + bias``, whose gradient goes to `placeholder`."""
+    if fp8:
+        drop()  # the cast of what gate and up were computed from
+        cast = gated.cast_of_h(gate, up, activation, scalars, interleaved)
+        return product_of_cast(cast, weight, bias).view(placeholder.shape)
     h = gated.empty_h(gate, up)
     gated.launch_forward(gate, up, h, activation, scalars, interleaved)
-    if fp8:
-        return product(h, weight, bias)
     with torch.autocast(gate.device.type, enabled=False):
         return F.linear(h, weight, bias)
 
@@ -106,6 +109,8 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, .
         raise RuntimeError(second_derivative_message("swiglu_down and geglu_down"))
     need_gate, need_up, need_weight, need_bias = ctx.needs_input_grad[:4]
     gate, up, weight = ctx.saved_tensors
+    if ctx.fp8:
+        drop()  # of a layer that has been recomputed
     dy = gated.rows_of(dy)
     dgate = dup = h = None
     with torch.autocast(gate.device.type, enabled=False):

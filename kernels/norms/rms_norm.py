@@ -15,13 +15,19 @@ the same bits.
 
 The kernels can also add a residual before the norm, which `fused_add_rms_norm` uses: they then read the residual too,
 write the sum, and in the backward add the gradient of the sum to dx.
+
+With `fp8` the forward writes y in fp8 as well (1 byte per element), the bits that `cast_rows` makes of y in bf16, for
+the linear layers that read y next (`kernels/fp8/shared_cast.py`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
+from liger_trainer.kernels.fp8.linear import has_fp8
+from liger_trainer.kernels.fp8.row_cast import codes_of, empty_cast, magnitude, scale_of
+from liger_trainer.kernels.fp8.shared_cast import drop, may_share, share
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_row_values,
@@ -73,6 +79,8 @@ def _rms_norm_forward_kernel(
     y_ptr,
     total_ptr,
     rstd_ptr,
+    codes_ptr,
+    scales_ptr,
     x_stride,
     residual_stride,
     num_rows,
@@ -100,7 +108,15 @@ def _rms_norm_forward_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
     if weight_ptr is not None:
         y *= load_scale(weight_ptr, cols, offset, H, CASTING)
-    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + out, y, mask=mask)
+    if codes_ptr is not None:
+        rounded = y.to(tl.float32)
+        largest = tl.max(magnitude(rounded, mask), axis=1, keep_dims=True)
+        # As many codes to a thread as it has numbers of y; more, for wider stores, would pass through shared memory.
+        places = tl.max_contiguous(codes_ptr + out, (1, 8))
+        tl.store(places, codes_of(rounded, largest), mask=mask)
+        tl.store(scales_ptr + rows[:, None], scale_of(largest), mask=(rows < num_rows)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -192,8 +208,12 @@ def launch_forward(
     eps: float,
     offset: float,
     casting: str,
+    fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Runs the forward kernel and returns y, x + residual (None without a residual), and rstd in fp32."""
+    """Runs the forward kernel and returns y, x + residual (None without a residual), and rstd in fp32.
+
+    With `fp8` it shares y in fp8, where y is in bf16 and contiguous.
+    """
     order = memory_order(x)
     y = empty_in_order(x, order, output_dtype(x, weight, casting))
     total = None if residual is None else empty_in_order(x, order, x.dtype)
@@ -202,6 +222,10 @@ def launch_forward(
         return y, total, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
+    codes = scales = None
+    if fp8 and y.dtype == torch.bfloat16 and order is None:
+        drop()
+        codes, scales = empty_cast(rows)
     programs, options = forward_tiles(rows)
     with on_device(x):
         _rms_norm_forward_kernel[(programs,)](
@@ -211,6 +235,8 @@ def launch_forward(
             as_rows(y, order),
             None if total is None else as_rows(total, order),
             as_row_values(rstd, order),
+            codes,
+            scales,
             rows.stride(0),
             0 if residual_rows is None else residual_rows.stride(0),
             rows.shape[0],
@@ -219,6 +245,8 @@ def launch_forward(
             CASTING=casting,
             **options,
         )
+    if codes is not None and scales is not None:
+        share(y, (codes, scales))
     return y, total, rstd
 
 
@@ -271,14 +299,14 @@ def check_casting(name: str, casting: str) -> None:
 
 @torch.library.custom_op("liger_trainer::rms_norm", mutates_args=())
 def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str, fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = launch_forward(x, None, weight, eps, offset, casting)
+    y, _, rstd = launch_forward(x, None, weight, eps, offset, casting, fp8)
     return y, rstd
 
 
 @_rms_norm.register_fake
-def _(x, weight, eps, offset, casting):
+def _(x, weight, eps, offset, casting, fp8):
     order = memory_order(x)
     return empty_in_order(x, order, output_dtype(x, weight, casting)), empty_row_values(x, order)
 
@@ -305,17 +333,17 @@ refuse_second_derivative(_rms_norm_backward, "rms_norm")
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, _, ctx.offset, ctx.casting = inputs
+    x, weight, _, ctx.offset, ctx.casting, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, output[1])
 
 
 def _backward(ctx, dy, _):
     if dy is None:
-        return None, None, None, None, None
+        return input_gradients(ctx)
     needed = list(ctx.needs_input_grad[:2])
     gradients = _rms_norm_backward(dy, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
-    return *where_needed(needed, *gradients), None, None, None
+    return input_gradients(ctx, *where_needed(needed, *gradients))
 
 
 _rms_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -327,6 +355,7 @@ def rms_norm(
     eps: float = 1e-6,
     offset: float = 0.0,
     casting: str = "llama",
+    fp8: bool = False,
 ) -> torch.Tensor:
     """RMSNorm over the last dimension: `x / sqrt(mean(x^2) + eps) * (offset + weight)`.
 
@@ -349,6 +378,8 @@ def rms_norm(
               of the weight.
             - ``"none"``: no casts; each step (square, mean, rsqrt, product) rounds to the dtype of `x`, as torch does
               on tensors of that dtype. The result has the promoted dtype of `x` and `weight`.
+        fp8: The result is read by linear layers in fp8 next: cast it for them in the same pass, if it is in bf16 and
+            the GPU has fp8. The result and its gradients are the same.
 
     Returns:
         Tensor of the shape of `x`, in the dtype of `x` except where `casting` promotes it.
@@ -361,7 +392,8 @@ def rms_norm(
     check_arguments("rms_norm", x, weight=weight)
     if not runs_on_triton(x, weight):
         return rms_norm_reference(x, weight, eps, offset, casting)
-    return _rms_norm(x, weight, eps, offset, casting)[0]
+    fp8 = fp8 and has_fp8(x.device) and may_share(x)
+    return _rms_norm(x, weight, eps, offset, casting, fp8)[0]
 
 
 def rms_norm_reference(

@@ -17,6 +17,7 @@ from liger_trainer.parallel.sequences import SPLIT
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.finding import CHOSEN, NO_KERNEL, SWITCHED_OFF, Finding, rows
 from liger_trainer.patching.fp8 import find_fp8
+from liger_trainer.patching.fp8_norms import cast_in_norms
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
@@ -84,7 +85,8 @@ def apply_liger_kernel(
             from liger_trainer.patching.attention import find_attention
 
             findings += find_attention(model, parsed.attention, probe)
-    findings += find_fp8(model, parsed.fp8, _probe_device(model))
+        findings += find_fp8(model, parsed.fp8, probe.device)
+        findings = cast_in_norms(findings, model, parsed.fp8, probe)
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:

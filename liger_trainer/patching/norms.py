@@ -15,6 +15,7 @@ from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import Finding, proved, reason_to_leave
+from liger_trainer.patching.fp8 import is_long_enough
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import (
     Agreement,
@@ -162,6 +163,7 @@ def rms_norm_forward(
     mixed: bool,
     autocast: bool,
     pending: bool = False,
+    casts: bool = False,
 ) -> Callable:
     """A forward for one kind of RMSNorm; the same function for equal arguments.
 
@@ -175,6 +177,7 @@ def rms_norm_forward(
         mixed: Whether input and weight may differ in dtype.
         autocast: Whether autocast may be on.
         pending: Return a [`PendingNorm`] where [`may_pend`] says so.
+        casts: Cast the result to fp8 as well, if linear layers in fp8 take as many rows.
     """
 
     def forward(self, hidden_states):
@@ -183,18 +186,25 @@ def rms_norm_forward(
             return original(self, hidden_states)
         if pending and weight is not None and may_pend(self):
             return PendingNorm(hidden_states, weight, (getattr(self, eps), offset, casting))
-        return rms_norm(hidden_states, weight, getattr(self, eps), offset, casting)
+        fp8 = casts and is_long_enough(hidden_states)
+        return rms_norm(hidden_states, weight, getattr(self, eps), offset, casting, fp8)
 
     if weighted:
         options = (original, argument, eps, offset, casting, weighted)
-        forward.pending_options = options, {"mixed": mixed, "autocast": autocast}  # type: ignore[attr-defined]
+        forward.options = options, {"mixed": mixed, "autocast": autocast}  # type: ignore[attr-defined]
     return call_like(forward, argument)
 
 
 def pending_rms_norm_forward(forward: Callable) -> Callable:
     """The forward that may return a [`PendingNorm`], for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.pending_options  # type: ignore[attr-defined]
+    options, cases = forward.options  # type: ignore[attr-defined]
     return rms_norm_forward(*options, **cases, pending=True)
+
+
+def casting_rms_norm_forward(forward: Callable) -> Callable:
+    """The forward that also casts its result to fp8, for one of [`rms_norm_forward`] with a weight."""
+    options, cases = forward.options  # type: ignore[attr-defined]
+    return rms_norm_forward(*options, **cases, casts=True)
 
 
 @functools.cache
