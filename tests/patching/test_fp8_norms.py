@@ -17,6 +17,7 @@ from liger_trainer.kernels.fp8 import linear, shared_cast
 from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.norms import rms_norm as norms
 from liger_trainer.patching import apply, fp8
+from liger_trainer.patching import norms as patched_norms
 from liger_trainer.patching.fp8_norms import cast_in_norms
 from tests.calls import recorded_calls
 
@@ -65,19 +66,22 @@ def test_norms_cast_whose_results_layers_read_in_fp8(config, model, expected):
     assert casting(patched) == []
 
 
-def test_norms_before_adapters_do_not_cast():
-    adapted = get_peft_model(
-        tiny(LlamaConfig, LlamaForCausalLM), LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"], r=2)
-    )
-    apply_liger_kernel(adapted, RECIPE)
-    assert [name.rpartition(".")[-1] for name in casting(adapted)] == ["post_attention_layernorm"]
+@pytest.mark.parametrize(
+    ("adapted", "expected"),
+    [(["q_proj", "k_proj", "v_proj"], "post_attention_layernorm"), (["gate_proj", "up_proj"], "input_layernorm")],
+)
+def test_norms_before_adapters_do_not_cast(adapted, expected):
+    """Though the last projection of the attention or of the MLP multiplies in fp8."""
+    model = get_peft_model(tiny(LlamaConfig, LlamaForCausalLM), LoraConfig(target_modules=adapted, r=2))
+    apply_liger_kernel(model, RECIPE)
+    assert [name.rpartition(".")[-1] for name in casting(model)] == [expected]
 
 
-def test_one_scale_for_an_input_is_none_for_its_rows():
+def test_one_scale_for_an_input_is_none_for_its_rows(monkeypatch):
+    monkeypatch.setattr(apply, "cast_in_norms", lambda *rest: cast_in_norms(*rest[:2], "tensorwise", rest[3]))
     model = tiny(LlamaConfig, LlamaForCausalLM)
-    findings = []
-    assert cast_in_norms(findings, model, "tensorwise", probe=None) == []
-    assert cast_in_norms(findings, model, None, probe=None) == []
+    apply_liger_kernel(model, RECIPE)
+    assert casting(model) == []
 
 
 def loss_and_gradients(model, checkpointed):
@@ -107,21 +111,18 @@ def test_loss_and_gradients_have_the_bits_of_separate_casts(config, model, check
     assert [len(own), len(by_norms), len(by_mlps)] == [passes, 2 * passes, 0]  # o_proj's input has a cast of its own
     assert shared_cast._last is None
 
-    monkeypatch.setattr(apply, "cast_in_norms", lambda findings, *_: findings)
-    monkeypatch.setattr(linear, "may_share", lambda x: False)
+    for module in (norms, linear):
+        monkeypatch.setattr(module, "may_share", lambda x: False)
     monkeypatch.setattr(gated_activation, "_LONGEST_CAST", 0)
-    apply_liger_kernel(patched, RECIPE)
     for mine, theirs in zip(ours, loss_and_gradients(patched, checkpointed), strict=True):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.kernel
 def test_few_rows_are_not_cast(monkeypatch):
     patched = tiny(LlamaConfig, LlamaForCausalLM)
     apply_liger_kernel(patched, RECIPE)
-    casts = recorded_calls(monkeypatch, norms, "share")
+    calls = recorded_calls(monkeypatch, patched_norms, "rms_norm")
     norm, x = patched.model.layers[1].input_layernorm, torch.ones(1, 8, 32, dtype=torch.bfloat16)
     norm(x[:, 1:])
-    assert not casts
     norm(x)
-    assert len(casts) == 1
+    assert [arguments[-1] for _, _, arguments in calls] == [False, True]

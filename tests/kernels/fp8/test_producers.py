@@ -100,10 +100,22 @@ def test_a_gated_activation_casts_its_result(activation, options, fused, interle
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("shape", [(2, 5, 48), (0, 48)])
-def test_a_down_projection_casts_in_its_activation(shape, device, monkeypatch):
-    gate, up = (randn(*shape, seed=seed, device=device, **BF16) for seed in (4, 5))
+def test_columns_beyond_a_row_do_not_scale_it(device):
+    """Where a limit below 0 clamps them, though they were loaded as zeros."""
+    gate = torch.full((2, 40), -20.0, device=device, **BF16)
+    arguments = gate, gate.clone(), "silu", gated.scalars(limit=-1.0)
+    h = gated.empty_h(*arguments[:2])
+    gated.launch_forward(*arguments[:2], h, *arguments[2:], False)
+    assert_same_bits(gated.cast_of_h(*arguments, False), h)
+
+
+@pytest.mark.kernel
+def test_a_down_projection_casts_in_its_activation(device, monkeypatch):
+    gate, up = (randn(2, 5, 48, seed=seed, device=device, **BF16) for seed in (4, 5))
     weight = randn(32, 48, device=device, **BF16)
+    shared_cast.cast_input(gate, keep=True)
+    gated_down.swiglu_down(gate, up, weight, fp8=True)
+    assert shared_cast._last is None
     ours, upstream = run(gated_down.swiglu_down, (gate, up, weight), fp8=True)
     monkeypatch.setattr(gated, "_LONGEST_CAST", 0)
     separate, _ = run(gated_down.swiglu_down, (gate, up, weight), upstream, fp8=True)
