@@ -1,7 +1,7 @@
 """The last cast of a layer's input to fp8, for the other layers that read the same input: q, k and v, or gate and up.
 
-A cast is given for the very tensor that it was made of, unchanged: the same object, with the version counter of that
-time, on the same stream. A view, a copy and another tensor in the same memory are other objects. Writes that the
+A cast is given for the very tensor that it was made of, unchanged: the same object and memory, with the version counter
+of that time, on the same stream. A view, a copy and another tensor in the same memory are other objects. Writes that the
 counter does not see are those that autograd does not see in a saved tensor either, as through `.data`. So nothing is
 shared where contents may change uncounted: in compiled code, which reuses memory; in a CUDA graph, which replays; and
 for inference tensors, which have no counter.
@@ -26,7 +26,7 @@ Cast = tuple[torch.Tensor, torch.Tensor]
 class _Shared(NamedTuple):
     """A cast, and what it was made of; the reference frees it with its tensor, and is never followed."""
 
-    key: tuple[int, int, int]
+    key: tuple[int, ...]
     reference: weakref.ref[torch.Tensor]
     cast: Cast
 
@@ -74,8 +74,9 @@ def cast_input(x: torch.Tensor, keep: bool) -> Cast:
     return cast
 
 
-def _key(x: torch.Tensor) -> tuple[int, int, int]:
-    return id(x), x._version, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+def _key(x: torch.Tensor) -> tuple[int, ...]:
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    return id(x), x.data_ptr(), x._version, stream
 
 
 def _free(reference: weakref.ref[torch.Tensor]) -> None:

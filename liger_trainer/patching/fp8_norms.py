@@ -39,7 +39,9 @@ def cast_in_norms(findings: Iterable[Finding], model: nn.Module, recipe: str | N
     if recipe is None or not recipe.startswith("rowwise"):
         return findings
     linears = {id(each.module) for each in findings if each.component == "fp8" and each.forward is not None}
-    places = {id(each.module): place for place, each in enumerate(findings) if hasattr(each.forward, "options")}
+    places = {
+        id(each.module): place for place, each in enumerate(findings) if hasattr(each.forward, "rms_norm_options")
+    }
     for layer in decoder_layers(model):
         norms = {name for name, child in layer._modules.items() if id(child) in places}
         read_in_fp8 = tuple(name for name, module in layer.named_modules() if id(module) in linears)

@@ -191,19 +191,19 @@ def rms_norm_forward(
 
     if weighted:
         options = (original, argument, eps, offset, casting, weighted)
-        forward.options = options, {"mixed": mixed, "autocast": autocast}  # type: ignore[attr-defined]
+        forward.rms_norm_options = options, {"mixed": mixed, "autocast": autocast}  # type: ignore[attr-defined]
     return call_like(forward, argument)
 
 
 def pending_rms_norm_forward(forward: Callable) -> Callable:
     """The forward that may return a [`PendingNorm`], for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.options  # type: ignore[attr-defined]
+    options, cases = forward.rms_norm_options  # type: ignore[attr-defined]
     return rms_norm_forward(*options, **cases, pending=True)
 
 
 def casting_rms_norm_forward(forward: Callable) -> Callable:
     """The forward that also casts its result to fp8, for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.options  # type: ignore[attr-defined]
+    options, cases = forward.rms_norm_options  # type: ignore[attr-defined]
     return rms_norm_forward(*options, **cases, casts=True)
 
 

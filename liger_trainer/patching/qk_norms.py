@@ -49,7 +49,7 @@ class _Norm(nn.Module):
 def fuse_qk_norms(findings: Iterable[Finding], probe: Probe) -> list[Finding]:
     """`findings` with other forwards for attentions and norms wherever norms and rotation can be fused."""
     findings = list(findings)
-    norms = {id(f.module): f for f in findings if hasattr(f.forward, "options")}
+    norms = {id(f.module): f for f in findings if hasattr(f.forward, "rms_norm_options")}
     replaced: dict[int, Finding] = {}
     for finding in findings:
         if finding.component != "rope" or finding.forward is None:

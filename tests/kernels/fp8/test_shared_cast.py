@@ -50,7 +50,10 @@ def test_layers_share_the_cast_of_their_input(grad, x, weights, casts):
 
 
 def test_a_tensor_that_was_written_to_is_cast_again(x, weights, casts):
-    for write in (lambda: x.mul_(2), lambda: x[2:].zero_(), lambda: x.detach().add_(1), lambda: x.copy_(x + 1)):
+    def replace():
+        x.data = x * 2
+
+    for write in (lambda: x.mul_(2), lambda: x[2:].zero_(), lambda: x.detach().add_(1), replace):
         fp8_linear(x, weights[0])
         write()
         assert_fresh(x, weights[1])
