@@ -1,10 +1,10 @@
 """The last cast of a layer's input to fp8, for the other layers that read the same input: q, k and v, or gate and up.
 
 A cast is given for the very tensor that it was made of, unchanged: the same object and memory, with the version counter
-of that time, on the same stream. A view, a copy and another tensor in the same memory are other objects. Writes that the
-counter does not see are those that autograd does not see in a saved tensor either, as through `.data`. So nothing is
-shared where contents may change uncounted: in compiled code, which reuses memory; in a CUDA graph, which replays; and
-for inference tensors, which have no counter.
+of that time, on the same stream. A view, a copy and another tensor in the same memory are other objects. What the
+counter misses, as writes through `.data`, autograd misses in a saved tensor, too. Nothing is shared where contents may
+change uncounted as a rule: in compiled code, which reuses memory; in a CUDA graph, which replays; and for inference
+tensors, which have no counter.
 
 At most one cast is held, M (K + 4) bytes for an input of (M, K), and none of a tensor that is gone: neither is the
 input kept alive, nor are its codes without it.
