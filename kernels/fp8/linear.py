@@ -82,7 +82,7 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, mode: str, largest: t
     """
     products = products_of(mode)
     of_dy, of_weight = products.input_gradient
-    codes, scales = _cast(dy, of_dy, products.gradient_dtype, largest)
+    codes, scales = _cast(dy, of_dy, getattr(torch, products.gradient_dtype), largest)
     weight_codes, weight_scales = _cast_transposed(weight, of_weight)
     return scaled_product(codes, weight_codes, scales, weight_scales, None, fast=False)
 
@@ -102,7 +102,7 @@ def weight_gradient(dy: torch.Tensor, x: torch.Tensor, mode: str, largest: torch
     if products.weight_gradient is None:
         return dy.mT @ x
     of_dy, of_x = products.weight_gradient
-    codes, scales = _cast_transposed(dy, of_dy, products.gradient_dtype, largest)
+    codes, scales = _cast_transposed(dy, of_dy, getattr(torch, products.gradient_dtype), largest)
     x_codes, x_scales = _cast_transposed(x, of_x)
     return scaled_product(codes, x_codes, scales, x_scales, None, fast=False)
 
