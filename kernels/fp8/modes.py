@@ -69,5 +69,5 @@ def products_of(mode: str) -> Products:
         ValueError: if there is no such mode.
     """
     if mode not in _MODES:
-        raise ValueError(f"`fp8` is {mode!r}; it must be {', '.join(map(repr, _MODES))} or None.")
+        raise ValueError(f"The mode of fp8 is {mode!r}; it must be {', '.join(map(repr, _MODES))}.")
     return _MODES[mode]
