@@ -86,7 +86,7 @@ def apply_liger_kernel(
             from liger_trainer.patching.attention import find_attention
 
             findings += find_attention(model, parsed.attention, probe)
-        findings += find_fp8(model, parsed.fp8, probe.device)
+        findings += find_fp8(model, parsed.fp8, parsed.fp8_all_layers, probe.device)
         findings = cast_in_norms(findings, model, parsed.fp8, probe)
     report_rows = rows(findings)
     for finding in findings:

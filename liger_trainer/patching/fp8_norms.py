@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.fp8 import decoder_layers
@@ -26,17 +27,17 @@ _LENGTH = 3
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def cast_in_norms(findings: Iterable[Finding], model: nn.Module, recipe: str | None, probe: Probe) -> list[Finding]:
+def cast_in_norms(findings: Iterable[Finding], model: nn.Module, mode: Fp8Mode | None, probe: Probe) -> list[Finding]:
     """`findings` with other forwards for the norms of `model` whose results linear layers in fp8 read.
 
     Args:
         findings: Those of the norms and of the linear layers, among others.
         model: The model, adapters included.
-        recipe: A value of `fp8`. Nothing changes unless it gives each row of an input a scale of its own.
+        mode: The value of `fp8`. Nothing changes unless it gives each row of an input a scale of its own.
         probe: Runs the layers' forwards.
     """
     findings = list(findings)
-    if recipe is None or not recipe.startswith("rowwise"):
+    if mode is None or products_of(mode).output[0] is not Scaling.ROWS:
         return findings
     linears = {id(each.module) for each in findings if each.component == "fp8" and each.forward is not None}
     places = {

@@ -30,7 +30,7 @@ CAST = ", cast to fp8"
 @pytest.fixture(autouse=True)
 def tiny_layers_count(monkeypatch):
     monkeypatch.setattr(fp8, "_LEAST_FEATURES", 16)
-    monkeypatch.setattr(fp8, "_LEAST_ROWS", 8)
+    monkeypatch.setattr(fp8, "LEAST_ROWS", 8)
 
 
 def tiny(config, model):

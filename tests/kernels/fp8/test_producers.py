@@ -73,7 +73,7 @@ def test_what_no_layer_could_use_is_not_cast(device):
     ):
         assert shared_cast.shared(y) is None
     with torch.inference_mode():
-        norms.rms_norm(x, weight, fp8=True)
+        norms.rms_norm(x, weight, fp8="rowwise_gw_hp")
     assert shared_cast._last is None
 
 
@@ -114,11 +114,11 @@ def test_a_down_projection_casts_in_its_activation(device, monkeypatch):
     gate, up = (randn(2, 5, 48, seed=seed, device=device, **BF16) for seed in (4, 5))
     weight = randn(32, 48, device=device, **BF16)
     shared_cast.cast_input(gate, keep=True)
-    gated_down.swiglu_down(gate, up, weight, fp8=True)
+    gated_down.swiglu_down(gate, up, weight, fp8="rowwise_gw_hp")
     assert shared_cast._last is None
-    ours, upstream = run(gated_down.swiglu_down, (gate, up, weight), fp8=True)
+    ours, upstream = run(gated_down.swiglu_down, (gate, up, weight), fp8="rowwise_gw_hp")
     monkeypatch.setattr(gated, "_LONGEST_CAST", 0)
-    separate, _ = run(gated_down.swiglu_down, (gate, up, weight), upstream, fp8=True)
+    separate, _ = run(gated_down.swiglu_down, (gate, up, weight), upstream, fp8="rowwise_gw_hp")
     for mine, theirs in zip(ours, separate, strict=True):
         assert torch.equal(mine, theirs)
 

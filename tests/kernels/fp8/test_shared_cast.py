@@ -36,7 +36,7 @@ def casts(monkeypatch):
 
 def assert_fresh(x, weight):
     """That a layer has the bits of one that shares nothing."""
-    expected = linear.product(x, weight, None, shares=False)
+    expected = linear.product(x, weight, None, "rowwise_gw_hp", shares=False)
     assert torch.equal(fp8_linear(x, weight), expected)
 
 
@@ -46,7 +46,7 @@ def test_layers_share_the_cast_of_their_input(grad, x, weights, casts):
         results = [fp8_linear(x.requires_grad_(grad), weight) for weight in weights]
     assert len(casts) == 1
     for weight, y in zip(weights, results):
-        assert torch.equal(y, linear.product(x, weight, None, shares=False))
+        assert torch.equal(y, linear.product(x, weight, None, "rowwise_gw_hp", shares=False))
 
 
 def test_a_tensor_that_was_written_to_is_cast_again(x, weights, casts):
@@ -125,7 +125,7 @@ def test_compiled_code_shares_nothing(x, weights):
 
 
 def test_threads_may_share(x, weights):
-    expected = [linear.product(x, weight, None, shares=False) for weight in weights]
+    expected = [linear.product(x, weight, None, "rowwise_gw_hp", shares=False) for weight in weights]
     failures = []
 
     def run(own):
@@ -184,4 +184,4 @@ def test_streams_and_graphs_cast_themselves(weights):
         y = fp8_linear(x, weights[0])
     x.mul_(3)
     graph.replay()
-    assert torch.equal(y, linear.product(x, weights[0], None, shares=False))
+    assert torch.equal(y, linear.product(x, weights[0], None, "rowwise_gw_hp", shares=False))
