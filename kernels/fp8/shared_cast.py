@@ -17,7 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import CHANGED_IN_PLACE
 from liger_trainer.kernels.fp8.row_cast import cast_rows
+
+require(CHANGED_IN_PLACE)
 
 Cast = tuple[torch.Tensor, torch.Tensor]
 """Codes and scales, as `cast_rows` returns them."""

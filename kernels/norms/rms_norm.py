@@ -299,14 +299,14 @@ def check_casting(name: str, casting: str) -> None:
 
 @torch.library.custom_op("liger_trainer::rms_norm", mutates_args=())
 def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str, fp8: bool
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y, _, rstd = launch_forward(x, None, weight, eps, offset, casting, fp8)
     return y, rstd
 
 
 @_rms_norm.register_fake
-def _(x, weight, eps, offset, casting, fp8):
+def _(x, weight, eps, offset, casting, fp8=False):
     order = memory_order(x)
     return empty_in_order(x, order, output_dtype(x, weight, casting)), empty_row_values(x, order)
 
