@@ -184,7 +184,8 @@ def test_a_command_adds_the_runs_that_its_file_lacks(data, monkeypatch, tmp_path
         asked.extend(runs)
         for name, seed in runs:
             weights = load_file(data / "model" / "model.safetensors")
-            save_file(weights, f"{folder}/{name} {seed}.safetensors")
+            moved = {key: 1.5 * weight for key, weight in weights.items()}  # all runs alike
+            save_file(moved, f"{folder}/{name} {seed}.safetensors")
             left = {"steps": {"loss": [1.0], "grad_norm": [1.0], "seconds": [1.0]}, "peak_gibibytes": None}
             Path(folder, f"{name} {seed}.json").write_text(json.dumps(left))
 
@@ -196,7 +197,10 @@ def test_a_command_adds_the_runs_that_its_file_lacks(data, monkeypatch, tmp_path
     assert asked == [("TRL", 0), ("liger_trainer", 0), ("TRL", 1), ("liger_trainer", 1)]
     found = Evidence.read(tmp_path / "dpo.csv")
     assert found.seeds == [0, 1]
-    assert len(found.of("start", 0, "held-out margin")) == 8
+    assert found.of("start", 0, "held-out margin") == [0.0] * 8
+    margins = [found.of(name, seed, "held-out margin") for name, seed in asked]
+    assert any(margins[0])
+    assert all(of_run == margins[0] for of_run in margins)  # those of a resumed file too
     with pytest.raises(SystemExit):
         command.main([*options, "--steps", "2"])
 
