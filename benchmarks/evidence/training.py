@@ -6,6 +6,7 @@ in it. Both get the same weights, rows, seeds and arguments.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib
@@ -59,10 +60,11 @@ _BF16 = (  # without autocast: the weights are bf16 already
         arguments={"bf16": False, "optim": "liger_adamw"},
     ),
 )
+_FP8 = Variant("liger_trainer, fp8 rowwise_gw_hp", arguments={"fp8": "rowwise_gw_hp"})
 BETA = 0.1  # DPO
 ANSWER_TOKENS = 12  # GRPO: at most
 TASKS = {
-    "sft": Task(60, 16, 2e-5, _PROVIDERS + _BF16, {"max_length": 512}),
+    "sft": Task(60, 16, 2e-5, (*_PROVIDERS, *_BF16, _FP8), {"max_length": 512}),
     "dpo": Task(40, 16, 5e-6, _PROVIDERS, {"beta": BETA, "max_length": 512}),
     "grpo": Task(
         40,
@@ -123,14 +125,21 @@ def run(job: dict[str, Any], variant: Variant, seed: int, weights: Path) -> dict
     """Trains once, writes the trained weights in bf16, and returns what each step gave."""
     task, device = TASKS[job["trainer"]], torch.device(job["device"])
     steps = Steps(device)
-    trainer = _trainer(job, task, variant, seed, steps)
-    trainer.train()
+    with _fp8_at_any_size() if "fp8" in variant.arguments else contextlib.nullcontext():
+        trainer = _trainer(job, task, variant, seed, steps)
+        trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)
     save_file({name: weight.detach().bfloat16().contiguous() for name, weight in model.named_parameters()}, weights)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     measures = ("loss", "grad_norm", *(["reward"] if job["trainer"] == "grpo" else []))
     found = {measure: [float(entry[measure]) for entry in history] for measure in measures}
     return {"steps": found | {"seconds": steps.seconds}, "peak_gibibytes": steps.peak_gibibytes()}
+
+
+def _fp8_at_any_size() -> contextlib.AbstractContextManager[object]:
+    from liger_trainer.benchmarks.fp8 import at_any_size  # never in the process of stock TRL
+
+    return at_any_size()
 
 
 def _trainer(job: dict[str, Any], task: Task, variant: Variant, seed: int, steps: Steps) -> Any:
