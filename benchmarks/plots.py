@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Point, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
@@ -327,7 +327,7 @@ def _draw_steps(axis: Axes, found: Evidence, measure: str, heading: str) -> None
     for place, variant in enumerate(found.variants):
         runs = [found.of(variant, seed, f"step {measure}") for seed in found.seeds]
         steps = range(1, len(runs[0]) + 1)
-        style = {"linewidth": 4, "alpha": 0.5} if not place else {"linewidth": 1.2}  # others lie on it
+        style: dict[str, Any] = {"linewidth": 4, "alpha": 0.5} if not place else {"linewidth": 1.2}  # others lie on it
         axis.plot(steps, [*map(mean, zip(*runs))], label=variant, color=f"C{place}", **style)
         axis.fill_between(steps, [*map(min, zip(*runs))], [*map(max, zip(*runs))], color=f"C{place}", alpha=0.1)
     axis.set_xlabel("steps")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from liger_trainer.benchmarks import fp8
 from liger_trainer.benchmarks.evidence.results import SETTING, Evidence, Value
@@ -46,6 +47,19 @@ def test_seeds_end_with_the_same_rows(monkeypatch):
     first, second = seen[0], seen[-1]
     assert torch.equal(first[-4:], second[-4:])  # of the last step of six
     assert not any(torch.equal(a, b) for a, b in zip(first[:-4], second[:-4]))
+
+
+def test_what_is_measured_is_the_plain_model_in_fp32(monkeypatch):
+    trained, pretrain = [], fp8.pretrain
+    monkeypatch.setattr(fp8, "pretrain", lambda model, *rest: trained.append(model) or pretrain(model, *rest))
+    rows = torch.randint(256, (8, 1, 33), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    runs = [[value.value for value in fp8._run(IN_FP8[0], seed, rows, rows, TINY)] for seed in (0, 1)]
+    tokens = rows.squeeze(1).long()
+    for model, (*_, held_out) in zip(trained, runs):
+        logits = model(input_ids=tokens[:, :-1]).logits
+        assert held_out == pytest.approx(F.cross_entropy(logits.mT, tokens[:, 1:]).item(), rel=1e-6)
+        assert not any("forward" in module.__dict__ for module in model.modules())
+    assert runs[0][0] != runs[1][0]  # from other weights
 
 
 def test_runs_that_are_there_are_not_repeated(results):
