@@ -16,19 +16,18 @@ no larger, in both losses. One more variant shows what another rounding does: bf
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import get_args, get_type_hints
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.evidence.results import Evidence, Value, source
+from liger_trainer.benchmarks.evidence.training import fp8_at_any_size
 from liger_trainer.benchmarks.plots import draw_fp8, draw_if_installed
 from liger_trainer.benchmarks.records import setting
 from liger_trainer.benchmarks.registry import BenchmarkError
@@ -64,11 +63,6 @@ SMALL = Sizes(hidden=256, layers=3, rows=4, length=64, steps=60, held_out=4, see
 def last_steps(steps: int | str) -> int:
     """Over how many of the steps losses are compared."""
     return max(1, int(steps) // 6)
-
-
-def at_any_size() -> contextlib.AbstractContextManager[object]:
-    """Within it, `fp8` takes layers and calls too small for it to be faster: the question here is what is learned."""
-    return mock.patch.multiple("liger_trainer.patching.fp8", _LEAST_FEATURES=1, _LEAST_ROWS=1)
 
 
 def compare(
@@ -111,7 +105,7 @@ def _run(name: str, seed: int, rows: Tensor, held_out: Tensor, sizes: Sizes) -> 
     """Trains once; the loss of each step, and the held-out one after the last."""
     mode, parts = VARIANTS[name]
     model = build(sizes, torch.float32, rows.device, seed)
-    with at_any_size():
+    with fp8_at_any_size():
         apply_liger_kernel(model, {"fp8": mode})
         losses = pretrain(model, rows, sizes.rows, _LR, parts).tolist()
     yield from (Value(name, seed, "step loss", step, loss) for step, loss in enumerate(losses, 1))

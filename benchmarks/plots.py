@@ -347,7 +347,7 @@ def draw_fp8(found: Evidence, window: int, file: Path) -> Path:
     """Loss over the steps, its difference from bf16's beside the noise, and each seed's held-out loss.
 
     The difference is that of the means of the last `window` steps, between runs of one seed, in the mean over the
-    seeds; the noise is the standard deviation of bf16's over the seeds.
+    seeds; the noise is the standard deviation over the seeds of bf16's mean of the very last ones.
     """
     figure, axes = _axes(3, f"From random weights, in fp8 and in bf16, {found.setting['device']}")
     _draw_steps(axes[0], found, "loss", "loss")
@@ -358,9 +358,8 @@ def draw_fp8(found: Evidence, window: int, file: Path) -> Path:
     first, *others = found.variants
     steps = range(window, window + len(runs[first][0]))
     if len(found.seeds) > 1:
-        noise = [stdev(of_step) for of_step in zip(*runs[first])]
-        label = f"{first}: ± standard deviation over seeds"
-        axes[1].fill_between(steps, [-value for value in noise], noise, color="C0", alpha=0.2, label=label)
+        noise = stdev(run[-1] for run in runs[first])
+        axes[1].axhspan(-noise, noise, color="C0", alpha=0.2, label="the noise at the end")
     for place, variant in enumerate(others, 1):
         away = [[a - b for a, b in zip(*pair)] for pair in zip(runs[variant], runs[first])]
         axes[1].plot(steps, [*map(mean, zip(*away))], label=variant, color=f"C{place}", linewidth=1.2)
