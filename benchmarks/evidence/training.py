@@ -139,7 +139,7 @@ def run(job: dict[str, Any], variant: Variant, seed: int, weights: Path) -> dict
 
 def fp8_at_any_size() -> contextlib.AbstractContextManager[object]:
     """Within it, `fp8` takes layers and calls too small for it to be faster: the question here is what is learned."""
-    return mock.patch.multiple("liger_trainer.patching.fp8", _LEAST_FEATURES=1, _LEAST_ROWS=1)
+    return mock.patch.multiple("liger_trainer.patching.fp8", LEAST_FEATURES=1, LEAST_ROWS=1)
 
 
 def _trainer(job: dict[str, Any], task: Task, variant: Variant, seed: int, steps: Steps) -> Any:
