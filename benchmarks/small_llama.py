@@ -106,7 +106,8 @@ def pretrain(model: torch.nn.Module, rows: Tensor, batch: int, lr: float, parts:
         (N / batch,), in fp32.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, len(rows) // batch, pct_start=0.05)
+    warm_up = 0.05 + 1e-9  # OneCycleLR divides by 0 if it is exactly one step
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, len(rows) // batch, pct_start=warm_up)
     steps = []
     for of_step in rows.split(batch):
         losses = []

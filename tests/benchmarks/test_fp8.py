@@ -1,6 +1,7 @@
 """The benchmark of learning in fp8: runs of a seed differ in the arithmetic alone; the verdict is that of the rule."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from liger_trainer.benchmarks import fp8
 from liger_trainer.benchmarks.evidence.results import SETTING, Evidence, Value
 from liger_trainer.benchmarks.fp8 import BF16, VARIANTS, section, verdict
-from liger_trainer.benchmarks.small_llama import Sizes
+from liger_trainer.benchmarks.small_llama import Sizes, pretrain
 
 CPU = torch.device("cpu")
 TINY = Sizes(hidden=64, layers=3, rows=4, length=32, steps=6, held_out=1, seeds=2)
@@ -60,6 +61,16 @@ def test_what_is_measured_is_the_plain_model_in_fp32(monkeypatch):
         assert held_out == pytest.approx(F.cross_entropy(logits.mT, tokens[:, 1:]).item(), rel=1e-6)
         assert not any("forward" in module.__dict__ for module in model.modules())
     assert runs[0][0] != runs[1][0]  # from other weights
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20])
+def test_any_number_of_steps(steps):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(256))
+    model.forward = lambda input_ids: SimpleNamespace(logits=model.weight.expand(*input_ids.shape, 256))
+    losses = pretrain(model, torch.zeros(steps, 1, 3, dtype=torch.uint8), 1, 0.1)
+    assert losses.shape == (steps,)
+    assert losses[-1] < losses[0] or steps == 1
 
 
 def test_runs_that_are_there_are_not_repeated(results):
