@@ -4,8 +4,8 @@
 
 An operand has a scale for each row, rows being what the product does not sum over, or one scale for all of it. The
 modes, their operands and their formats are those of torchao's recipes ``rowwise``, ``rowwise_with_gw_hp`` and
-``tensorwise``. torchao rounds the scales of rows to powers of two; ours are as they come, since in none of the products
-of `docs/guides/fp8.md` does rounding make the error smaller.
+``tensorwise``. torchao rounds the scales of rows to powers of two. Ours are as they come, since rounding makes most
+errors larger (`docs/guides/fp8.md`).
 """
 
 from __future__ import annotations

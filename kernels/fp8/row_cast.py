@@ -28,6 +28,7 @@ from liger_trainer.kernels.norms.launch import MAX_HIDDEN_SIZE, as_rows, forward
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
 E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
 MULTIPLE = 16
 """Of which the sizes of a matmul in fp8 must be multiples, but for the rows of its first operand."""
 
