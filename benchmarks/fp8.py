@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -42,16 +42,15 @@ from liger_trainer.benchmarks.small_llama import (
     parse_arguments,
     pretrain,
 )
-from liger_trainer.configs.flags import KernelFlags
 from liger_trainer.kernels.fp8.linear import has_fp8
+from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.patching.apply import apply_liger_kernel, revert_liger_kernel
 
 BF16 = "bf16"
-_MODES = [mode for part in get_args(get_type_hints(KernelFlags)["fp8"]) for mode in get_args(part)]
 VARIANTS: dict[str, tuple[str | None, int]] = {
     BF16: (None, 1),
     "bf16, two micro-batches": (None, 2),
-    **{f"fp8, {mode}": (mode, 1) for mode in _MODES},
+    **{f"fp8, {mode}": (mode, 1) for mode in get_args(Fp8Mode)},
 }
 """The value of `fp8` of each, and the micro-batches of a step."""
 _LR = 6e-4
