@@ -6,14 +6,14 @@ An operand has a scale for each row, rows being what the product does not sum ov
 modes, their operands and their formats are those of torchao's recipes ``rowwise``, ``rowwise_with_gw_hp`` and
 ``tensorwise``. torchao rounds the scales of rows to powers of two. Ours are as they come, since rounding makes most
 errors larger (`docs/guides/fp8.md`).
+
+Nothing of torch is imported, since `configs/kernel_config.py` has the names from here.
 """
 
 from __future__ import annotations
 
 import enum
 from typing import Literal, NamedTuple
-
-import torch
 
 Fp8Mode = Literal["rowwise", "rowwise_gw_hp", "tensorwise"]
 
@@ -32,13 +32,13 @@ class Products(NamedTuple):
         output: Scaling of X, (tokens, inputs), and W, (outputs, inputs).
         input_gradient: Of dY, (tokens, outputs), and W^T, (inputs, outputs).
         weight_gradient: Of dY^T, (outputs, tokens), and X^T, (inputs, tokens); None for a product in bf16.
-        gradient_dtype: Format of dY: e5m2 for one scale, as e4m3 would lose tokens with small gradients.
+        gradient_dtype: The name of dY's: e5m2 for one scale, as e4m3 would lose tokens with small gradients.
     """
 
     output: tuple[Scaling, Scaling]
     input_gradient: tuple[Scaling, Scaling]
     weight_gradient: tuple[Scaling, Scaling] | None
-    gradient_dtype: torch.dtype = torch.float8_e4m3fn
+    gradient_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = "float8_e4m3fn"
 
 
 _ROWS, _ONE = Scaling.ROWS, Scaling.ONE
@@ -57,7 +57,7 @@ _MODES: dict[str, Products] = {
         output=(_ONE, _ONE),
         input_gradient=(_ONE, _ONE),
         weight_gradient=(_ONE, _ONE),
-        gradient_dtype=torch.float8_e5m2,
+        gradient_dtype="float8_e5m2",
     ),
 }
 
@@ -69,5 +69,5 @@ def products_of(mode: str) -> Products:
         ValueError: if there is no such mode.
     """
     if mode not in _MODES:
-        raise ValueError(f"`fp8` is {mode!r}; it must be {', '.join(map(repr, _MODES))} or None.")
+        raise ValueError(f"The mode of fp8 is {mode!r}; it must be {', '.join(map(repr, _MODES))}.")
     return _MODES[mode]

@@ -80,18 +80,23 @@ def _cast_tiles_kernel(
     TILE: tl.constexpr,
 ):
     """A tile of the codes of a matrix, transposed or not, for the largest magnitude of each column, or of them all."""
-    rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
-    columns = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
-    inside = (rows < num_rows) & (columns < num_columns)
-    x = tl.load(x_ptr + rows * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.load(largest_ptr + columns * PER_COLUMN, mask=columns < num_columns, other=1.0)
-    scaled = x * tl.div_rn(tl.full(largest.shape, MOST, tl.float32), tl.maximum(largest, 1e-12))
+    rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    columns = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
+    if PER_COLUMN:
+        largest = tl.load(largest_ptr + columns, mask=columns < num_columns, other=1.0)
+        largest = largest[:, None] if TRANSPOSED else largest[None, :]
+    else:
+        largest = tl.load(largest_ptr)
+    factor = tl.div_rn(tl.full(largest.shape, MOST, tl.float32), tl.maximum(largest, 1e-12))
+    scaled = (tl.trans(x) if TRANSPOSED else x).to(tl.float32) * factor
     codes = tl.minimum(tl.maximum(scaled, -MOST), MOST).to(codes_ptr.dtype.element_ty)
     if TRANSPOSED:
-        filled = (rows < filled_rows) & (columns < num_columns)
-        tl.store(codes_ptr + tl.trans(columns * filled_rows + rows), tl.trans(codes), mask=tl.trans(filled))
+        filled = (columns < num_columns)[:, None] & (rows < filled_rows)[None, :]
+        tl.store(codes_ptr + columns[:, None] * filled_rows + rows[None, :], codes, mask=filled)
     else:
-        tl.store(codes_ptr + rows * num_columns + columns, codes, mask=inside)
+        tl.store(codes_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=inside)
 
 
 def cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -263,7 +263,8 @@ def _operators(
     inplace_backward: bool,
     fp8: Fp8Mode | None,
 ) -> torch.Tensor:
-    fp8 = fp8 if takes_fp8(gate, weight) else None
+    if fp8 is not None and not takes_fp8(gate, weight):
+        fp8 = None
     placeholder = gated_down_save(gate, up, weight, bias, activation, scalars, False, inplace_backward, fp8)
     return gated_down(placeholder, gate, up, weight, bias, activation, scalars, False, fp8)
 

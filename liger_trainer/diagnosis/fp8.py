@@ -74,13 +74,16 @@ def _of_tokens(case: Case) -> list[Trap]:
     if values["trainer"] in POLICY or not values["max_length"]:
         return []
     rows = values["per_device_train_batch_size"] * (2 if values["trainer"] in PAIRS else 1)
-    tokens = min(rows * values["max_length"], values.get("tokens_per_micro_batch") or torch.inf)
+    tokens, most = rows * values["max_length"], values.get("tokens_per_micro_batch")
+    fix = "a larger `per_device_train_batch_size`, with fewer `gradient_accumulation_steps`, or a larger `max_length`"
+    if most and most < tokens:
+        tokens, fix = most, f"`tokens_per_micro_batch: {LEAST_ROWS}`, or more"
     if tokens >= LEAST_ROWS:
         return []
     return [
         Trap(
             f"`fp8` is set, but a micro-batch has at most {tokens:,} tokens, and layers multiply fewer than "
             f"{LEAST_ROWS:,} in bf16, as casting the weights would take longer than it saves",
-            "a larger `per_device_train_batch_size` with fewer `gradient_accumulation_steps`, or `packing: true`",
+            fix,
         )
     ]
