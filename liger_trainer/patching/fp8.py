@@ -31,7 +31,7 @@ from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora.operands import is_lora_linear
 
-_LEAST_FEATURES = 1024
+LEAST_FEATURES = 1024
 LEAST_ROWS = 2048
 ENDS = "the first and the last layer stay in bf16, unless `fp8_all_layers` is set"
 ADAPTED = "it has adapters; their bases are multiplied in bf16"
@@ -109,8 +109,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList | list[nn.Module]:
 def _obstacle(name: str, module: nn.Linear, has_adapters: bool, device: torch.device) -> str:
     if not has_fp8(device):
         return f"{device.type} has no fp8 matmuls with a scale for each row, which NVIDIA's Hopper and newer have"
-    if min(module.weight.shape) < _LEAST_FEATURES:
-        return f"fewer than {_LEAST_FEATURES} features, for which fp8 does not pay"
+    if min(module.weight.shape) < LEAST_FEATURES:
+        return f"fewer than {LEAST_FEATURES} features, for which fp8 does not pay"
     if has_adapters:
         return ADAPTED
     if "experts" in name.split("."):

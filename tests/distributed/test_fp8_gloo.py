@@ -26,7 +26,7 @@ def _model() -> LlamaForCausalLM:
 
 
 def _apply(model: LlamaForCausalLM, mode: Fp8Mode) -> list[KernelReportRow]:
-    fp8._LEAST_FEATURES, fp8.LEAST_ROWS = 32, 64
+    fp8.LEAST_FEATURES, fp8.LEAST_ROWS = 32, 64
     return [row for row in apply_liger_kernel(model, {"fp8": mode}) if row.component == "fp8"]
 
 

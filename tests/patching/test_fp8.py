@@ -113,7 +113,7 @@ def test_a_model_in_fp32_is_said(model, monkeypatch, caplog):
 
 def test_strict_asks_for_some_layer_in_fp8(model, monkeypatch):
     apply_liger_kernel(model, MODE, strict=True)
-    monkeypatch.setattr(fp8, "_LEAST_FEATURES", 4096)
+    monkeypatch.setattr(fp8, "LEAST_FEATURES", 4096)
     with pytest.raises(ValueError, match=r"fp8: 7 x Linear left alone, fewer than 4096 features"):
         apply_liger_kernel(model, MODE, strict=True)
 

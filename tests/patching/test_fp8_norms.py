@@ -29,7 +29,7 @@ CAST = ", cast to fp8"
 
 @pytest.fixture(autouse=True)
 def tiny_layers_count(monkeypatch):
-    monkeypatch.setattr(fp8, "_LEAST_FEATURES", 16)
+    monkeypatch.setattr(fp8, "LEAST_FEATURES", 16)
     monkeypatch.setattr(fp8, "LEAST_ROWS", 8)
 
 
