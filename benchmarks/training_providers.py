@@ -407,6 +407,16 @@ def ours_in_fp8(setup: Setup) -> Trainer:
     return setup.trainer(ours=True, fp8="rowwise_gw_hp")
 
 
+@training_provider("liger_trainer fp8 base")
+def ours_on_fp8(setup: Setup) -> Trainer:
+    return setup.trainer(ours=True, fp8_base=True)
+
+
+@training_provider("liger_trainer fp8 base activation_offloading")
+def ours_on_fp8_offloading(setup: Setup, fraction: float = 1.0) -> Trainer:
+    return setup.trainer(ours=True, fp8_base=True, **_offloaded(fraction))
+
+
 @training_provider("liger_trainer tiled_mlp")
 def ours_in_tiles(setup: Setup) -> Trainer:
     return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True})

@@ -61,7 +61,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     """``linear(x, weight, bias)`` in fp8, without autograd: (..., K) and (N, K) in bf16 to (..., N)."""
     codes, scales = cast_rows(x.reshape(-1, x.shape[-1]))
     weight_codes, weight_scales = cast_rows(weight)
-    y = _scaled_product(codes, weight_codes, scales, weight_scales, bias, fast=True)
+    y = scaled_product(codes, weight_codes, scales, weight_scales, bias, fast=True)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -70,7 +70,7 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``dy @ weight`` in fp8, for rows of a gradient, (M, N), and a weight (N, K), both in bf16: (M, K)."""
     codes, scales = cast_rows(dy)
     weight_codes, scale = cast_transposed(weight.contiguous())
-    return _scaled_product(codes, weight_codes, scales, scale.expand(weight.shape[1], 1), None, fast=False)
+    return scaled_product(codes, weight_codes, scales, scale.expand(weight.shape[1], 1), None, fast=False)
 
 
 @input_gradient.register_fake
@@ -81,7 +81,7 @@ def _(dy, weight):
 refuse_second_derivative(input_gradient, "fp8_linear")
 
 
-def _scaled_product(
+def scaled_product(
     a: torch.Tensor,
     b: torch.Tensor,
     a_scales: torch.Tensor,
