@@ -76,6 +76,7 @@ def test_each_new_model_is_stored(tmp_path):
     trainer.train()
     assert trainer.model is not first
     assert stored(first) == stored(trainer.model) == 14
+    assert stored(causal(tmp_path, adapted(), **ARGUMENTS, bf16_full_eval=True).model) == 14  # which is moved later
 
 
 def test_models_that_are_refused(tmp_path):
