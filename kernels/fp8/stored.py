@@ -90,31 +90,23 @@ def transposed_codes(weight: Fp8Weight) -> torch.Tensor:
     return out
 
 
-def product(rows: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """``rows @ weight.T + bias`` without autograd, for any number of rows, (M, K): (M, N) in the dtype of `rows`."""
-    if not rows.shape[0]:
-        return rows.new_empty(0, weight.shape[0])
-    codes, scales = cast_rows(rows)
+def product_of_cast(
+    cast: tuple[torch.Tensor, torch.Tensor], weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """``linear(x, weight, bias)`` of the cast of x, (M, K), by `cast_rows`, without autograd: (M, N) in `dtype`."""
+    codes, scales = cast
+    if not codes.shape[0]:
+        return torch.empty(0, weight.shape[0], dtype=dtype, device=codes.device)
     bias = None if bias is None else bias.to(torch.bfloat16)
-    return scaled_product(codes, weight.codes.view(_E4M3), scales, weight.scales, bias, fast=True).to(rows.dtype)
-
-
-def input_gradient(dy: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
-    """``dy @ weight`` without autograd, for any number of rows, (M, N): (M, K) in the dtype of `dy`."""
-    if not dy.shape[0]:
-        return dy.new_empty(0, weight.shape[1])
-    codes, scales = cast_scaled_rows(dy, weight.scales * E4M3_MAX)
-    turned = transposed_codes(weight).view(_E4M3)
-    rest = scales.new_full((weight.shape[1], 1), 1 / E4M3_MAX)
-    return scaled_product(codes, turned, scales, rest, None, fast=False).to(dy.dtype)
+    return scaled_product(codes, weight.codes.view(_E4M3), scales, weight.scales, bias, fast=True).to(dtype)
 
 
 @torch.library.custom_op("liger_trainer::fp8_stored_linear", mutates_args=())
 def _stored_linear(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return product(rows, Fp8Weight(codes, scales), bias).view(*x.shape[:-1], codes.shape[0])
+    cast = cast_rows(x.reshape(-1, x.shape[-1]))
+    return product_of_cast(cast, Fp8Weight(codes, scales), bias, x.dtype).view(*x.shape[:-1], codes.shape[0])
 
 
 @_stored_linear.register_fake
@@ -123,17 +115,23 @@ def _(x, codes, scales, bias):
 
 
 @torch.library.custom_op("liger_trainer::fp8_stored_input_gradient", mutates_args=())
-def _stored_input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     rows = dy.reshape(-1, dy.shape[-1])
-    return input_gradient(rows, Fp8Weight(codes, scales)).view(*dy.shape[:-1], codes.shape[1])
+    if not rows.shape[0]:
+        return dy.new_empty(*dy.shape[:-1], codes.shape[1])
+    row_codes, row_scales = cast_scaled_rows(rows, scales * E4M3_MAX)
+    turned = transposed_codes(Fp8Weight(codes, scales)).view(_E4M3)
+    rest = scales.new_full((codes.shape[1], 1), 1 / E4M3_MAX)
+    dx = scaled_product(row_codes, turned, row_scales, rest, None, fast=False)
+    return dx.to(dy.dtype).view(*dy.shape[:-1], codes.shape[1])
 
 
-@_stored_input_gradient.register_fake
+@_input_gradient.register_fake
 def _(dy, codes, scales):
     return dy.new_empty(*dy.shape[:-1], codes.shape[1])
 
 
-refuse_second_derivative(_stored_input_gradient, "fp8_stored_linear")
+refuse_second_derivative(_input_gradient, "fp8_stored_linear")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -147,12 +145,22 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return input_gradients(ctx)
     need_x, _, _, need_bias = ctx.needs_input_grad
-    dx = _stored_input_gradient(dy, ctx.codes, ctx.scales) if need_x else None
+    dx = _input_gradient(dy, ctx.codes, ctx.scales) if need_x else None
     dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype) if need_bias else None
     return dx, None, None, dbias
 
 
 _stored_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def product(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """``linear(x, weight, bias)`` of (..., K), in the dtype of `x`: (..., N)."""
+    return _stored_linear(x, weight.codes, weight.scales, bias)
+
+
+def input_gradient(dy: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    """``dy @ weight`` of (..., N), in the dtype of `dy`: (..., K)."""
+    return _input_gradient(dy, weight.codes, weight.scales)
 
 
 def fp8_stored_linear(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -169,7 +177,7 @@ def fp8_stored_linear(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | N
     Raises:
         RuntimeError: In a backward of the backward.
     """
-    return _stored_linear(as_autocast(x), weight.codes, weight.scales, bias)
+    return product(as_autocast(x), weight, bias)
 
 
 def fp8_stored_linear_reference(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

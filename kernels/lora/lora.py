@@ -90,11 +90,11 @@ def _lora_linears(
     rows = rows_of(x)
     with torch.autocast(x.device.type, enabled=False):
         z = products.project_down(rows, adapters)
-        results = []
-        for index, (weight, bias) in enumerate(zip(weights_of(weights, statistics, layouts), biases)):
-            own = [each for each in adapters if each.layer == index]
-            y = products.project(rows, weight, bias if bias.numel() else None, z, own)
-            results.append(y.view(*x.shape[:-1], weight.shape[0]))
+        given = [bias if bias.numel() else None for bias in biases]
+        results = products.linears(rows, weights_of(weights, statistics, layouts), given)
+        for index, y in enumerate(results):
+            products.add_adapters_(y, z, [each for each in adapters if each.layer == index])
+            results[index] = y.view(*x.shape[:-1], y.shape[1])
     return [*results, z]
 
 

@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.fp8 import stored
+from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.fp8.stored import Fp8Weight
 from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, nf4_add_product_, nf4_linear
 from liger_trainer.kernels.matmul import matmul_into
@@ -145,6 +146,17 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> tor
     return nf4_linear(rows, weight, bias)
 
 
+def linears(rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """`linear` of each weight; for those in fp8, `rows` are cast once. Only inside of an operator."""
+    cast = cast_rows(rows) if sum(isinstance(weight, Fp8Weight) for weight in weights) > 1 else None
+    return [
+        stored.product_of_cast(cast, weight, bias, rows.dtype)
+        if cast is not None and isinstance(weight, Fp8Weight)
+        else linear(rows, weight, bias)
+        for weight, bias in zip(weights, biases)
+    ]
+
+
 def sum_of_products(rows: Sequence[torch.Tensor], weights: Sequence[Weight]) -> torch.Tensor:
     """The sum of ``rows[i] @ weights[i]``, accumulated by the matmuls, but for those in fp8, which cannot."""
     total: torch.Tensor | None = None
@@ -189,9 +201,13 @@ def project(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, z: torch.Tensor, adapters: Iterable[Adapter]
 ) -> torch.Tensor:
     """The result y of one layer; `adapters` are those of this layer."""
-    y = linear(x, weight, bias)
+    return add_adapters_(linear(x, weight, bias), z, adapters)
+
+
+def add_adapters_(y: torch.Tensor, z: torch.Tensor, adapters: Iterable[Adapter]) -> torch.Tensor:
+    """Adds the products of one layer's adapters to its result y."""
     for adapter in adapters:
-        y.addmm_(z[:, adapter.columns], adapter.b.to(x.dtype).T, alpha=adapter.scaling)
+        y.addmm_(z[:, adapter.columns], adapter.b.to(y.dtype).T, alpha=adapter.scaling)
     return y
 
 

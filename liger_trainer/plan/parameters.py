@@ -97,9 +97,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
 
 
-def count_parameters(
-    model: Any, bits: int | None = None, nested: bool = False, fp8_base: bool = False
-) -> Parameters:
+def count_parameters(model: Any, bits: int | None = None, nested: bool = False, fp8_base: bool = False) -> Parameters:
     """Counts `model`, which may be on the meta device and wrapped by PEFT.
 
     Args:

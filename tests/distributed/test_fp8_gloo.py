@@ -1,12 +1,17 @@
-"""Matmuls in fp8 on two gloo processes: checkpointed layers under FSDP2 and DDP give the bits of one process."""
+"""Matmuls in fp8 on two gloo processes: checkpointed layers under FSDP2 and DDP give the bits of one process.
+
+So do adapters on a base that is stored in fp8, under DDP.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.patching import fp8
+from liger_trainer.patching.lora.fp8_base import store_base_in_fp8
 from tests.distributed.tensor_parallel import gradients
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -37,8 +43,19 @@ def _fsdp2(model: LlamaForCausalLM) -> nn.Module:
     return model
 
 
-def _compare(rank: int, wrap: Callable[[LlamaForCausalLM], nn.Module]) -> None:
-    single, inner = _model(), _model()
+def _on_fp8_base() -> nn.Module:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2, vocab_size=96)).bfloat16()
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, r=4, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    (row,) = store_base_in_fp8(adapted, torch.device("cpu"))
+    assert row.count == 14
+    apply_liger_kernel(adapted)
+    return adapted
+
+
+def _compare(rank: int, wrap: Callable[[Any], nn.Module], make: Callable[[], nn.Module] = _model) -> None:
+    single, inner = make(), make()
     model = wrap(inner)
     losses = []
     for each in (single, model):
@@ -49,7 +66,11 @@ def _compare(rank: int, wrap: Callable[[LlamaForCausalLM], nn.Module]) -> None:
     torch.testing.assert_close(gradients(inner), gradients(single), rtol=0, atol=0)
 
 
-CASES = {"fsdp2": partial(_compare, wrap=_fsdp2), "ddp": partial(_compare, wrap=DistributedDataParallel)}
+CASES = {
+    "fsdp2": partial(_compare, wrap=_fsdp2),
+    "ddp": partial(_compare, wrap=DistributedDataParallel),
+    "ddp on an fp8 base": partial(_compare, wrap=DistributedDataParallel, make=_on_fp8_base),
+}
 
 
 @pytest.mark.parametrize("case", CASES)

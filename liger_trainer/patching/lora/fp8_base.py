@@ -116,12 +116,13 @@ def _stacked(layer: nn.Module) -> Iterator[str]:
             yield "stacked weights of experts stay as they are"
 
 
-def _refuse_what_reads_weights(model: Any) -> None:
+def _refuse_what_reads_weights(model: nn.Module) -> None:
     BaseTuner, *_ = require(ADAPTERS_ON_FP8)
+    base: Any = without_adapters(model)
     for module in model.modules():
         if isinstance(module, BaseTuner):
             module._check_merge_allowed = _refuse_to_merge
-    without_adapters(model).save_pretrained = _refuse_to_save
+    base.save_pretrained = _refuse_to_save
 
 
 def _refuse_to_merge(*args: Any, **kwargs: Any) -> NoReturn:

@@ -15,6 +15,7 @@ from liger_trainer.kernels.fp8.stored import (
     store,
     transposed_codes,
 )
+from liger_trainer.kernels.lora import lora_products
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer, lora_linear, lora_linears, lora_linears_reference
 from liger_trainer.kernels.lora.lora_mlp import lora_mlp, lora_mlp_reference
 from tests.accuracy import errors, result_and_gradients, run
@@ -128,7 +129,7 @@ def test_nothing_is_saved_or_computed_again(device, monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
         fp8_stored_linear(x, weight)
     assert saved == []
-    calls = recorded_calls(monkeypatch, stored, "product")
+    calls = recorded_calls(monkeypatch, stored, "cast_rows")
     checkpoint(fp8_stored_linear, x, weight, use_reentrant=False).sum().backward()
     assert len(calls) == 1
     assert x.grad.isfinite().all()
@@ -137,7 +138,7 @@ def test_nothing_is_saved_or_computed_again(device, monkeypatch):
 def test_opcheck_and_second_derivatives(device):
     weight, x = weight_of(device), randn(6, 64, device=device, **BF16).requires_grad_()
     opcheck(stored._stored_linear, (x, *weight, None))
-    opcheck(stored._stored_input_gradient, (randn(6, 48, device=device, **BF16), *weight))
+    opcheck(stored._input_gradient, (randn(6, 48, device=device, **BF16), *weight))
     (dx,) = torch.autograd.grad(fp8_stored_linear(x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="gradient of fp8_stored_linear cannot itself be differentiated"):
         dx.sum().backward()
@@ -173,6 +174,14 @@ def test_adapters_on_a_stored_base(masked, device):
     *products, da0, db0, da1, db1 = errors(ours, truth)
     assert all(error < 0.04 for error in products)
     assert all(error < 2**-7 for error in (da0, db0, da1, db1))  # no product of theirs is in fp8
+
+
+def test_layers_of_one_input_cast_it_once(device, monkeypatch):
+    (x, *factors), layers = adapted(device)
+    calls = recorded_calls(monkeypatch, lora_products, "cast_rows")
+    monkeypatch.setattr(stored, "cast_rows", None)
+    lora_linears(x, layers(*factors))
+    assert len(calls) == 1
 
 
 @pytest.mark.kernel
