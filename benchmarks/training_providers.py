@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.training_args import OptimizerNames
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, OPTIM, PADDED, UNSHARED
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, FP8_BASE, OPTIM, PADDED, UNSHARED
 from liger_trainer.benchmarks.registry import BenchmarkError, closest, family
 from liger_trainer.benchmarks.training import Task
 from liger_trainer.configs.flags import activation_memory_of
@@ -407,12 +407,12 @@ def ours_in_fp8(setup: Setup) -> Trainer:
     return setup.trainer(ours=True, fp8="rowwise_gw_hp")
 
 
-@training_provider("liger_trainer fp8 base")
+@training_provider(FP8_BASE)
 def ours_on_fp8(setup: Setup) -> Trainer:
     return setup.trainer(ours=True, fp8_base=True)
 
 
-@training_provider("liger_trainer fp8 base activation_offloading")
+@training_provider(f"{FP8_BASE} activation_offloading")
 def ours_on_fp8_offloading(setup: Setup, fraction: float = 1.0) -> Trainer:
     return setup.trainer(ours=True, fp8_base=True, **_offloaded(fraction))
 

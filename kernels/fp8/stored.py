@@ -8,11 +8,11 @@
 
 The sum of dx runs over output features, whose scales cannot be taken out of it. So dy is multiplied by them before it
 is cast, in the same pass; by 448 s, the largest magnitudes of the rows, as dy * s may be too small to be cast. Hopper
-both operands along the sum, so W8 is transposed where dx is computed: 2 bytes moved an element, a hundredth of a step,
-and memory for one weight while the product runs.
+reads both operands along the sum, so W8 is transposed where dx is computed: 2 bytes moved an element, a hundredth of a
+step, and memory for one weight while the product runs.
 
-There is no gradient of W, so nothing is saved for the backward but W itself, which is not an activation: the operator
-here does not even save x, and a checkpoint does not repeat the product for it.
+W has no gradient. So `fp8_stored_linear` saves nothing for the backward, and a checkpoint does not repeat it unless
+something after it is saved. Layers with adapters are in `kernels/lora`.
 
 W8 is kept as bytes (uint8), which no cast of a model changes and every process group can send.
 """

@@ -109,6 +109,14 @@ def test_casts_of_the_model_change_neither_codes_nor_scales():
         assert (again.codes.dtype, again.scales.dtype) == (torch.uint8, torch.float32)
 
 
+def test_further_adapters_go_where_the_base_is():
+    model = adapted(target_modules=["q_proj"])
+    store_base_in_fp8(model, CPU)
+    layer = layers_of(model.to("meta"))[0].self_attn.q_proj
+    device, dtype = layer._get_base_layer_device_and_dtype(layer.base_layer)  # as PEFT asks for further adapters
+    assert (device.type, dtype.is_floating_point) == ("meta", False)
+
+
 def test_the_model_without_its_adapters_and_in_a_generation():
     model = adapted()
     store_base_in_fp8(model, CPU)
@@ -152,7 +160,7 @@ def test_what_is_left_alone():
     assert found["its weight is another module's too"] == 2
     layers = len(layers_of(model))
     assert found["its adapters (DoraLinearVariant) read the weight"] == layers
-    assert found["PEFT's ModulesToSaveWrapper has it"] == layers
+    assert found["it is part of PEFT's ModulesToSaveWrapper"] == layers
 
 
 def test_stacked_experts_are_named():

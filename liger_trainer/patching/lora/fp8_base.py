@@ -77,7 +77,7 @@ def _linears(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]
         if is_lora_linear(child) and isinstance(base, nn.Linear | Fp8Linear):
             yield child, "base_layer", base, _obstacle_of_adapters(child)
         elif type(child).__module__.startswith("peft."):
-            yield child, name, child, f"PEFT's {type(child).__name__} has it"
+            yield child, name, child, f"it is part of PEFT's {type(child).__name__}"
         elif isinstance(child, Fp8Linear):
             yield layer, name, child, ""
         elif isinstance(child, nn.Linear):

@@ -40,6 +40,11 @@ class Fp8Linear(nn.Module):
         self.bias = linear.bias
 
     @property
+    def qweight(self) -> torch.Tensor:
+        """The codes, by the name under which PEFT looks for the device of further adapters."""
+        return self.codes
+
+    @property
     def stored(self) -> Fp8Weight:
         """The weight, as our operators take it."""
         return Fp8Weight(self.codes, self.scales)

@@ -3,8 +3,8 @@
 PEFT runs them as separate layers on a copy of x in the adapters' dtype, which is saved for the backward: fp32 in a bf16
 model, since PEFT casts adapters to fp32 for the optimizer. Ours is one operator that saves x as it is (`kernels/lora`).
 In patched gated MLPs, gate and up are one such operator and the down projection another (`gated_mlp.py`); queries, keys
-and values are one if the attention computes them from one tensor (`attention.py`). The base layer may be plain one of
-bitsandbytes' in 4 bits (`quantized.py`) or one in fp8 (`fp8_linear.py`); with any other, PEFT's own forward runs.
+and values are one if the attention computes them from one tensor (`attention.py`). The base layer may be plain, one
+of bitsandbytes' in 4 bits (`quantized.py`), or in fp8 (`fp8_linear.py`); with any other, PEFT's own forward runs.
 
 The proof runs both forwards on a dummy module of plain linear layers on the CPU, where fp32 products are fp32. For a
 base layer in 4 bits it also compares our dequantised values with bitsandbytes'. A base layer in fp8 is ours.

@@ -91,7 +91,10 @@ def test_no_rows(shape, device):
     (y, dx, dbias), _ = run(on_stored(weight), (torch.zeros(*shape, 64, device=device), torch.zeros(48, device=device)))
     assert (y.shape, dx.shape) == ((*shape, 48), (*shape, 64))
     assert not dbias.any()
-    x, lora = torch.zeros(*shape, 64, device=device), LoRA(torch.ones(4, 64, device=device), torch.ones(48, 4, device=device))
+    x, lora = (
+        torch.zeros(*shape, 64, device=device),
+        LoRA(torch.ones(4, 64, device=device), torch.ones(48, 4, device=device)),
+    )
     assert lora_linears(x, [LoRALayer(weight, None, (lora,))])[0].shape == (*shape, 48)
 
 
