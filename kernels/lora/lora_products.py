@@ -34,7 +34,7 @@ from liger_trainer.kernels.matmul import matmul_into
 Weight: TypeAlias = torch.Tensor | NF4Weight | Fp8Weight
 """The weight of a linear layer: floating point, in 4 bits, or in fp8."""
 
-_FP8_LAYOUT = [-1] * LAYOUT_LENGTH
+_FP8_LAYOUT = [-1] * LAYOUT_LENGTH  # in place of the numbers of a weight in 4 bits
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments of operators, whose schemas only allow flat lists
@@ -148,7 +148,7 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> tor
 
 def linears(rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """`linear` of each weight; for those in fp8, `rows` are cast once. Only inside of an operator."""
-    cast = cast_rows(rows) if sum(isinstance(weight, Fp8Weight) for weight in weights) > 1 else None
+    cast = cast_rows(rows) if any(isinstance(weight, Fp8Weight) for weight in weights) else None
     return [
         stored.product_of_cast(cast, weight, bias, rows.dtype)
         if cast is not None and isinstance(weight, Fp8Weight)
