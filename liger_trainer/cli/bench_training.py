@@ -239,12 +239,13 @@ def _training_providers(arguments: argparse.Namespace) -> list[str]:
     from liger_trainer.benchmarks.records import FP8_BASE, PADDED, UNSHARED
     from liger_trainer.benchmarks.registry import BenchmarkError
     from liger_trainer.benchmarks.training import ALIGNMENT
-    from liger_trainer.benchmarks.training_providers import TRAINING_PROVIDERS, find_training_provider
+    from liger_trainer.benchmarks.training_providers import IN_FP8, TRAINING_PROVIDERS, find_training_provider
 
     if arguments.providers:
         asked = arguments.providers
     elif arguments.operations == ["longest"]:
-        asked = [name for name in TRAINING_PROVIDERS if name not in ("torch.compile", PADDED, UNSHARED)]
+        left_out = ("torch.compile", PADDED, UNSHARED, *IN_FP8)
+        asked = [name for name in TRAINING_PROVIDERS if name not in left_out]
         asked = [name for name in asked if arguments.lora or not name.startswith(FP8_BASE)]
     else:
         asked = [name for name in TRAINING_PROVIDERS if " " not in name]
