@@ -236,7 +236,7 @@ def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
 
 def _training_providers(arguments: argparse.Namespace) -> list[str]:
     """The requested ones; by default every library, for `longest` at several settings, else at its defaults."""
-    from liger_trainer.benchmarks.records import PADDED, UNSHARED
+    from liger_trainer.benchmarks.records import FP8_BASE, PADDED, UNSHARED
     from liger_trainer.benchmarks.registry import BenchmarkError
     from liger_trainer.benchmarks.training import ALIGNMENT
     from liger_trainer.benchmarks.training_providers import IN_FP8, TRAINING_PROVIDERS, find_training_provider
@@ -246,11 +246,14 @@ def _training_providers(arguments: argparse.Namespace) -> list[str]:
     elif arguments.operations == ["longest"]:
         left_out = ("torch.compile", PADDED, UNSHARED, *IN_FP8)
         asked = [name for name in TRAINING_PROVIDERS if name not in left_out]
+        asked = [name for name in asked if arguments.lora or not name.startswith(FP8_BASE)]
     else:
         asked = [name for name in TRAINING_PROVIDERS if " " not in name]
     providers = _with_budgets(arguments, _with_optimizers(arguments, asked))
     for name in providers:
         find_training_provider(name)  # a mistake is an error before anything is measured
+        if name.startswith(FP8_BASE) and not arguments.lora:
+            raise BenchmarkError(f"Provider {name!r} trains adapters; give `--lora` a rank too.")
         # KTO has no two sequences with a prompt in common.
         trainers = [each for each in ALIGNMENT if each != "kto"] if name.startswith(UNSHARED) else ALIGNMENT
         if name.startswith((PADDED, UNSHARED)) and _trainer(arguments) not in trainers:
