@@ -36,6 +36,11 @@ class Config:
     final_logit_softcapping: float | None = None
     lora_r: int = 0
     lora_alpha: int = 16
+    lora_dropout: float = 0.0
+    lora_query: bool = False
+    lora_key: bool = False
+    lora_value: bool = False
+    lora_projection: bool = False
     lora_mlp: bool = False
     lora_head: bool = False
 
@@ -89,8 +94,9 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         heads = config.n_head + 2 * config.n_query_groups
-        self.qkv = nn.Linear(config.n_embd, heads * config.head_size, bias=config.bias)
-        self.proj = nn.Linear(config.n_head * config.head_size, config.n_embd, bias=config.bias)
+        self.qkv = LoRAQKVLinear(config, heads * config.head_size)
+        rank = config.lora_r if config.lora_projection else 0
+        self.proj = LoRALinear(config.n_head * config.head_size, config.n_embd, config.bias, rank, config.lora_dropout)
         self.norm_q = norm(config, config.head_size) if config.norm_qk else None
         self.norm_k = norm(config, config.head_size) if config.norm_qk else None
         self.config = config
@@ -118,7 +124,8 @@ class CausalSelfAttention(nn.Module):
 class LLaMAMLP(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        linear = partial(LoRALinear, r=config.lora_r) if config.lora_mlp else nn.Linear
+        adapter = {"r": config.lora_r, "dropout": config.lora_dropout}
+        linear = partial(LoRALinear, **adapter) if config.lora_mlp else nn.Linear
         self.fc_1 = linear(config.n_embd, config.intermediate_size, bias=config.bias)
         self.fc_2 = linear(config.n_embd, config.intermediate_size, bias=config.bias)
         self.proj = linear(config.intermediate_size, config.n_embd, bias=config.bias)
@@ -157,9 +164,10 @@ class RMSNorm(nn.Module):
 
 
 class LoRALinear(nn.Module):
-    def __init__(self, in_features: int, out_features: int, bias: bool, r: int) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, r: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.r, self.lora_alpha, self.merged, self.lora_dropout = r, 16, False, lambda x: x
+        self.r, self.lora_alpha, self.merged = r, 16, False
+        self.lora_dropout = nn.Dropout(dropout) if dropout else lambda x: x
         self.linear = nn.Linear(in_features, out_features, bias=bias)
         if r:
             self.lora_A = nn.Parameter(torch.randn(r, in_features) / 4)
@@ -171,6 +179,31 @@ class LoRALinear(nn.Module):
         if self.r == 0 or self.merged:
             return pretrained
         return pretrained + self.lora_dropout(x) @ self.lora_A.mT @ self.lora_B.mT * self.scaling
+
+
+class LoRAQKVLinear(LoRALinear):
+    def __init__(self, config: Config, out_features: int) -> None:
+        super().__init__(config.n_embd, out_features, config.bias, 0, config.lora_dropout)
+        self.head_size, self.n_head, self.n_query_groups = config.head_size, config.n_head, config.n_query_groups
+        self.enable_lora = (config.lora_query, config.lora_key, config.lora_value)
+        if config.lora_r and any(self.enable_lora):
+            sizes = [self.head_size * n for n in (self.n_head, self.n_query_groups, self.n_query_groups)]
+            self.qkv_shapes = [size for size, has in zip(sizes, self.enable_lora) if has]
+            self.r, self.scaling = config.lora_r, self.lora_alpha / config.lora_r
+            self.lora_A = nn.Parameter(torch.randn(self.r * len(self.qkv_shapes), config.n_embd) / 4)
+            self.lora_B = nn.Parameter(torch.zeros(sum(self.qkv_shapes), self.r))
+
+    def forward(self, x):
+        pretrained = self.linear(x)
+        if self.r == 0 or self.merged:
+            return pretrained
+        adapted = zip(F.linear(self.lora_dropout(x), self.lora_A).split(self.r, -1), self.lora_B.split(self.qkv_shapes))
+        sizes = [self.head_size * n for n in (self.n_head, self.n_query_groups, self.n_query_groups)]
+        parts = [
+            F.linear(*next(adapted)) if has else x.new_zeros(*x.shape[:-1], n)
+            for n, has in zip(sizes, self.enable_lora)
+        ]
+        return pretrained + torch.cat(parts, -1) * self.scaling
 
 
 def lora_gpt(config: Config) -> GPT:

@@ -22,6 +22,7 @@ from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
 from liger_trainer.patching.lora.attention import share_inputs
 from liger_trainer.patching.lora.layers import find_lora
+from liger_trainer.patching.lora.litgpt import find_litgpt_lora
 from liger_trainer.patching.moe.expert_parallel import find_expert_exchange
 from liger_trainer.patching.moe.experts import find_experts
 from liger_trainer.patching.moe.load_balancing import find_load_balancing_loss
@@ -135,6 +136,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             yield exchange
         finding = (
             find_lora(module, enabled, probe)
+            or find_litgpt_lora(module, enabled, probe)
             or find_adapted_parameter(module, enabled, probe)
             or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)

@@ -138,19 +138,69 @@ def test_evaluation_and_generation_build_their_logits(library):
         assert type(model(TOKENS)) is torch.Tensor
 
 
-@pytest.mark.parametrize("lora_head", [False, True])
-def test_adapters(library, lora_head, never_built):
-    options = {**SIZES, "lora_r": 4, "lora_alpha": 16, "lora_mlp": True, "lora_head": lora_head}
-    model = drawn(library.lora_gpt(library.Config(**options)))
+def with_adapters(library, **options):
+    """A model whose adapters alone are trained."""
+    model = drawn(library.lora_gpt(library.Config(**SIZES, lora_r=4, lora_alpha=16, **options)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    native = copy.deepcopy(model)
-    report = {row.component: row.kernel for row in apply_liger_kernel(model)}
-    assert report["swiglu"] == "swiglu"
-    assert report["linear_cross_entropy"].startswith("cross_entropy on chunks of LoRALinear" if lora_head else "linear")
+    return model
+
+
+@pytest.mark.parametrize("lora_head", [False, True])
+def test_adapters(library, lora_head, never_built):
+    model = with_adapters(library, lora_mlp=True, lora_head=lora_head)
+    exact = copy.deepcopy(model).double()
+    report = apply_liger_kernel(model)
+    applied = {(row.component, row.target): (row.kernel, row.count) for row in report.applied}
+    assert applied["swiglu", "LLaMAMLP"] == ("swiglu", 2)
+    assert applied["lora", "LoRALinear"] == ("lora_linear", 6)
+    head = applied["linear_cross_entropy", "GPT head"][0]
+    assert head.startswith("cross_entropy on chunks of LoRALinear" if lora_head else "linear")
     ours = loss_and_gradients(library, model, head_chunk=6)
     assert sum(gradient is not None for gradient in ours.values()) == 1 + 2 * (6 + lora_head)
-    assert_same(ours, loss_and_gradients(library, native, head_chunk=6))
+    assert_same(ours, loss_and_gradients(library, exact, head_chunk=6))
+
+
+@pytest.mark.parametrize("adapted", ["query, value", "key", "query, key, value"])
+def test_adapters_of_queries_keys_and_values(library, adapted):
+    model = with_adapters(library, lora_projection=True, **{f"lora_{name}": True for name in adapted.split(", ")})
+    exact = copy.deepcopy(model).double()
+    rows = {row.target: (row.kernel, row.count) for row in apply_liger_kernel(model) if row.component == "lora"}
+    assert rows == {"LoRAQKVLinear": ("lora_linear", 2), "LoRALinear": ("lora_linear", 2)}
+    assert_same(loss_and_gradients(library, model), loss_and_gradients(library, exact))
+
+
+def test_dropout_of_adapters(library):
+    """What the adapters add is 0 where the input was dropped, and twice the rest's."""
+    model = with_adapters(library, lora_projection=True, lora_dropout=0.5)
+    layer = model.transformer.h[0].attn.proj
+    apply_liger_kernel(model)
+    x = torch.eye(layer.linear.in_features)
+    added = (layer(x) - layer.linear(x)).detach()
+    kept = (added != 0).any(1)
+    assert 0 < kept.sum() < len(x)
+    whole = (x @ layer.lora_A.mT @ layer.lora_B.mT * layer.scaling).detach()
+    torch.testing.assert_close(added[kept], 2 * whole[kept])
+    torch.testing.assert_close(layer.eval()(x), layer.linear(x) + whole)
+
+
+def test_merged_adapters_run_their_own_forward(library):
+    model = with_adapters(library, lora_mlp=True)
+    apply_liger_kernel(model)
+    layer, x = model.transformer.h[0].mlp.fc_1, torch.randn(3, 32)
+    layer.merged = True
+    torch.testing.assert_close(layer(x), layer.linear(x), rtol=0, atol=0)
+
+
+def test_adapters_of_another_formula_are_left_alone(monkeypatch):
+    def other(self, x):
+        return self.linear(x) + x @ self.lora_A.mT @ self.lora_B.mT
+
+    monkeypatch.setattr(tiny_litgpt.LoRALinear, "forward", other)
+    report = apply_liger_kernel(with_adapters(tiny_litgpt, lora_mlp=True))
+    (row,) = [row for row in report if row.component == "lora"]
+    assert (row.target, row.kernel) == ("LoRALinear", None)
+    assert "relative difference" in row.reason
 
 
 # ---------------------------------------------------------------------------------------------------------------------

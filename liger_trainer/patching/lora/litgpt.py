@@ -1,0 +1,106 @@
+"""LitGPT's LoRA layers, by their structure: `linear`, `lora_A`, `lora_B`, `scaling`, and dropout.
+
+    LoRALinear       linear(x) + dropout(x) @ A^T @ B^T * scaling
+    LoRAQKVLinear    the same for each of q, k and v that has an adapter, whose A and B lie one below the other
+
+Ours is the operator of PEFT's layers (`kernels/lora`). For q, k and v it is one layer too: with B block-diagonal, the
+product with A of each is added to its own features. So it saves x once, and nothing of the size of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.lora.lora import LoRA, LoRALayer, lora_linears
+from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding
+from liger_trainer.patching.lora.operands import is_operand, is_plain_linear, is_unhooked
+from liger_trainer.patching.probe import Agreement, Probe, dummy_module, projection
+
+_RANK, _FEATURES = 3, 24  # of the dummy module: its rank, and the features of its input and of a head
+
+
+def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The forward that is bound to a LoRA layer of LitGPT's."""
+    layer = _layer(self, x)
+    return type(self).forward(self, x) if layer is None else lora_linears(x, [layer])[0]
+
+
+def find_litgpt_lora(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
+    """The finding for `module` if it has the structure of LitGPT's LoRA layers, else None."""
+    if {"lora_A", "lora_B"} != module._parameters.keys() or not isinstance(getattr(module, "linear", None), nn.Linear):
+        return None
+    target = type(module).__name__
+    foreign = overriding_forward(module)
+    if not enabled("lora"):
+        return Finding("lora", target, module, reason=SWITCHED_OFF)
+    if foreign is not None:
+        return Finding("lora", target, module, reason=f"its forward is already overridden by {foreign}")
+    agreement = _proof(module, probe)
+    if not agreement.equal:
+        return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
+    return Finding("lora", target, module, "lora_linear", forward, agreement.error)
+
+
+def _layer(module: Any, x: torch.Tensor) -> LoRALayer | None:
+    """The operands of `module` for `x`; None if its own forward must run."""
+    linear, a, b, dropout = module.linear, module.lora_A, module.lora_B, module.lora_dropout
+    if module.merged or not (is_plain_linear(linear, x) and is_operand(a, x) and is_operand(b, x)):
+        return None
+    mask, scaling = None, module.scaling
+    if isinstance(dropout, nn.Module):  # else it is LitGPT's function that drops nothing
+        if type(dropout) is not nn.Dropout or dropout.inplace or dropout.p == 1 or not is_unhooked(dropout):
+            return None
+        if dropout.training and dropout.p > 0:
+            mask = torch.native_dropout(x.detach(), dropout.p, True)[1]
+            scaling = scaling / (1 - dropout.p)
+    if hasattr(module, "enable_lora"):
+        b = _block_diagonal(module, b)
+    return LoRALayer(linear.weight, linear.bias, (LoRA(a, b, scaling, mask),))
+
+
+def _block_diagonal(module: Any, b: torch.Tensor) -> torch.Tensor:
+    """B of q, k and v, (their features, the ranks of those with an adapter): zero where the adapter is another's."""
+    size, groups = module.head_size * module.n_head, module.head_size * module.n_query_groups
+    parts = iter(b.split(module.qkv_shapes))
+    sizes = (size, groups, module.linear.out_features - size - groups)
+    return torch.block_diag(
+        *(next(parts) if has else b.new_empty(features, 0) for features, has in zip(sizes, module.enable_lora))
+    )
+
+
+def _proof(module: Any, probe: Probe) -> Agreement:
+    enable_lora = tuple(getattr(module, "enable_lora", ()))
+    key = ("litgpt lora", type(module).forward, module.scaling, enable_lora)
+    if key not in probe.cache:
+        probe.cache[key] = _compare(module, enable_lora, probe)
+    return probe.cache[key]
+
+
+def _compare(module: nn.Module, enable_lora: tuple[bool, ...], probe: Probe) -> Agreement:
+    """On a dummy with 2 heads, q, k and v of which have the same key, where `module` is for q, k and v."""
+    outputs, adapters = 4 * _FEATURES, sum(enable_lora) or 1
+    shapes = [q for q, has in zip((2 * _FEATURES, _FEATURES, _FEATURES), enable_lora) if has] or [outputs]
+    tensors = [probe.randn(4, 16, _FEATURES).cpu()]
+    for shape in ((outputs, _FEATURES), (adapters * _RANK, _FEATURES), (sum(shapes), _RANK)):
+        tensors.append(probe.randn(*shape).cpu() * 0.25)
+    attributes: dict[str, Any] = {"r": _RANK, "merged": False}
+    if enable_lora:
+        attributes |= {"head_size": _FEATURES, "n_head": 2, "n_query_groups": 1, "qkv_shapes": shapes}
+
+    def on(forward: Callable) -> Callable:
+        def computation(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            children = {"linear": projection(weight, nn.Linear)}
+            if isinstance(module.lora_dropout, nn.Module):
+                children["lora_dropout"] = nn.Dropout(0.0)
+            dummy = dummy_module(module, {"lora_A": a, "lora_B": b}, children)
+            dummy.__dict__.update(attributes)
+            return forward(dummy, x)
+
+        return computation
+
+    return probe.compare(on(type(module).forward), on(forward), tensors)
