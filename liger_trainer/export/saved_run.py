@@ -9,24 +9,19 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.quantizers import AutoQuantizationConfig
-from transformers.utils import cached_file
-
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import DEQUANTISED_MODELS
 from liger_trainer.errors import UserError
 from liger_trainer.patching.moe.quantized_experts import round_experts
 from liger_trainer.recipe.file import first_line
 from liger_trainer.recipe.model import check_weights, model_class, read_config
-from liger_trainer.trainers.checkpoints.base_quantization import BaseQuantization, read_base_quantization
-from liger_trainer.trainers.checkpoints.whole import complete_checkpoints
 
 if TYPE_CHECKING:
+    import torch
     from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from liger_trainer.trainers.checkpoints.base_quantization import BaseQuantization
 
 logger = logging.getLogger("liger_trainer")
 
@@ -82,6 +77,8 @@ def find_run(run: str, base_model: str | None = None, trust_remote_code: bool = 
         return SavedRun(folder, None, str(folder), trust_remote_code=trust_remote_code)
     from peft import PeftConfig
 
+    from liger_trainer.trainers.checkpoints.base_quantization import read_base_quantization
+
     try:
         adapter = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # each kind of adapter has its own checks and errors
@@ -94,6 +91,8 @@ def find_run(run: str, base_model: str | None = None, trust_remote_code: bool = 
 def _folder_of(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"RUN: there is no folder {str(run)!r} (looked from {Path.cwd()}).")
+    from liger_trainer.trainers.checkpoints.whole import complete_checkpoints
+
     for folder in (run, *reversed(complete_checkpoints(run))):
         if (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
             if folder != run:
@@ -147,6 +146,8 @@ def load_model(run: SavedRun, dtype: torch.dtype | str) -> PreTrainedModel:
     if quantised or trained_on is not None:
         options |= {"dtype": "auto" if trained_on is None else trained_on.dtype, "device_map": {"": "cpu"}}
     if trained_on is not None and trained_on.config is not None:
+        from transformers.quantizers import AutoQuantizationConfig
+
         quantised, options["quantization_config"] = True, AutoQuantizationConfig.from_dict(trained_on.config)
     try:
         model = cls.from_pretrained(run.base, **options, **run.hub_options())
@@ -163,6 +164,8 @@ def load_model(run: SavedRun, dtype: torch.dtype | str) -> PreTrainedModel:
 
 def _class_of(run: SavedRun, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
     """The class of the model that was trained, and what its ``from_pretrained`` needs to know."""
+    import transformers
+
     if run.adapter is not None and getattr(run.adapter.task_type, "value", run.adapter.task_type) == "SEQ_CLS":
         scores = [shape for name, shape in _adapter_shapes(run.folder).items() if name.endswith("score.weight")]
         return transformers.AutoModelForSequenceClassification, {"num_labels": scores[0][0]} if scores else {}
@@ -171,6 +174,8 @@ def _class_of(run: SavedRun, config: PreTrainedConfig) -> tuple[Any, dict[str, A
 
 
 def _adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
         return {}
@@ -229,6 +234,8 @@ def load_tokenizer(run: SavedRun) -> Any:
     Raises:
         UserError: if it cannot be loaded.
     """
+    from transformers import AutoTokenizer
+
     trusted = {"trust_remote_code": run.trust_remote_code}
     places: list[tuple[str, dict[str, Any]]] = [(str(run.folder), trusted), (run.base, run.hub_options())]
     for place, options in places:
@@ -255,6 +262,8 @@ def copy_processor(run: SavedRun, folder: Path) -> None:
 
 
 def _find_file(place: str, file: str, revision: str | None) -> str | None:
+    from transformers.utils import cached_file
+
     try:
         return cached_file(place, file, revision=revision)
     except OSError:  # there is none

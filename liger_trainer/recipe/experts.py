@@ -10,17 +10,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import parse_flag_from_env
-from transformers import PreTrainedConfig
-
-from liger_trainer.patching.moe.lora_experts import adapted_experts_left_to_peft
-from liger_trainer.patching.moe.quantized_experts import quantize_experts, stacked_weights
-from liger_trainer.patching.probe import class_of
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import PreTrainedConfig
 
 TRAINERS = ("sft", "causal_lm")
 """Trainers that accept a model with adapters. Others would add a second adapter as the reference, for which PEFT does
@@ -86,6 +81,8 @@ def expert_parallel_config(recipe: Recipe) -> dict[str, int]:
 
 def splits_of_launch() -> str | None:
     """The library that splits the model in this launch; None if none does."""
+    from accelerate.utils import parse_flag_from_env
+
     ways = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
     return next((way for flag, way in ways.items() if parse_flag_from_env(flag)), None)
 
@@ -114,6 +111,8 @@ def adapted_in_4_bits(recipe: Recipe, model: Any, peft_config: PeftConfig) -> An
     """
     from peft import get_peft_model
 
+    from liger_trainer.patching.moe.quantized_experts import quantize_experts, stacked_weights
+
     adapted, device = get_peft_model(model, peft_config), recipe.training.device
     if any(stacked_weights(adapted)):  # experts that are lists of linear layers are in 4 bits already
         quantize_experts(adapted, recipe.model.bnb_4bit_quant_type, recipe.model.use_bnb_nested_quant, device)
@@ -123,6 +122,9 @@ def adapted_in_4_bits(recipe: Recipe, model: Any, peft_config: PeftConfig) -> An
 
 def check_adapted_experts(recipe: Recipe, model: Any) -> None:
     """Checks that adapters on 4-bit experts run in our operator; PEFT's own forward is wrong for such weights."""
+    from liger_trainer.patching.moe.lora_experts import adapted_experts_left_to_peft
+    from liger_trainer.patching.probe import class_of
+
     left = adapted_experts_left_to_peft(model)
     if left is not None:
         raise RecipeError(
