@@ -20,18 +20,11 @@ steps most have not come half of the way to the next, and their bf16 values lag 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import csv
 import dataclasses
-import datetime
 import math
-import os
 import statistics
-import sys
-import sysconfig
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,12 +34,21 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from liger_trainer.benchmarks.device import Device, find_device
 from liger_trainer.benchmarks.measure import explain
-from liger_trainer.benchmarks.plots import draw_optimizers
-from liger_trainer.benchmarks.records import Point, versions
-from liger_trainer.benchmarks.registry import BenchmarkError
+from liger_trainer.benchmarks.plots import draw_if_installed, draw_optimizers
+from liger_trainer.benchmarks.records import Point, setting
 from liger_trainer.benchmarks.report import make_console, make_table, number
+from liger_trainer.benchmarks.small_llama import (
+    Sizes,
+    build,
+    corpus,
+    cut,
+    deterministic,
+    log_probs,
+    log_probs_of_all,
+    parse_arguments,
+    pretrain,
+)
 from liger_trainer.optim import LigerAdamW
 
 FP32 = "AdamW, fp32 weights"  # what the others are compared with
@@ -54,21 +56,7 @@ _BETA = 0.1
 _TYPOS = 0.2  # share of the pairs of neighbours that are exchanged
 _MEASURED = 6  # how often a run is measured, besides at its start
 
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of the model and the runs; rows are pairs for DPO, so its batches have half as many."""
-
-    hidden: int
-    layers: int
-    rows: int  # of a batch
-    length: int
-    pretraining: int  # steps
-    steps: int
-    held_out: int  # batches
-    seeds: int
-
-
+# Rows are pairs for DPO, so its batches have half as many.
 LARGE = Sizes(hidden=512, layers=6, rows=32, length=512, pretraining=1500, steps=300, held_out=4, seeds=3)
 SMALL = Sizes(hidden=256, layers=2, rows=4, length=64, pretraining=100, steps=40, held_out=2, seeds=1)
 
@@ -103,28 +91,6 @@ def _dpo(log_probs: Tensor, start: Tensor) -> dict[str, Tensor]:
     return {"loss": -F.logsigmoid(margin).mean(), "accuracy": accuracy, "margin": margin.mean()}
 
 
-def corpus() -> dict[str, bytes]:
-    """The sources of the standard library, in three parts. A file is in the part that a hash of its name says."""
-    parts: dict[str, list[bytes]] = {"pretraining": [], "fine-tuning": [], "held-out": []}
-    root = Path(sysconfig.get_path("stdlib"))
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "__pycache__"})
-        for name in sorted(files):
-            if name.endswith(".py"):
-                file = Path(folder, name)
-                bucket = zlib.crc32(file.relative_to(root).as_posix().encode()) % 10
-                part = "pretraining" if bucket < 6 else "fine-tuning" if bucket < 9 else "held-out"
-                parts[part].append(file.read_bytes())
-    return {name: b"".join(files) for name, files in parts.items()}
-
-
-def _cut(text: bytes, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Rows from random places of a text, (count, length + 1), on the CPU."""
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    starts = torch.randint(len(tokens) - length, (count, 1), generator=generator)
-    return tokens[starts + torch.arange(length + 1)]
-
-
 def _pairs(rows: Tensor, generator: torch.Generator) -> Tensor:
     """Rows (n, length + 1) and the same with typos in their second half, (n, 2, length + 1)."""
     first = rows.shape[1] // 2 + 1
@@ -143,57 +109,19 @@ def tasks(text: dict[str, bytes], sizes: Sizes, device: torch.device) -> list[Ta
         parts = []
         for part, batches in (("fine-tuning", sizes.steps), ("held-out", sizes.held_out)):
             source = text[part].swapcase() if name == "SFT" else text[part]
-            rows = _cut(source, batches * batch, sizes.length, generator)
+            rows = cut(source, batches * batch, sizes.length, generator)
             parts.append((rows.unsqueeze(1) if name == "SFT" else _pairs(rows, generator)).to(device))
         found.append(Task(name, lr, batch, parts[0], parts[1], metrics))
     return found
 
 
-def _build(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=sizes.hidden,
-        intermediate_size=3 * sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.hidden // 64,
-        num_key_value_heads=sizes.hidden // 64,
-        max_position_embeddings=sizes.length,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
-
-
-def _log_probs(model: torch.nn.Module, rows: Tensor, autocast: bool = True) -> Tensor:
-    """Log-probabilities of the tokens that follow, (n, k, length), of rows (n, k, length + 1)."""
-    tokens, weight = rows.flatten(0, 1).long(), next(model.parameters())
-    with torch.autocast(weight.device.type, torch.bfloat16, enabled=autocast and weight.dtype == torch.float32):
-        logits = model(input_ids=tokens[:, :-1]).logits
-    losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    return -losses.view(*rows.shape[:2], -1)
-
-
-@torch.no_grad()
-def _log_probs_of_all(model: torch.nn.Module, rows: Tensor, batch: int, autocast: bool) -> Tensor:
-    return torch.cat([_log_probs(model, part, autocast) for part in rows.split(batch)])
-
-
-def pretrain(text: bytes, sizes: Sizes, device: torch.device) -> tuple[list[Tensor], float]:
+def pretrained(text: bytes, sizes: Sizes, device: torch.device) -> tuple[list[Tensor], float]:
     """The weights from which all runs start, bf16 values in fp32, and the loss of the last batch."""
-    model = _build(sizes, torch.float32, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, sizes.pretraining, pct_start=0.05)
+    model = build(sizes, torch.float32, device)
     generator = torch.Generator().manual_seed(0)
-    rows = _cut(text, sizes.pretraining * sizes.rows, sizes.length, generator).unsqueeze(1).to(device)
-    for batch in rows.split(sizes.rows):
-        loss = -_log_probs(model, batch).mean()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return [weight.detach().bfloat16().float() for weight in model.parameters()], loss.item()
+    rows = cut(text, sizes.pretraining * sizes.rows, sizes.length, generator).unsqueeze(1).to(device)
+    losses = pretrain(model, rows, sizes.rows, lr=1e-3)
+    return [weight.detach().bfloat16().float() for weight in model.parameters()], losses[-1].item()
 
 
 def _torch(parameters: Iterable[Tensor], lr: float, seed: int) -> torch.optim.Optimizer:
@@ -243,8 +171,8 @@ class Bench:
 
     def __init__(self, sizes: Sizes, start: Sequence[Tensor], device: torch.device) -> None:
         self.sizes, self.start, self.device = sizes, start, device
-        self.models = {dtype: _build(sizes, dtype, device) for dtype in (torch.float32, torch.bfloat16)}
-        self.measuring = _build(sizes, torch.float32, device)
+        self.models = {dtype: build(sizes, dtype, device) for dtype in (torch.float32, torch.bfloat16)}
+        self.measuring = build(sizes, torch.float32, device)
         self._starts: dict[Any, Tensor] = {}
 
     def run(self, task: Task, name: str, seed: int) -> tuple[list[Point], Tensor]:
@@ -261,7 +189,7 @@ class Bench:
         measured = {len(steps) * part // _MEASURED for part in range(_MEASURED + 1)}
         found = {0: self._measure(task, _in_bf16(model), held_out_at_start)}
         for step, rows in enumerate(steps, 1):
-            task.metrics(_log_probs(model, task.rows[rows]), at_start[rows])["loss"].backward()
+            task.metrics(log_probs(model, task.rows[rows]), at_start[rows])["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
             if step in measured:
@@ -290,13 +218,13 @@ class Bench:
         if key not in self._starts:
             self._copy(self.start, model)
             autocast = model is not self.measuring
-            self._starts[key] = _log_probs_of_all(model, getattr(task, name), task.batch, autocast)
+            self._starts[key] = log_probs_of_all(model, getattr(task, name), task.batch, autocast)
         return self._starts[key]
 
     @torch.no_grad()
     def _measure(self, task: Task, weights: Iterable[Tensor], at_start: Tensor) -> dict[str, Tensor]:
         self._copy(weights, self.measuring)
-        return task.metrics(_log_probs_of_all(self.measuring, task.held_out, task.batch, False), at_start)
+        return task.metrics(log_probs_of_all(self.measuring, task.held_out, task.batch, False), at_start)
 
 
 def compare(
@@ -315,7 +243,7 @@ def compare(
         After each optimizer, the points of all runs so far.
     """
     begin, text = time.perf_counter(), corpus()
-    start, loss = pretrain(text["pretraining"], sizes, device)
+    start, loss = pretrained(text["pretraining"], sizes, device)
     bench, points = Bench(sizes, start, device), []
     count = sum(weight.numel() for weight in start)
     tell(f"{count / 1e6:.1f} M parameters, pretrained to {loss:.3f} in {time.perf_counter() - begin:.0f} s")
@@ -418,59 +346,23 @@ def read(file: Path) -> tuple[list[Point], str]:
     return points, device
 
 
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """The same results in every run on one machine: attention's backward, for example, has no atomics then."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = filled
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="a folder for optimizers.csv and optimizers.png")
-    parser.add_argument("--device", help="by default the accelerator, or the CPU without one")
-    parser.add_argument("--steps", type=int, help="of each fine-tuning; by default 300, or 40 with --small")
-    parser.add_argument("--small", action="store_true", help="2 M parameters, short rows and one seed, for the CPU")
-    parser.add_argument("--plot", type=Path, metavar="CSV", help="measure nothing; draw and print what such a file has")
-    arguments = parser.parse_args(argv)
-    if (arguments.output is None) == (arguments.plot is None):
-        parser.error("give either --output, a folder for the results, or --plot, the results of an earlier run")
-    if arguments.steps is not None and arguments.steps < 1:
-        parser.error(f"--steps is {arguments.steps}; it must be 1 or more")
-    console = make_console()
+    arguments = parse_arguments("optimizers", __doc__, LARGE, SMALL, argv)
     if arguments.plot:
         points, device = read(arguments.plot)
         file = arguments.plot
     else:
-        try:
-            place = find_device(arguments.device)
-        except BenchmarkError as error:
-            parser.error(str(error))
-        sizes = SMALL if arguments.small else LARGE
-        sizes = dataclasses.replace(sizes, steps=arguments.steps or sizes.steps)
-        device, file = Device(place).name(), arguments.output / "optimizers.csv"
-        command = "python -m liger_trainer.benchmarks.optimizers " + " ".join(sys.argv[1:] if argv is None else argv)
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        setting = {"device": device, "date": date, "command": command, **versions()}
-        with _deterministic():
-            for points in compare(sizes, place, tell=lambda line: print(line, flush=True)):
-                write(points, file, setting)  # what is there is not lost with a run that is cut off
+        file = arguments.output / "optimizers.csv"
+        known = setting("optimizers", arguments.device, argv)
+        device = known["device"]
+        with deterministic():
+            for points in compare(arguments.sizes, arguments.device, tell=lambda line: print(line, flush=True)):
+                write(points, file, known)  # what is there is not lost with a run that is cut off
+    console = make_console()
     for task in dict.fromkeys(point.task for point in points):
         console.print(summary(points, task))
-    try:
-        draw_optimizers(points, device, file.with_suffix(".png"))
-    except ModuleNotFoundError as error:
-        print(f"No picture: {error.name} is not installed. Where it is, run this with --plot {file}.")
+    draw_if_installed(lambda image: draw_optimizers(points, device, image), file)
 
 
 if __name__ == "__main__":

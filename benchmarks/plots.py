@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
-from typing import TYPE_CHECKING
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Point, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from liger_trainer.benchmarks.evidence.results import Evidence
 
 _COLOURS = {
@@ -79,6 +81,14 @@ def _save(figure, file: Path) -> Path:
     figure.savefig(file, dpi=140)
     plt.close(figure)
     return file
+
+
+def draw_if_installed(draw_picture: Callable[[Path], object], file: Path) -> None:
+    """Draws the picture of a file of results beside it; says so if matplotlib is missing."""
+    try:
+        draw_picture(file.with_suffix(".png"))
+    except ModuleNotFoundError as error:
+        print(f"No picture: {error.name} is not installed. Where it is, run this with --plot {file}.")
 
 
 def _by_provider(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -303,21 +313,64 @@ def draw_evidence(found: Evidence, file: Path) -> Path:
     title = f"{found.setting['trainer'].upper()}, SmolLM2-135M, {found.setting['device']}"
     figure, axes = _axes(len(measures) + len(found.held_out), title)
     for axis, (measure, heading) in zip(axes, measures.items()):
-        for place, variant in enumerate(found.variants):
-            runs = [found.of(variant, seed, f"step {measure}") for seed in found.seeds]
-            steps = range(1, len(runs[0]) + 1)
-            style = {"linewidth": 4, "alpha": 0.5} if not place else {"linewidth": 1.2}  # others lie on it
-            axis.plot(steps, [*map(mean, zip(*runs))], label=variant, color=f"C{place}", **style)
-            axis.fill_between(steps, [*map(min, zip(*runs))], [*map(max, zip(*runs))], color=f"C{place}", alpha=0.1)
-        axis.set_xlabel("steps")
-        axis.set_title(f"{heading} of each step", fontsize=10)
+        _draw_steps(axis, found, measure, heading)
     for axis, name in zip(axes[len(measures) :], found.held_out):
-        for place, variant in enumerate(found.variants):
-            scores = [found.score(variant, seed, name) for seed in found.seeds]
-            axis.scatter([place] * len(scores), scores, color=f"C{place}", s=16)
+        _draw_scores(axis, found, name)
         axis.axhline(found.score(START, 0, name), color="black", linestyle="--", linewidth=1, label="at the start")
-        axis.set_xticks(range(len(found.variants)), [name.replace(", ", "\n") for name in found.variants], fontsize=7)
-        axis.set_title(f"held-out {name} after training, by seed", fontsize=10)
         axis.legend(frameon=False, fontsize=7)
     axes[0].legend(frameon=False, fontsize=7)
     return _save(figure, file)
+
+
+def _draw_steps(axis: Axes, found: Evidence, measure: str, heading: str) -> None:
+    """A measure over the steps, means and ranges over the seeds."""
+    for place, variant in enumerate(found.variants):
+        runs = [found.of(variant, seed, f"step {measure}") for seed in found.seeds]
+        steps = range(1, len(runs[0]) + 1)
+        style: dict[str, Any] = {"linewidth": 4, "alpha": 0.5} if not place else {"linewidth": 1.2}  # others lie on it
+        axis.plot(steps, [*map(mean, zip(*runs))], label=variant, color=f"C{place}", **style)
+        axis.fill_between(steps, [*map(min, zip(*runs))], [*map(max, zip(*runs))], color=f"C{place}", alpha=0.1)
+    axis.set_xlabel("steps")
+    axis.set_title(f"{heading} of each step", fontsize=10)
+
+
+def _draw_scores(axis: Axes, found: Evidence, name: str) -> None:
+    """A held-out measure after training, a point for each seed."""
+    for place, variant in enumerate(found.variants):
+        scores = [found.score(variant, seed, name) for seed in found.seeds]
+        axis.scatter([place] * len(scores), scores, color=f"C{place}", s=16)
+    axis.set_xticks(range(len(found.variants)), [name.replace(", ", "\n") for name in found.variants], fontsize=7)
+    axis.set_title(f"held-out {name} after training, by seed", fontsize=10)
+
+
+def draw_fp8(found: Evidence, window: int, file: Path) -> Path:
+    """Loss over the steps, its difference from bf16's beside the noise, and each seed's held-out loss.
+
+    The difference is that of the means of the last `window` steps, between runs of one seed, in the mean over the
+    seeds; the noise is the standard deviation over the seeds of bf16's mean of the very last ones.
+    """
+    figure, axes = _axes(3, f"From random weights, in fp8 and in bf16, {found.setting['device']}")
+    _draw_steps(axes[0], found, "loss", "loss")
+    runs = {
+        variant: [_running_mean(found.of(variant, seed, "step loss"), window) for seed in found.seeds]
+        for variant in found.variants
+    }
+    first, *others = found.variants
+    steps = range(window, window + len(runs[first][0]))
+    if len(found.seeds) > 1:
+        noise = stdev(run[-1] for run in runs[first])
+        axes[1].axhspan(-noise, noise, color="C0", alpha=0.2, label="the noise at the end")
+    for place, variant in enumerate(others, 1):
+        away = [[a - b for a, b in zip(*pair)] for pair in zip(runs[variant], runs[first])]
+        axes[1].plot(steps, [*map(mean, zip(*away))], label=variant, color=f"C{place}", linewidth=1.2)
+    axes[1].set_xlabel("steps")
+    axes[1].set_title(f"mean loss of the last {window} steps, less {first}'s", fontsize=10)
+    _draw_scores(axes[2], found, "loss")
+    for axis in axes[:2]:
+        axis.legend(frameon=False, fontsize=7)
+    return _save(figure, file)
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each `window` successive values."""
+    return [mean(values[end - window : end]) for end in range(window, len(values) + 1)]

@@ -8,8 +8,10 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import shlex
+import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -235,7 +237,7 @@ class Run:
     @classmethod
     def begin(cls, command: str, machine: Machine) -> Run:
         """An empty run on this machine, with the present time."""
-        return cls(command, machine, versions(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+        return cls(command, machine, versions(), _now())
 
     def write(self, folder: Path, name: str = "results") -> list[Path]:
         """Writes `name`.json, with everything, and `name`.csv, with one line per record; returns the files."""
@@ -291,6 +293,28 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found | {"torch": torch.__version__}
+
+
+def setting(module: str, device: torch.device, argv: Sequence[str] | None) -> dict[str, str]:
+    """What a file says of all its numbers: the device, the date, the command and the versions.
+
+    Args:
+        module: The command's, in `liger_trainer.benchmarks`.
+        device: On which it runs.
+        argv: Its arguments; those of this process for None.
+    """
+    return {
+        "device": Device(device).name(),
+        "date": _now(),
+        "command": shlex.join(
+            ["python", "-m", f"liger_trainer.benchmarks.{module}", *(sys.argv[1:] if argv is None else argv)]
+        ),
+        **versions(),
+    }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 _SHOWN_PACKAGES = (  # versions shown below a table

@@ -1,4 +1,4 @@
-"""Rewrites the tables of README.md and docs/performance.md, and README's picture, from the results: `make tables`.
+"""Rewrites the tables and the pictures of README.md and of pages in docs/ from the results: `make tables`.
 
 The results were written by `liger-trainer bench --output` and copied to `benchmarks/results/MACHINE/`. Records of one
 case were measured in turns and stay together: if two files hold the same case, the newer one counts. A table is
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from liger_trainer.benchmarks import fp8
 from liger_trainer.benchmarks.evidence.results import Evidence, section
 from liger_trainer.benchmarks.evidence.training import TASKS
 from liger_trainer.benchmarks.models import MODELS
@@ -28,8 +29,11 @@ from liger_trainer.benchmarks.training_tables import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/evidence.md")
-EVIDENCE = ROOT / "benchmarks" / "results" / "nvidia-h200" / "evidence"
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/evidence.md", "docs/guides/fp8.md")
+_RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+_EVIDENCE = _RESULTS / "evidence"
+_FP8 = _RESULTS / "fp8.csv"
+_IMAGES = ROOT / "docs" / "images"
 _OURS = "liger_trainer"
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
 
@@ -210,7 +214,7 @@ def _heads(results: Results, heads: bool) -> list[tuple]:
 
 
 def _evidence(trainer: str) -> Callable[[Results], str]:
-    return lambda _: section(trainer, EVIDENCE / f"{trainer}.csv")
+    return lambda _: section(trainer, _EVIDENCE / f"{trainer}.csv")
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
@@ -225,6 +229,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "experts": experts_section,
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),
     "head-errors": lambda results: error_table(results, _heads(results, heads=True)),
+    "fp8": lambda _: fp8.section(_FP8),
     **{f"evidence-{trainer}": _evidence(trainer) for trainer in TASKS},
 }
 
@@ -240,19 +245,22 @@ def render(text: str, results: Results) -> str:
 
 def main() -> None:
     """Rewrites the documents in place, and draws the pictures."""
-    from liger_trainer.benchmarks.plots import draw_alignment, draw_evidence, draw_pareto, draw_training
+    from liger_trainer.benchmarks.plots import draw_alignment, draw_evidence, draw_fp8, draw_pareto, draw_training
 
     load_operations()
-    results = Results.read(ROOT / "benchmarks" / "results" / "nvidia-h200")
+    results = Results.read(_RESULTS)
     for name in DOCUMENTS:
         file = ROOT / name
         file.write_text(render(file.read_text(encoding="utf-8"), results), encoding="utf-8")
-    draw_training(results.tasks, results.runs[-1].machine.device, ROOT / "docs" / "images" / "gain.png")
+    draw_training(results.tasks, results.runs[-1].machine.device, _IMAGES / "gain.png")
     for draw, name in ((draw_pareto, "pareto.png"), (draw_alignment, "alignment.png")):
         records = itertools.chain(*results.tasks.values())
-        draw(records, results.runs[-1].machine.device, ROOT / "docs" / "images" / name)
-    for file in EVIDENCE.glob("*.csv"):
-        draw_evidence(Evidence.read(file), ROOT / "docs" / "images" / f"evidence-{file.stem}.png")
+        draw(records, results.runs[-1].machine.device, _IMAGES / name)
+    for file in _EVIDENCE.glob("*.csv"):
+        draw_evidence(Evidence.read(file), _IMAGES / f"evidence-{file.stem}.png")
+    if _FP8.is_file():
+        found = Evidence.read(_FP8)
+        draw_fp8(found, fp8.last_steps(found.setting["steps"]), _IMAGES / "fp8.png")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from liger_trainer.kernels.fp8.modes import Fp8Mode
+
 ATTENTION_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ATTENTION_LAYERS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]  # of latent attention
 EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # not linear layers: one parameter for all experts
@@ -402,9 +404,20 @@ def ours_unshared(setup: Setup) -> Trainer:
     return setup.trainer(ours=True, share_prompt=False)
 
 
-@training_provider("liger_trainer fp8")
-def ours_in_fp8(setup: Setup) -> Trainer:
-    return setup.trainer(ours=True, fp8="rowwise_gw_hp")
+def _in_fp8(mode: Fp8Mode) -> Callable[[Setup], Trainer]:
+    def build(setup: Setup) -> Trainer:
+        return setup.trainer(ours=True, fp8=mode)
+
+    return build
+
+
+IN_FP8: dict[str, Fp8Mode] = {
+    "liger_trainer fp8": "rowwise_gw_hp",
+    "liger_trainer fp8 rowwise": "rowwise",
+    "liger_trainer fp8 tensorwise": "tensorwise",
+}
+for _name, _mode in IN_FP8.items():
+    training_provider(_name)(_in_fp8(_mode))
 
 
 @training_provider("liger_trainer tiled_mlp")

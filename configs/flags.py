@@ -20,6 +20,7 @@ from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.kernel_config import DEFAULT_LOGITS_MEMORY, KernelConfig, parse_bytes
 from liger_trainer.configs.liger_adamw import NAMES, optim_of_transformers
 from liger_trainer.configs.loss_types import check_loss_type
+from liger_trainer.kernels.fp8.modes import Fp8Mode
 
 if TYPE_CHECKING:
     # A mapping once the arguments are built, as in `TrainingArguments`; before that it may be JSON text.
@@ -49,9 +50,10 @@ class KernelFlags:
             bytes, or a string such as `"2GiB"`; `0` saves none. By default as much as one chunk, which does not raise
             the peak.
         fp8 (`str`, *optional*):
-            `"rowwise_gw_hp"` has the decoder's linear layers multiply in fp8, forward and for the gradients of their
-            inputs, with a scale for each row; the gradients of the weights are computed in bf16. Needs a GPU of
-            NVIDIA's Hopper generation or newer. It changes losses and gradients.
+            The mode in which the decoder's linear layers multiply in fp8: `"rowwise_gw_hp"`, forward and for the
+            gradients of their inputs, with a scale for each row; `"rowwise"`, for the gradients of the weights too;
+            `"tensorwise"`, all three with a scale for each tensor. Needs a GPU of NVIDIA's Hopper generation or newer.
+            It changes losses and gradients.
         strict_kernels (`bool`, *optional*, defaults to `False`):
             Whether a requested kernel that cannot be applied is an error instead of a line in the report.
         kernel_report (`bool`, *optional*, defaults to `True`):
@@ -117,7 +119,7 @@ class KernelFlags:
             "'2GiB'; 0 saves none. One chunk by default."
         },
     )
-    fp8: Literal["rowwise_gw_hp"] | None = field(
+    fp8: Fp8Mode | None = field(
         default=None,
         metadata={"help": "Has the decoder's linear layers multiply in fp8, on NVIDIA's Hopper or newer."},
     )
@@ -250,8 +252,9 @@ def activation_memory_of(args: Any) -> int | Literal["auto"] | None:
 def kernel_mapping_of(args: Any) -> dict[str, Any]:
     """The switches that the user has set, without defaults, so that `strict` can tell the two apart."""
     value = getattr(args, "liger_kernel_config", None)
-    KernelConfig.parse(value)  # for our own error messages
+    fp8 = getattr(args, "fp8", None)
+    KernelConfig.parse(value, **({} if fp8 is None else {"fp8": fp8}))  # for our own error messages
     mapping = dict((json.loads(value) if isinstance(value, str) else value) or {})
     mapping.setdefault("logits_memory", getattr(args, "logits_memory", DEFAULT_LOGITS_MEMORY))
-    mapping.setdefault("fp8", getattr(args, "fp8", None))
+    mapping.setdefault("fp8", fp8)
     return mapping

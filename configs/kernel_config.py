@@ -7,11 +7,11 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
+
+from liger_trainer.kernels.fp8.modes import Fp8Mode
 
 DEFAULT_LOGITS_MEMORY = "512MiB"
-FP8 = "rowwise_gw_hp"
-"""How linear layers can multiply in fp8, by torchao's name."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _ALIASES = {"fused_linear_cross_entropy": "linear_cross_entropy"}  # the name Liger and TRL use
@@ -61,8 +61,9 @@ class KernelConfig:
             one number per expert in each forward pass with a gradient, which all processes must run. Needs
             `load_balancing_loss`.
         logits_memory: Bytes of one chunk of logits in the fused head, an int or a string like ``"512MiB"``.
-        fp8: In which format the decoder's linear layers multiply, ``"rowwise_gw_hp"``, or None for that of the model;
-            see `kernels/fp8/linear.py`.
+        fp8: The mode in which the decoder's linear layers multiply in fp8, ``"rowwise"``, ``"rowwise_gw_hp"`` or
+            ``"tensorwise"``, or None for the dtype of the model; see `kernels/fp8/modes.py`.
+        fp8_all_layers: Whether `fp8` is for the first and the last layer of the decoder too.
     """
 
     attention: bool = True
@@ -82,10 +83,11 @@ class KernelConfig:
     tiled_mlp: bool = False
     global_load_balancing: bool = False
     logits_memory: int | str = DEFAULT_LOGITS_MEMORY
-    fp8: str | None = None
+    fp8: Fp8Mode | None = None
+    fp8_all_layers: bool = False
 
     def __post_init__(self) -> None:
-        for name in (*KERNEL_KEYS, "recompute_mlp", "tiled_mlp", "global_load_balancing"):
+        for name in (*KERNEL_KEYS, "recompute_mlp", "tiled_mlp", "global_load_balancing", "fp8_all_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"`liger_kernel_config[{name!r}]` is {getattr(self, name)!r}; it must be true or false."
@@ -95,8 +97,13 @@ class KernelConfig:
                 "`liger_kernel_config['global_load_balancing']` is True, but `load_balancing_loss`, the kernel that "
                 "sums over all processes, is False. Switch it on, or leave `global_load_balancing` out."
             )
-        if self.fp8 not in (None, FP8):
-            raise ValueError(f"`fp8` is {self.fp8!r}; it must be null or {FP8!r}.")
+        if self.fp8 not in (None, *get_args(Fp8Mode)):
+            raise ValueError(f"`fp8` is {self.fp8!r}; it must be {', '.join(map(repr, get_args(Fp8Mode)))} or null.")
+        if self.fp8_all_layers and self.fp8 is None:
+            raise ValueError(
+                "`liger_kernel_config['fp8_all_layers']` is True, but `fp8` is null. Set `fp8`, or leave "
+                "`fp8_all_layers` out."
+            )
         if self.fp8 is not None and self.tiled_mlp:
             raise ValueError(
                 f"`fp8` is {self.fp8!r} and `liger_kernel_config['tiled_mlp']` is True, but MLPs in tiles multiply in "
@@ -131,5 +138,8 @@ class KernelConfig:
         return cls(**{**values, **overrides})
 
 
-_OPTIONS = ("recompute_mlp", "tiled_mlp", "global_load_balancing", "logits_memory", "fp8")  # how, not which
+_OPTIONS = (  # how, not which
+    *("recompute_mlp", "tiled_mlp", "global_load_balancing", "logits_memory"),
+    *("fp8", "fp8_all_layers"),
+)
 KERNEL_KEYS = tuple(field.name for field in dataclasses.fields(KernelConfig) if field.name not in _OPTIONS)

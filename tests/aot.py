@@ -41,6 +41,7 @@ _DTYPES = {
     torch.uint8: "u8",
     torch.int16: "i16",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 _COMPILED = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
 _OPTIONS = (*_COMPILED, "grid", "warmup")

@@ -9,14 +9,15 @@ _convert_float = interpreter._convert_float
 _create_dot = interpreter.InterpreterBuilder.create_dot
 _launch = interpreter.GridExecutor.__call__
 _patch_lang = interpreter._patch_lang
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _patched = set()
 """The namespaces of the functions for which the running launch has patched the language."""
 
 
 def _convert_like_hardware(data, source, target, rounding_mode):
-    """The interpreter truncates fp32 to bf16, and loses carries of e4m3; GPUs, and torch, round to nearest even."""
-    if source == tl.float32 and target == tl.float8e4nv:
-        return torch.from_numpy(np.array(data, np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    """The interpreter truncates fp32 to bf16, and loses carries of fp8; GPUs, and torch, round to nearest even."""
+    if source == tl.float32 and target in _FP8:
+        return torch.from_numpy(np.array(data, np.float32)).to(_FP8[target]).view(torch.uint8).numpy()
     if source == tl.float32 and target == tl.bfloat16:
         rounded = torch.from_numpy(np.array(data, np.float32)).to(torch.bfloat16)
         return rounded.view(torch.int16).numpy().view(np.uint16)

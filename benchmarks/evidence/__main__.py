@@ -11,10 +11,8 @@ measures the weights that they leave, with transformers' own model.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,33 +22,27 @@ from pathlib import Path
 import torch
 
 import liger_trainer
-from liger_trainer.benchmarks.device import Device, find_device
+from liger_trainer.benchmarks.device import find_device
 from liger_trainer.benchmarks.evidence import training
 from liger_trainer.benchmarks.evidence.held_out import Measuring
 from liger_trainer.benchmarks.evidence.prepare import prepare
-from liger_trainer.benchmarks.evidence.results import SETTING, START, Evidence, Value, section
+from liger_trainer.benchmarks.evidence.results import START, Evidence, Value, section
 from liger_trainer.benchmarks.evidence.training import TASKS
-from liger_trainer.benchmarks.plots import draw_evidence
-from liger_trainer.benchmarks.records import versions
+from liger_trainer.benchmarks.plots import draw_evidence, draw_if_installed
+from liger_trainer.benchmarks.records import setting
 from liger_trainer.benchmarks.registry import BenchmarkError
 
 
-def run(arguments: argparse.Namespace, device: torch.device, setting: dict[str, str], file: Path) -> None:
+def run(arguments: argparse.Namespace, device: torch.device, known: dict[str, str], file: Path) -> None:
     """Trains and measures what the file lacks of the seeds, and writes it after each library.
 
     Raises:
         BenchmarkError: if a library's process fails, or the file is of other versions, another device or other steps.
     """
     measuring = Measuring(arguments.model, arguments.trainer, device, arguments.held_out)
-    if file.exists():
-        found = Evidence.read(file)
-        other = [name for name in setting if name not in ("command", "date") and setting[name] != found.setting[name]]
-        if other:
-            was, now = found.setting[other[0]], setting[other[0]]
-            raise BenchmarkError(f"{file} has runs with {other[0]} {was}, now it is {now}; give another --output")
-    else:
-        values = [Value(SETTING, 0, name, 0, word) for name, word in setting.items()]
-        found = Evidence([*values, *_held_out(START, 0, measuring)])
+    found = Evidence.resume(file, known)
+    if not found.held_out:
+        found = Evidence([*found.values, *_held_out(START, 0, measuring)])
     for ours in (False, True):
         variants = [variant.name for variant in TASKS[arguments.trainer].variants if variant.ours == ours]
         runs = [(name, seed) for name in variants for seed in arguments.seeds if not found.of(name, seed, "step loss")]
@@ -136,29 +128,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             file = arguments.plot
         elif arguments.model and arguments.trainer and arguments.output:
             place = find_device(arguments.device)
-            words = shlex.join(sys.argv[1:] if argv is None else argv)
-            command = f"python -m liger_trainer.benchmarks.evidence {words}"
-            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            setting = {
-                "trainer": arguments.trainer,
-                "steps": str(_steps(arguments)),
-                "device": Device(place).name(),
-                "date": date,
-                "command": command,
-                **versions(),
-            }
+            of_runs = {"trainer": arguments.trainer, "steps": str(_steps(arguments))}
             file = arguments.output / f"{arguments.trainer}.csv"
-            run(arguments, place, setting, file)
+            run(arguments, place, of_runs | setting("evidence", place, argv), file)
         else:
             parser.error("give --model and --prepare; or --model, --trainer and --output; or --plot")
     except BenchmarkError as error:
         parser.error(str(error))
     found = Evidence.read(file)
     print(section(found.setting["trainer"], file))
-    try:
-        draw_evidence(found, file.with_suffix(".png"))
-    except ModuleNotFoundError as error:
-        print(f"No picture: {error.name} is not installed. Where it is, run this with --plot {file}.")
+    draw_if_installed(lambda image: draw_evidence(found, image), file)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ _BATCH = 32
 
 
 class Measuring:
-    """A model in fp32 that gets the weights of one run after the other.
+    """A model in fp32 that gets the weights of one run after the other. As it is made, it is the reference of DPO.
 
     Args:
         data: The prepared folder.
@@ -33,7 +33,7 @@ class Measuring:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(data / "model", padding_side="left")
         model: Any = AutoModelForCausalLM.from_pretrained(data / "model", dtype=torch.float32)
         self.model = model.to(device).eval()
-        self._reference: list[tuple[Tensor, Tensor]] | None = None
+        self._reference = self._of_pairs() if trainer == "dpo" else []
 
     @torch.no_grad()
     def load(self, weights: Path) -> None:
@@ -46,7 +46,7 @@ class Measuring:
 
     @torch.no_grad()
     def measure(self) -> dict[str, list[float]]:
-        """Each held-out measure, a number for each row. The first call has the reference of DPO: the start."""
+        """Each held-out measure, a number for each row."""
         return {"sft": self._sft, "dpo": self._dpo, "grpo": self._grpo}[self.trainer]()
 
     def _sft(self) -> dict[str, list[float]]:
@@ -56,13 +56,17 @@ class Measuring:
 
     def _dpo(self) -> dict[str, list[float]]:
         """Margin: of the implicit rewards; accuracy: whether it is positive, a half where it is 0 as at the start."""
-        now = [(a.sum(), b.sum()) for a, b in zip(self._log_probs("chosen"), self._log_probs("rejected"))]
-        self._reference = self._reference or now
         margins = [
-            BETA * ((chosen - of_chosen) - (rejected - of_rejected)).item()
-            for (chosen, rejected), (of_chosen, of_rejected) in zip(now, self._reference)
+            BETA * ((chosen - of_chosen) - (rejected - of_rejected))
+            for (chosen, rejected), (of_chosen, of_rejected) in zip(self._of_pairs(), self._reference)
         ]
         return {"accuracy": [0.5 + 0.5 * ((margin > 0) - (margin < 0)) for margin in margins], "margin": margins}
+
+    @torch.no_grad()
+    def _of_pairs(self) -> list[tuple[float, float]]:
+        """The log-probabilities of each row's replies, the chosen and the rejected one."""
+        chosen, rejected = ([reply.sum().item() for reply in self._log_probs(of)] for of in ("chosen", "rejected"))
+        return list(zip(chosen, rejected))
 
     def _grpo(self) -> dict[str, list[float]]:
         """Score: what the verifier says of the most probable tokens."""

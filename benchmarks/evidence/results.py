@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from liger_trainer.benchmarks.evidence.training import STOCK
+from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.report import markdown, number
 
 START = "start"  # the variant of what is measured before training
@@ -97,6 +98,22 @@ class Evidence:
                     for row in csv.DictReader(stream)
                 ]
             )
+
+    @classmethod
+    def resume(cls, file: Path, setting: dict[str, str]) -> Evidence:
+        """What a file has, to which runs can be added; without one, the setting alone.
+
+        Raises:
+            BenchmarkError: if the file has another setting: other versions, another device or other steps.
+        """
+        if not file.exists():
+            return cls([Value(SETTING, 0, name, 0, word) for name, word in setting.items()])
+        found = cls.read(file)
+        for name, now in setting.items():
+            was = found.setting.get(name)
+            if was != now and name not in ("command", "date"):
+                raise BenchmarkError(f"{file} has runs with {name} {was}, now it is {now}; give another --output")
+        return found
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -192,7 +209,6 @@ def section(trainer: str, file: Path) -> str:
     beside = ["loss, step 1", "all", "gradient norm, step 1", "all"]
     steps = ["variant", *beside, "ms a step", "seconds of all steps", "peak GiB"]
     told = {word: [f"{row[1]} ({row[0]})" for row in held_out if row[-1].startswith(word)] for word in ("yes", "no")}
-    known = ", ".join(f"{name} {found.setting[name]}" for name in _PACKAGES if name in found.setting)
     return "\n\n".join(
         [
             f"Seeds: {', '.join(map(str, found.seeds))}. Held-out rows: {count}. "
@@ -200,6 +216,12 @@ def section(trainer: str, file: Path) -> str:
             f"![Steps and held-out scores](images/evidence-{trainer}.png)",
             markdown(header, held_out),
             markdown(steps, step_rows(found)),
-            f"<sub>{found.setting.get('device', '')}, {known}: `{found.setting.get('command', '')}`</sub>",
+            source(found.setting),
         ]
     )
+
+
+def source(setting: dict[str, str]) -> str:
+    """The machine, the versions and the command of a file, as HTML."""
+    known = ", ".join(f"{name} {setting[name]}" for name in _PACKAGES if name in setting)
+    return f"<sub>{setting.get('device', '')}, {known}: `{setting.get('command', '')}`</sub>"

@@ -1,18 +1,22 @@
-"""A linear layer that multiplies in fp8, forward and for the gradient of its input: ``rowwise_gw_hp``.
+"""A linear layer that multiplies in fp8, in one of the modes of `modes.py`.
 
-::
+`product`, `input_gradient` and `weight_gradient` compute its three products::
 
-    y  = (X8 @ W8^T) * scales_x * scales_w + b      X8 by token, W8 by output feature         fast accumulation
-    dx = (dY8 @ W8) * scales_dy * scale_w           dY8 by token, W8 with one scale           fp32 accumulation
-    dW = dY^T @ X                                   in bf16                                   db = sum dY
+                     y = X @ W^T + b              dx = dY @ W                  dW = dY^T @ X
+    rowwise          X by token, W by output      dY by token, W by input      dY by output, X by input
+    rowwise_gw_hp    X by token, W by output      dY by token, W with one      in bf16
+    tensorwise       X with one, W with one       dY with one, W with one      dY with one, X with one
 
-These are the operands of torchao's recipe of this name. The contraction of dx runs over output features, so their
-scales could not be taken out of the sum: there W has one scale. Hopper's fast accumulation keeps some 14 bits of a
-partial sum (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3.2), which gradients do not get.
+    y = (X8 @ W8^T) * scales_x * scales_w + b     the scales of the rows of the result and of its columns
+    db = sum dY
 
-Weights are cast where they are used, 3 bytes an element: a hundredth of a step, and no memory. Saved for the backward:
-X and W in bf16, as by a linear layer. Two operators, as in `kernels/mlp/gated_down.py`, so that a checkpointed layer
-does not repeat the last product.
+A scale can be taken out of a sum if it is the same for all summands, so an operand has one for each row of what it
+gives, or one for all. The output is summed with Hopper's fast accumulation, which keeps some 14 bits of a partial sum
+(DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3.2); the gradients are summed in fp32.
+
+Operands are cast where they are used. For weights that is 3 % of a step of 16,384 tokens, and no memory. Saved for the
+backward: X and W in bf16, as by a linear layer. Two operators, as in `kernels/mlp/gated_down.py`, so that a
+checkpointed layer does not repeat the last product.
 
 On a CPU the codes are multiplied in fp32: the products are exact, as on a GPU, and the sum is rounded as in fp32.
 """
@@ -27,13 +31,17 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, refuse_second_derivative
-from liger_trainer.kernels.fp8.row_cast import cast_rows, cast_transposed
+from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
+from liger_trainer.kernels.fp8.row_cast import (
+    E4M3,
+    MULTIPLE,
+    cast_columns,
+    cast_rows,
+    cast_transposed,
+    cast_whole,
+    largest_magnitude,
+)
 from liger_trainer.kernels.runtime import is_dtensor
-
-MULTIPLE = 16
-"""Of which both sizes of a weight must be multiples, for the matmuls."""
-
-_ROWWISE = F.ScalingType.RowWise
 
 
 @functools.cache
@@ -57,31 +65,75 @@ def takes_fp8(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return bf16 and sizes and has_fp8(x.device) and not (is_dtensor(x) or is_dtensor(weight))
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mode: str) -> torch.Tensor:
     """``linear(x, weight, bias)`` in fp8, without autograd: (..., K) and (N, K) in bf16 to (..., N)."""
-    codes, scales = cast_rows(x.reshape(-1, x.shape[-1]))
-    weight_codes, weight_scales = cast_rows(weight)
-    y = _scaled_product(codes, weight_codes, scales, weight_scales, bias, fast=True)
+    of_x, of_weight = products_of(mode).output
+    codes, scales = _cast(x.reshape(-1, x.shape[-1]), of_x)
+    weight_codes, weight_scales = _cast(weight, of_weight)
+    y = scaled_product(codes, weight_codes, scales, weight_scales, bias, fast=True)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("liger_trainer::fp8_input_gradient", mutates_args=())
-def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``dy @ weight`` in fp8, for rows of a gradient, (M, N), and a weight (N, K), both in bf16: (M, K)."""
-    codes, scales = cast_rows(dy)
-    weight_codes, scale = cast_transposed(weight.contiguous())
-    return _scaled_product(codes, weight_codes, scales, scale.expand(weight.shape[1], 1), None, fast=False)
+def input_gradient(dy: torch.Tensor, weight: torch.Tensor, mode: str, largest: torch.Tensor | None) -> torch.Tensor:
+    """``dy @ weight`` in fp8, for rows of a gradient, (M, N), and a weight (N, K), both in bf16: (M, K).
+
+    `largest` is `largest_of_gradient` of `dy`.
+    """
+    products = products_of(mode)
+    of_dy, of_weight = products.input_gradient
+    codes, scales = _cast(dy, of_dy, getattr(torch, products.gradient_dtype), largest)
+    weight_codes, weight_scales = _cast_transposed(weight, of_weight)
+    return scaled_product(codes, weight_codes, scales, weight_scales, None, fast=False)
 
 
 @input_gradient.register_fake
-def _(dy, weight):
+def _(dy, weight, mode, largest):
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 
+@torch.library.custom_op("liger_trainer::fp8_weight_gradient", mutates_args=())
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor, mode: str, largest: torch.Tensor | None) -> torch.Tensor:
+    """``dy.T @ x``, in fp8 unless `mode` has it in bf16, for rows (M, N) and (M, K), both in bf16: (N, K).
+
+    `largest` is `largest_of_gradient` of `dy`.
+    """
+    products = products_of(mode)
+    if products.weight_gradient is None:
+        return dy.mT @ x
+    of_dy, of_x = products.weight_gradient
+    codes, scales = _cast_transposed(dy, of_dy, getattr(torch, products.gradient_dtype), largest)
+    x_codes, x_scales = _cast_transposed(x, of_x)
+    return scaled_product(codes, x_codes, scales, x_scales, None, fast=False)
+
+
+@weight_gradient.register_fake
+def _(dy, x, mode, largest):
+    return dy.new_empty(dy.shape[1], x.shape[1])
+
+
 refuse_second_derivative(input_gradient, "fp8_linear")
+refuse_second_derivative(weight_gradient, "fp8_linear")
 
 
-def _scaled_product(
+def largest_of_gradient(dy: torch.Tensor, mode: str) -> torch.Tensor | None:
+    """The magnitude by which both products of a gradient scale it; None if its rows have scales of their own."""
+    return largest_magnitude(dy) if products_of(mode).input_gradient[0] is Scaling.ONE else None
+
+
+def _cast(
+    x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return cast_rows(x) if scaling is Scaling.ROWS else cast_whole(x, dtype, largest)
+
+
+def _cast_transposed(
+    x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return cast_columns(x) if scaling is Scaling.ROWS else cast_transposed(x, dtype, largest)
+
+
+def scaled_product(
     a: torch.Tensor,
     b: torch.Tensor,
     a_scales: torch.Tensor,
@@ -89,25 +141,32 @@ def _scaled_product(
     bias: torch.Tensor | None,
     fast: bool,
 ) -> torch.Tensor:
-    """``a @ b.T`` of codes, (M, K) and (N, K), times the scales of their rows, (M, 1) and (N, 1), in bf16."""
+    """``a @ b.T`` of codes, (M, K) and (N, K), times the scales of their rows, in bf16.
+
+    Scales are (M, 1) and (N, 1), or of no dimension for one scale.
+    """
     if a.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
             y = (a.float() @ b.float().t()) * a_scales * b_scales.t()
         return (y if bias is None else y + bias).to(torch.bfloat16)
+    scaling = F.ScalingType.TensorWise
+    if a_scales.dim() or b_scales.dim():  # a matmul has one kind of scales for both
+        scaling = F.ScalingType.RowWise
+        a_scales, b_scales = (scales.expand(len(codes), 1) for scales, codes in ((a_scales, a), (b_scales, b)))
     return F.scaled_mm(
         a,
         b.t(),
-        a_scales,
-        _ROWWISE,
+        a_scales.contiguous(),
+        scaling,
         b_scales.t().contiguous(),
-        _ROWWISE,
+        scaling,
         bias=bias,
         output_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
 
 
-def _save(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _save(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mode: str) -> torch.Tensor:
     """A placeholder for y that turns its gradient into those of the operands. Call `fp8_linear`."""
     return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
 
@@ -118,14 +177,14 @@ fp8_linear_save.register_fake(_save)
 
 @torch.library.custom_op("liger_trainer::fp8_linear", mutates_args=())
 def fp8_linear_product(
-    placeholder: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    placeholder: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mode: str
 ) -> torch.Tensor:
-    """The product, whose gradient goes to `placeholder`."""
-    return product(x, weight, bias)
+    """The output, whose gradient goes to `placeholder`."""
+    return product(x, weight, bias, mode)
 
 
 @fp8_linear_product.register_fake
-def _(placeholder, x, weight, bias):
+def _(placeholder, x, weight, bias, mode):
     return x.new_empty(placeholder.shape)
 
 
@@ -133,7 +192,7 @@ pass_to_placeholder(fp8_linear_product)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _ = inputs
+    x, weight, _, ctx.mode = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
 
@@ -141,33 +200,42 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
         return input_gradients(ctx)
-    need_x, need_weight, need_bias = ctx.needs_input_grad
+    need_x, need_weight, need_bias, _ = ctx.needs_input_grad
     x, weight = ctx.saved_tensors
-    rows = dy.reshape(-1, dy.shape[-1])
-    dx = input_gradient(rows, weight).view(*dy.shape[:-1], weight.shape[1]) if need_x else None
-    dweight = rows.mT @ x.reshape(-1, x.shape[-1]) if need_weight else None
-    return dx, dweight, rows.sum(0) if need_bias else None
+    rows, dx, dweight = dy.reshape(-1, dy.shape[-1]), None, None
+    largest = largest_of_gradient(rows, ctx.mode)
+    if need_x:
+        dx = input_gradient(rows, weight, ctx.mode, largest).view(*dy.shape[:-1], weight.shape[1])
+    if need_weight:
+        dweight = weight_gradient(rows, x.reshape(-1, x.shape[-1]), ctx.mode, largest)
+    return input_gradients(ctx, dx, dweight, rows.sum(0) if need_bias else None)
 
 
 fp8_linear_save.register_autograd(_backward, setup_context=_setup_context)
 
 
-def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``linear(x, weight, bias)`` whose products are in fp8 (e4m3), but for the gradient of the weight.
+def fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, mode: Fp8Mode = "rowwise_gw_hp"
+) -> torch.Tensor:
+    """``linear(x, weight, bias)`` whose products are in fp8.
 
     Args:
         x: (..., K), in bf16; under autocast all inputs are cast as for a linear layer.
         weight: (N, K), in bf16.
         bias: (N,), or None.
+        mode: Which products are in fp8, and how their operands are scaled.
 
     Returns:
         (..., N), in bf16. Where `takes_fp8` is False, such as on a GPU before Hopper or if N or K is no multiple of
-        16, the result of a linear layer. A row that is not finite gives a row that is not finite.
+        16, the result of a linear layer. A row that is not finite gives a row that is not finite; with
+        ``"tensorwise"``, no row is finite then.
 
     Raises:
+        ValueError: If there is no such `mode`.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
+    products_of(mode)
     if not takes_fp8(x, weight):
         return F.linear(x, weight, bias)
     x, weight, bias = as_autocast(x), as_autocast(weight), as_autocast(bias)
-    return fp8_linear_product(fp8_linear_save(x, weight, bias), x, weight, bias)
+    return fp8_linear_product(fp8_linear_save(x, weight, bias, mode), x, weight, bias, mode)

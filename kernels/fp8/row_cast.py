@@ -2,24 +2,36 @@
 
     codes = round(x * 448 / amax)        scale = amax / 448        x ~ codes * scale
 
-`cast_rows` has a scale for each row: a token of an activation, an output feature of a weight. `cast_transposed` has one
-scale, and writes the transpose: fp8 matmuls of Hopper read both operands along the sum, so the gradient of the input
-needs W^T. The scales are those of torchao's rowwise recipes without their rounding to powers of two.
+fp8 matmuls of Hopper read both operands along the sum, so a gradient needs transposed operands:
 
-A row with an infinity or a NaN gets an infinite scale, so that nothing computed from it is finite: no value is clamped
-in silence.
+| | as it lies | transposed |
+|---|---|---|
+| a scale for each row of the result | `cast_rows` | `cast_columns` |
+| one scale | `cast_whole` | `cast_transposed` |
 
-Bytes for a bf16 element: 3. The rows are read once; the whole matrix twice, first for its largest magnitude.
+A row of an operand is a token of an activation, a feature of a weight. With one scale there may be another dtype, e5m2,
+whose largest number is 57,344. The transposed ones are filled up with zeros to a multiple of 16 rows, as a matmul asks
+of what it sums over. The scales are those of torchao's recipes without their rounding to powers of two.
+
+A row with an infinity or a NaN gets a scale that is not finite, so that nothing computed from it is finite: no value is
+clamped in silence.
+
+Bytes for a bf16 element: 3 for `cast_rows`, which reads once; 5 for the others, which first read for the magnitudes.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from liger_trainer.kernels.norms.launch import MAX_HIDDEN_SIZE, as_rows, forward_tiles
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
+E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+MULTIPLE = 16
+"""Of which the sizes of a matmul in fp8 must be multiples, but for the rows of its first operand."""
+
 _LEAST = 1e-12  # magnitude that a row is scaled by, as in torchao: a row of zeros has codes of zero
 _TILE = 64
 
@@ -54,16 +66,37 @@ def _cast_rows_kernel(
 
 
 @triton.jit
-def _cast_transposed_kernel(x_ptr, codes_ptr, largest_ptr, num_rows, num_columns, TILE: tl.constexpr):
-    """A tile of the codes of a contiguous matrix, transposed."""
+def _cast_tiles_kernel(
+    x_ptr,
+    codes_ptr,
+    largest_ptr,
+    row_stride,
+    num_rows,
+    num_columns,
+    filled_rows,
+    MOST: tl.constexpr,
+    PER_COLUMN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A tile of the codes of a matrix, transposed or not, for the largest magnitude of each column, or of them all."""
     rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     columns = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    largest = tl.maximum(tl.load(largest_ptr), 1e-12)
-    factor = tl.div_rn(448.0, largest)
-    x = tl.load(x_ptr + rows[:, None] * num_columns + columns[None, :], mask=inside).to(tl.float32)
-    codes = tl.trans(e4m3(x * factor))
-    tl.store(codes_ptr + columns[:, None] * num_rows + rows[None, :], codes, mask=tl.trans(inside))
+    x = tl.load(x_ptr + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
+    if PER_COLUMN:
+        largest = tl.load(largest_ptr + columns, mask=columns < num_columns, other=1.0)
+        largest = largest[:, None] if TRANSPOSED else largest[None, :]
+    else:
+        largest = tl.load(largest_ptr)
+    factor = tl.div_rn(tl.full(largest.shape, MOST, tl.float32), tl.maximum(largest, 1e-12))
+    scaled = (tl.trans(x) if TRANSPOSED else x).to(tl.float32) * factor
+    codes = tl.minimum(tl.maximum(scaled, -MOST), MOST).to(codes_ptr.dtype.element_ty)
+    if TRANSPOSED:
+        filled = (columns < num_columns)[:, None] & (rows < filled_rows)[None, :]
+        tl.store(codes_ptr + columns[:, None] * filled_rows + rows[None, :], codes, mask=filled)
+    else:
+        tl.store(codes_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=inside)
 
 
 def cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,24 +120,71 @@ def cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def cast_transposed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_whole(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` in fp8, with one scale.
+
+    Args:
+        x: (M, K) in bf16, fp16 or fp32, of any strides.
+        dtype: Of the codes, float8_e4m3fn or float8_e5m2.
+        largest: `largest_magnitude` of `x`, where it is known.
+
+    Returns:
+        The codes, (M, K), contiguous; and the scale, fp32, of no dimension.
+    """
+    return _cast_tiles(x, largest_magnitude(x) if largest is None else largest, dtype, transposed=False)
+
+
+def cast_transposed(
+    x: torch.Tensor, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The transpose of `x` in fp8, with one scale.
 
     Args:
-        x: (N, K), contiguous, in bf16, fp16 or fp32.
+        x: (N, K) in bf16, fp16 or fp32, of any strides.
+        dtype: See `cast_whole`.
+        largest: See `cast_whole`.
 
     Returns:
-        The codes, float8_e4m3fn, (K, N), contiguous; and the scale, fp32, of no dimension.
+        The codes, (K, N), contiguous, with N rounded up to a multiple of 16; and the scale, fp32, of no dimension.
     """
+    return _cast_tiles(x, largest_magnitude(x) if largest is None else largest, dtype, transposed=True)
+
+
+def cast_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transpose of `x` in fp8, with a scale for each column of `x`.
+
+    Args:
+        x: (N, K) in bf16, fp16 or fp32, of any strides.
+
+    Returns:
+        The codes, float8_e4m3fn, (K, N), contiguous, with N rounded up to a multiple of 16; and the scales, fp32,
+        (K, 1).
+    """
+    codes, scales = _cast_tiles(x, largest_magnitude(x, dim=0), E4M3, transposed=True)
+    return codes, scales[:, None]
+
+
+def largest_magnitude(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The largest magnitude of `x`, or of each column with `dim` 0, in fp32; not finite where an element is not."""
+    return torch.linalg.vector_norm(x, float("inf"), dim, dtype=torch.float32)
+
+
+def _cast_tiles(
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not use_triton(x) or not x.numel():
-        return cast_transposed_reference(x)
-    largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+        return cast_tiles_reference(x, largest, dtype, transposed)
+    x = as_rows(x, None)
     num_rows, columns = x.shape
-    codes = torch.empty((columns, num_rows), dtype=torch.float8_e4m3fn, device=x.device)
-    grid = cdiv(num_rows, _TILE), cdiv(columns, _TILE)
+    filled = cdiv(num_rows, MULTIPLE) * MULTIPLE if transposed else num_rows
+    codes = torch.empty((columns, filled) if transposed else x.shape, dtype=dtype, device=x.device)
+    grid = cdiv(filled, _TILE), cdiv(columns, _TILE)
+    options = {"MOST": torch.finfo(dtype).max, "PER_COLUMN": largest.dim(), "TRANSPOSED": transposed, "TILE": _TILE}
     with on_device(x):
-        _cast_transposed_kernel[grid](x, codes, largest, num_rows, columns, TILE=_TILE)
-    return codes, _scale(largest)
+        _cast_tiles_kernel[grid](x, codes, largest, x.stride(0), num_rows, columns, filled, **options)
+    return codes, _scale(largest, dtype)
 
 
 def cast_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,18 +194,21 @@ def cast_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _codes(wide, largest), _scale(largest)
 
 
-def cast_transposed_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cast_transposed` in plain torch."""
-    wide = x.float()
-    largest = torch.linalg.vector_norm(wide, float("inf"))
-    return _codes(wide, largest).t().contiguous(), _scale(largest)
+def cast_tiles_reference(
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cast_whole`, `cast_transposed` and `cast_columns` in plain torch, for the magnitudes of `largest_magnitude`."""
+    wide = F.pad(x.float(), (0, 0, 0, -len(x) % MULTIPLE)) if transposed else x.float()
+    codes = _codes(wide, largest, dtype)
+    return codes.t().contiguous() if transposed else codes, _scale(largest, dtype)
 
 
 # With a tensor of 448, as torch multiplies by the reciprocal of a number, or by that of the tensor, and rounds twice.
-def _codes(wide: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    factor = torch.full_like(largest, E4M3_MAX) / largest.clamp(min=_LEAST)
-    return (wide * factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+def _codes(wide: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    most = torch.finfo(dtype).max
+    factor = torch.full_like(largest, most) / largest.clamp(min=_LEAST)
+    return (wide * factor).clamp(-most, most).to(dtype)
 
 
-def _scale(largest: torch.Tensor) -> torch.Tensor:
-    return largest.clamp(min=_LEAST) / torch.full_like(largest, E4M3_MAX)
+def _scale(largest: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return largest.clamp(min=_LEAST) / torch.full_like(largest, torch.finfo(dtype).max)

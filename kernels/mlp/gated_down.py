@@ -31,7 +31,15 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
-from liger_trainer.kernels.fp8.linear import fp8_linear, input_gradient, product, takes_fp8
+from liger_trainer.kernels.fp8.linear import (
+    fp8_linear,
+    input_gradient,
+    largest_of_gradient,
+    product,
+    takes_fp8,
+    weight_gradient,
+)
+from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu_reference
@@ -46,7 +54,7 @@ def _placeholder(
     scalars: Sequence[float],
     interleaved: bool,
     inplace_backward: bool,
-    fp8: bool,
+    fp8: str | None,
 ) -> torch.Tensor:
     """A placeholder for y that turns its gradient into those of the operands. Call `swiglu_down` or `geglu_down`.
 
@@ -74,13 +82,13 @@ def gated_down(
     activation: str,
     scalars: Sequence[float],
     interleaved: bool,
-    fp8: bool,
+    fp8: str | None,
 ) -> torch.Tensor:
     """``h @ weight.T + bias``, whose gradient goes to `placeholder`."""
     h = gated.empty_h(gate, up)
     gated.launch_forward(gate, up, h, activation, scalars, interleaved)
-    if fp8:
-        return product(h, weight, bias)
+    if fp8 is not None:
+        return product(h, weight, bias, fp8)
     with torch.autocast(gate.device.type, enabled=False):
         return F.linear(h, weight, bias)
 
@@ -107,14 +115,16 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, .
     need_gate, need_up, need_weight, need_bias = ctx.needs_input_grad[:4]
     gate, up, weight = ctx.saved_tensors
     dy = gated.rows_of(dy)
-    dgate = dup = h = None
+    dgate = dup = h = dweight = None
     with torch.autocast(gate.device.type, enabled=False):
+        largest = None if ctx.fp8 is None else largest_of_gradient(dy, ctx.fp8)
         if need_gate or need_up:
-            dh = input_gradient(dy, weight) if ctx.fp8 else dy @ weight
+            dh = dy @ weight if ctx.fp8 is None else input_gradient(dy, weight, ctx.fp8, largest)
             dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_weight)
         elif need_weight:
             h = gated.rows_of(gated.gated_activation(gate, up, *ctx.options, False))
-        dweight = dy.mT @ h if need_weight and h is not None else None
+        if need_weight and h is not None:
+            dweight = dy.mT @ h if ctx.fp8 is None else weight_gradient(dy, h, ctx.fp8, largest)
     return input_gradients(ctx, dgate, dup, dweight, dy.sum(0) if need_bias else None)
 
 
@@ -165,7 +175,7 @@ def swiglu_down(
     down_multiplier: float = 1.0,
     limit: float | None = None,
     inplace_backward: bool = False,
-    fp8: bool = False,
+    fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """``linear(swiglu(gate, up), weight, bias)`` that recomputes the product in its backward instead of saving it.
 
@@ -183,7 +193,7 @@ def swiglu_down(
         down_multiplier: See `swiglu`; it does not multiply the bias.
         limit: See `swiglu`.
         inplace_backward: Lets the backward write the gradients over `gate` and `up`; see `swiglu`.
-        fp8: Multiply in fp8, as `fp8_linear`.
+        fp8: The mode in which to multiply in fp8, as `fp8_linear`; None for the dtype of `gate`.
 
     Returns:
         (..., hidden), in `gate`'s dtype.
@@ -216,7 +226,7 @@ def geglu_down(
     approximate: str = "tanh",
     *,
     inplace_backward: bool = False,
-    fp8: bool = False,
+    fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """``linear(geglu(gate, up), weight, bias)`` that recomputes the product in its backward; see `swiglu_down`.
 
@@ -251,9 +261,10 @@ def _operators(
     activation: str,
     scalars: Sequence[float],
     inplace_backward: bool,
-    fp8: bool,
+    fp8: Fp8Mode | None,
 ) -> torch.Tensor:
-    fp8 = fp8 and takes_fp8(gate, weight)
+    if fp8 is not None and not takes_fp8(gate, weight):
+        fp8 = None
     placeholder = gated_down_save(gate, up, weight, bias, activation, scalars, False, inplace_backward, fp8)
     return gated_down(placeholder, gate, up, weight, bias, activation, scalars, False, fp8)
 
@@ -267,12 +278,12 @@ def swiglu_down_reference(
     gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0,
     limit: float | None = None,
-    fp8: bool = False,
+    fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """`swiglu_down` in plain torch, which saves the product."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     h = swiglu_reference(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier, limit=limit)
-    return (fp8_linear if fp8 else F.linear)(h, weight, bias)
+    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
 
 
 def geglu_down_reference(
@@ -281,8 +292,9 @@ def geglu_down_reference(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     approximate: str = "tanh",
-    fp8: bool = False,
+    fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """`geglu_down` in plain torch, which saves the product."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    return (fp8_linear if fp8 else F.linear)(geglu_reference(gate, up, approximate), weight, bias)
+    h = geglu_reference(gate, up, approximate)
+    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)

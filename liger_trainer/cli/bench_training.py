@@ -23,7 +23,12 @@ from liger_trainer.benchmarks.training import (
     parse_lengths,
     run_lengths,
 )
-from liger_trainer.benchmarks.training_providers import TRAINING_PROVIDERS, find_training_provider, optimizers_of
+from liger_trainer.benchmarks.training_providers import (
+    IN_FP8,
+    TRAINING_PROVIDERS,
+    find_training_provider,
+    optimizers_of,
+)
 from liger_trainer.recipe.file import RecipeError, accelerate_config
 
 _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
@@ -225,7 +230,8 @@ def _training_providers(arguments: argparse.Namespace) -> list[str]:
     if arguments.providers:
         asked = arguments.providers
     elif arguments.operations == ["longest"]:
-        asked = [name for name in TRAINING_PROVIDERS if name not in ("torch.compile", PADDED, UNSHARED)]
+        left_out = ("torch.compile", PADDED, UNSHARED, *IN_FP8)
+        asked = [name for name in TRAINING_PROVIDERS if name not in left_out]
     else:
         asked = [name for name in TRAINING_PROVIDERS if " " not in name]
     providers = _with_budgets(arguments, _with_optimizers(arguments, asked))

@@ -2,7 +2,7 @@
 
 - `trap`: what a check finds, and how it says that it could not look
 - `case`: what is checked: the keys of a recipe, and the configuration of its model
-- `rates`, `adapters`, `packing`, `sampling`: checks of the keys and the configuration
+- `rates`, `adapters`, `packing`, `sampling`, `fp8`: checks of the keys and the configuration
 - `sample`: the first rows of the data, as the trainer and its collator make them
 - `labels`, `ends`: checks of these rows
 - `diagnose`: all checks, and what they found

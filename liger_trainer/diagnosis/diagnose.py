@@ -9,6 +9,7 @@ from typing import Any
 from liger_trainer.diagnosis.adapters import tied_adapters
 from liger_trainer.diagnosis.case import POLICY, Case
 from liger_trainer.diagnosis.ends import no_end
+from liger_trainer.diagnosis.fp8 import idle_fp8
 from liger_trainer.diagnosis.labels import (
     cut_answers,
     few_labels,
@@ -28,6 +29,7 @@ OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "adapters on tied weights": tied_adapters,
     "packing": leaks,
     "sampling": sampling,
+    "fp8": idle_fp8,
 }
 OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
     "rows left out": left_out,

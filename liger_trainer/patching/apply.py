@@ -85,7 +85,7 @@ def apply_liger_kernel(
             from liger_trainer.patching.attention import find_attention
 
             findings += find_attention(model, parsed.attention, probe)
-    findings += find_fp8(model, parsed.fp8, _probe_device(model))
+    findings += find_fp8(model, parsed.fp8, parsed.fp8_all_layers, _probe_device(model))
     report_rows = rows(findings)
     for finding in findings:
         if finding.forward is not None:

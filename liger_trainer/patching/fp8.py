@@ -1,17 +1,21 @@
 """Linear layers of the decoder that multiply in fp8 (`kernels/fp8/linear.py`).
 
 This changes the arithmetic, so nothing is proved: `fp8` has to be set. The layers are the plain linear layers of all
-decoder layers but the first and the last, with at least 1,024 input and output features. The head, embeddings, routers,
-experts and vision towers stay in bf16, and so do layers with adapters, whose own operators multiply their bases.
+decoder layers, but for the first and the last unless `fp8_all_layers` is set, with at least 1,024 input and output
+features. The head, embeddings, routers, experts and vision towers stay in bf16, and so do layers with adapters, whose
+own operators multiply their bases.
 
-Calls with fewer than 512 rows, such as the steps of a generation, run in bf16: casting the weight would take longer
-than the product saves.
+Calls with fewer than 2,048 rows, such as the steps of a generation, run in bf16. Casting a weight takes time that does
+not depend on the rows, and a product in fp8 saves time for each row. Both grow with the size of the weight, so one
+number of rows holds for all layers. On an H200, the casts of a Llama-3 8B layer's query, output and MLP weights take as
+long as their products save on 1,800 rows, and the rows are cast too (`docs/guides/fp8.md` has the times).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -19,63 +23,78 @@ from torch.nn import functional as F
 
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.kernels.fp8.linear import MULTIPLE, fp8_linear, has_fp8, takes_fp8
+from liger_trainer.kernels.fp8.linear import fp8_linear, has_fp8, takes_fp8
+from liger_trainer.kernels.fp8.modes import Fp8Mode
+from liger_trainer.kernels.fp8.row_cast import MULTIPLE
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.lora.operands import is_lora_linear
 
-_LEAST_FEATURES = 1024
-_LEAST_ROWS = 512
+LEAST_FEATURES = 1024
+LEAST_ROWS = 2048
+ENDS = "the first and the last layer stay in bf16, unless `fp8_all_layers` is set"
+ADAPTED = "it has adapters; their bases are multiplied in bf16"
 
 
-def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The forward that is bound to a linear layer."""
-    if not is_long_enough(input):
-        return F.linear(input, self.weight, self.bias)
-    if not takes_fp8(input, self.weight):
-        warn_once(
-            "fp8",
-            f"`fp8` is set, but a layer multiplies {input.dtype} by {self.weight.dtype}, as without it: fp8 is for "
-            "models in bfloat16 and for bf16 autocast. (Shown once.)",
-        )
-    return fp8_linear(input, self.weight, self.bias)
+@functools.cache
+def forward_in(mode: Fp8Mode) -> Callable:
+    """The forward that is bound to a linear layer; the same function for the same mode."""
+
+    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        if not _is_long_enough(input):
+            return F.linear(input, self.weight, self.bias)
+        if not takes_fp8(input, self.weight):
+            warn_once(
+                "fp8",
+                f"`fp8` is set, but a layer multiplies {input.dtype} by {self.weight.dtype}, as without it: fp8 is for "
+                "models in bfloat16 and for bf16 autocast. (Shown once.)",
+            )
+        return fp8_linear(input, self.weight, self.bias, mode)
+
+    return forward
 
 
-def is_long_enough(x: torch.Tensor) -> bool:
-    """Whether `x`, (..., features), has as many rows as it takes for fp8 to pay."""
-    return x.shape[:-1].numel() >= _LEAST_ROWS
+def mode_of(module: nn.Module) -> Fp8Mode | None:
+    """The mode in which `module` multiplies in fp8; None if its forward is not ours for that."""
+    function = getattr(module.__dict__.get("forward"), "__func__", None)
+    return next((mode for mode in get_args(Fp8Mode) if function is forward_in(mode)), None)
 
 
-def multiplies_in_fp8(module: nn.Module) -> bool:
-    """Whether the forward that is bound to `module` is ours for fp8."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+def mode_for(module: nn.Module, x: torch.Tensor) -> Fp8Mode | None:
+    """The mode in which `module` multiplies `x`, (..., features); None for too few rows too."""
+    return mode_of(module) if _is_long_enough(x) else None
 
 
-def find_fp8(model: nn.Module, recipe: str | None, device: torch.device) -> Iterator[Finding]:
-    """A finding for each linear layer of `model`'s decoder, if `recipe` is set.
+def _is_long_enough(x: torch.Tensor) -> bool:
+    return x.shape[:-1].numel() >= LEAST_ROWS
+
+
+def find_fp8(model: nn.Module, mode: Fp8Mode | None, all_layers: bool, device: torch.device) -> Iterator[Finding]:
+    """A finding for each linear layer of `model`'s decoder, if `mode` is set.
 
     Args:
         model: The model, adapters included.
-        recipe: A value of `fp8`.
+        mode: The value of `fp8`.
+        all_layers: Whether the first and the last layer of the decoder multiply in fp8 too.
         device: Where the model will run.
     """
-    if recipe is None:
+    if mode is None:
         return
     layers = decoder_layers(model)
     if not layers:
         yield Finding("fp8", type(without_adapters(model)).__name__, model, reason="its decoder has no list of layers")
+    kept = () if all_layers else (0, len(layers) - 1)
     for place, layer in enumerate(layers):
         adapted = {id(part) for module in layer.modules() if is_lora_linear(module) for part in module.modules()}
         for name, module in layer.named_modules():
             if type(module) is not nn.Linear:
                 continue
-            reason = "the first and the last layer stay in bf16" if place in (0, len(layers) - 1) else ""
-            reason = reason or _obstacle(name, module, id(module) in adapted, device)
+            reason = ENDS if place in kept else _obstacle(name, module, id(module) in adapted, device)
             if reason:
                 yield Finding("fp8", "Linear", module, reason=reason)
             else:
-                yield Finding("fp8", "Linear", module, f"fp8_linear ({recipe})", forward)
+                yield Finding("fp8", "Linear", module, f"fp8_linear ({mode})", forward_in(mode))
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList | list[nn.Module]:
@@ -89,10 +108,10 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList | list[nn.Module]:
 def _obstacle(name: str, module: nn.Linear, has_adapters: bool, device: torch.device) -> str:
     if not has_fp8(device):
         return f"{device.type} has no fp8 matmuls with a scale for each row, which NVIDIA's Hopper and newer have"
-    if min(module.weight.shape) < _LEAST_FEATURES:
-        return f"fewer than {_LEAST_FEATURES} features, for which fp8 does not pay"
+    if min(module.weight.shape) < LEAST_FEATURES:
+        return f"fewer than {LEAST_FEATURES} features, for which fp8 does not pay"
     if has_adapters:
-        return "it has adapters; their bases are multiplied in bf16"
+        return ADAPTED
     if "experts" in name.split("."):
         return "experts stay in bf16"
     if is_dtensor(module.weight):

@@ -39,7 +39,7 @@ from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
-from liger_trainer.patching.fp8 import is_long_enough, multiplies_in_fp8
+from liger_trainer.patching.fp8 import mode_for
 from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
     Probe,
@@ -215,7 +215,7 @@ def gated_mlp_forward(
             if down is not None:
                 return lora_down(gate, up, down, variant.approximate or "silu", **options)
         if recompute and torch.is_grad_enabled() and scale is None and is_plain_linear(down_proj, gate):
-            fp8 = multiplies_in_fp8(down_proj) and is_long_enough(gate)
+            fp8 = mode_for(down_proj, gate)
             return gated_down(gate, up, down_proj.weight, down_proj.bias, fp8=fp8, **options)
         h = gated_fused(gate, **options) if up is None else gated(gate, up, **options)
         return down_proj(h) if scale is None else down_proj(h) * scale

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from liger_trainer.configs.kernel_config import KernelConfig
 
 _ADAMS = ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "adamw_32bit")  # which round
-_PAIRS = ("dpo", "orpo", "cpo", "reward")
+PAIRS = ("dpo", "orpo", "cpo", "reward")
+"""Trainers whose batches have two sequences for each sample."""
+
 _POLICY = ("grpo", "rloo")
 _SUMMED = ("sft", "causal_lm")  # trainers whose loss is a cross entropy
 
@@ -104,7 +106,7 @@ def read_inputs(
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
     split = _split_sequences(values["accelerate_config"])
-    notes = _notes(values, config, prompt_length, split)
+    notes = _notes(values, config, kernels, prompt_length, split)
     if (rounded := rounded_updates(values, config, dtype, gpus)) is not None:
         notes = (*notes, "{}: {}.".format(*rounded))
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
@@ -261,7 +263,7 @@ def _work(values: Mapping[str, Any], source: Path, base_bytes: float, gpus: int,
         raise RecipeError(
             f"{source}: `max_length` is not set, so the longest sequence is not known; plan with `--max_length N`."
         )
-    return Work(2 if trainer in _PAIRS else 1, length, length, head, reference)
+    return Work(2 if trainer in PAIRS else 1, length, length, head, reference)
 
 
 def _has_reference(values: Mapping[str, Any]) -> bool:
@@ -284,7 +286,9 @@ def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     return {"generated": steps or 1, "all_micro_batches": not steps}
 
 
-def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: int, split: str) -> tuple[str, ...]:
+def _notes(
+    values: Mapping[str, Any], config: PreTrainedConfig, kernels: KernelConfig, prompt_length: int, split: str
+) -> tuple[str, ...]:
     notes = []
     if split:
         notes.append(f"Sequences are planned whole, although {split}.")
@@ -295,6 +299,11 @@ def _notes(values: Mapping[str, Any], config: PreTrainedConfig, prompt_length: i
         notes.append(f"Prompts are assumed to have {prompt_length} tokens (`--prompt_length`).")
     if values.get("tokens_per_micro_batch"):
         notes.append("`tokens_per_micro_batch` is not counted: a batch is planned as one forward, padded.")
+    if values["use_liger_kernel"] and kernels.fp8 is not None:
+        notes.append(
+            "`fp8` is planned as bf16: measured with `rowwise_gw_hp`, the memory is the same; how much faster it is, "
+            "and so whether it changes the order of the rows, is not known."
+        )
     if not values["use_liger_kernel"]:
         notes.append("`use_liger_kernel` is false: layers without the kernels take more memory than planned.")
     if config.get_text_config() is not config:

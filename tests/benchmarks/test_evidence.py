@@ -56,7 +56,7 @@ def data(tmp_path_factory):
     tokenizer = train_tokenizer([f"{number} and 1? user assistant" for number in range(50)], 300)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "model")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
     torch.manual_seed(0)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = LlamaConfig(**sizes, **ends, vocab_size=len(tokenizer), tie_word_embeddings=True)
@@ -87,6 +87,18 @@ def test_stock_and_ours_learn_the_same(data, tmp_path, monkeypatch):
     assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-3)
     assert our_end == pytest.approx(stock_end, rel=1e-3)
     assert sum(stock_end) < 0.9 * sum(start)
+
+
+def test_small_layers_are_trained_in_fp8(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "sft", dataclasses.replace(TASKS["sft"], rows=2, lr=1e-2))
+    (in_fp8,) = (variant for variant in TASKS["sft"].variants if "fp8" in variant.arguments)
+    without = dataclasses.replace(in_fp8, arguments={})
+    losses = []
+    for variant in (in_fp8, without):
+        variant = dataclasses.replace(variant, arguments=variant.arguments | {"bf16": True})
+        losses.append(train(data, tmp_path, variant)[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0][0] != losses[1][0]
 
 
 def test_held_out_measures(data):
@@ -184,7 +196,8 @@ def test_a_command_adds_the_runs_that_its_file_lacks(data, monkeypatch, tmp_path
         asked.extend(runs)
         for name, seed in runs:
             weights = load_file(data / "model" / "model.safetensors")
-            save_file(weights, f"{folder}/{name} {seed}.safetensors")
+            moved = {key: 1.5 * weight for key, weight in weights.items()}  # all runs alike
+            save_file(moved, f"{folder}/{name} {seed}.safetensors")
             left = {"steps": {"loss": [1.0], "grad_norm": [1.0], "seconds": [1.0]}, "peak_gibibytes": None}
             Path(folder, f"{name} {seed}.json").write_text(json.dumps(left))
 
@@ -196,7 +209,10 @@ def test_a_command_adds_the_runs_that_its_file_lacks(data, monkeypatch, tmp_path
     assert asked == [("TRL", 0), ("liger_trainer", 0), ("TRL", 1), ("liger_trainer", 1)]
     found = Evidence.read(tmp_path / "dpo.csv")
     assert found.seeds == [0, 1]
-    assert len(found.of("start", 0, "held-out margin")) == 8
+    assert found.of("start", 0, "held-out margin") == [0.0] * 8
+    margins = [found.of(name, seed, "held-out margin") for name, seed in asked]
+    assert any(margins[0])
+    assert all(of_run == margins[0] for of_run in margins)  # those of a resumed file too
     with pytest.raises(SystemExit):
         command.main([*options, "--steps", "2"])
 

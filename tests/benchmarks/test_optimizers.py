@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from liger_trainer.benchmarks import optimizers
-from liger_trainer.benchmarks.optimizers import FP32, OPTIMIZERS, Bench, Sizes
+from liger_trainer.benchmarks.optimizers import FP32, OPTIMIZERS, Bench
+from liger_trainer.benchmarks.small_llama import Sizes, corpus
 
 CPU = torch.device("cpu")
 TINY = Sizes(hidden=256, layers=1, rows=4, length=16, pretraining=2, steps=8, held_out=1, seeds=1)
@@ -62,8 +63,8 @@ def test_what_is_left_out_is_named(results):
 
 
 def test_the_seed_is_the_order():
-    text = optimizers.corpus()
-    start, _ = optimizers.pretrain(text["pretraining"], TINY, CPU)
+    text = corpus()
+    start, _ = optimizers.pretrained(text["pretraining"], TINY, CPU)
     bench, task = Bench(TINY, start, CPU), optimizers.tasks(text, TINY, CPU)[1]
     (first, weights), (again, same), (_, other) = (bench.run(task, "LigerAdamW, 8bit", seed) for seed in (0, 0, 1))
     assert first == again

@@ -15,6 +15,7 @@ from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.report import rows_in_words
 from liger_trainer.benchmarks.training import GROUPS, PAIRS, Task, TrainingProcess, reason
 from liger_trainer.benchmarks.training_providers import (
+    IN_FP8,
     TRAINING_PROVIDERS,
     Setup,
     completions,
@@ -91,6 +92,13 @@ def test_a_provider_with_a_number():
     for wrong, message in {f"{name}=half": "no number", "hf=0.5": "takes no number", "hg": "Did you mean 'hf'"}.items():
         with pytest.raises(BenchmarkError, match=message):
             find_training_provider(wrong)
+
+
+@pytest.mark.parametrize(("name", "mode"), IN_FP8.items())
+def test_a_provider_in_each_mode_of_fp8(name, mode, monkeypatch):
+    monkeypatch.setattr(Setup, "trainer", lambda setup, **arguments: {**setup.arguments, **arguments})
+    found = find_training_provider(f"{name} activation_memory=auto")(Setup(None, None, {}, []))
+    assert found == {"ours": True, "fp8": mode, "activation_memory": "auto"}
 
 
 def test_a_provider_with_activation_memory():

@@ -1,55 +1,63 @@
-"""Matmuls in fp8 on two gloo processes: checkpointed layers under FSDP2 and DDP give the bits of one process."""
+"""Matmuls in fp8 on two gloo processes: checkpointed layers under DDP, FSDP and ZeRO-3 give the bits of one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
+from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.patching import fp8
-from tests.distributed.tensor_parallel import gradients
+from liger_trainer.patching.report import KernelReportRow
+from tests.distributed.matrix_wrappings import WRAPPINGS, Steps, trained_gradients
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
-IDS = torch.arange(520).remainder(90)[None]
+IDS = torch.arange(64).remainder(90)[None]
 
 
 def _model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=3, vocab_size=96)).bfloat16()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=3, vocab_size=96)).bfloat16().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    least, fp8._LEAST_FEATURES = fp8._LEAST_FEATURES, 32
-    report = apply_liger_kernel(model.train(), {"fp8": "rowwise_gw_hp"})
-    fp8._LEAST_FEATURES = least
-    assert [row.count for row in report if row.component == "fp8" and row.applied] == [7]
     return model
 
 
-def _fsdp2(model: LlamaForCausalLM) -> nn.Module:
-    for module in (*model.model.layers, model):
-        fully_shard(module)
-    return model
+def _apply(model: LlamaForCausalLM, mode: Fp8Mode) -> list[KernelReportRow]:
+    fp8.LEAST_FEATURES, fp8.LEAST_ROWS = 32, 64
+    return [row for row in apply_liger_kernel(model, {"fp8": mode}) if row.component == "fp8"]
 
 
-def _compare(rank: int, wrap: Callable[[LlamaForCausalLM], nn.Module]) -> None:
-    single, inner = _model(), _model()
-    model = wrap(inner)
-    losses = []
+def _compare(rank: int, name: str, mode: Fp8Mode) -> None:
+    single, model = _model(), _model()
     for each in (single, model):
+        assert [row.count for row in _apply(each, mode) if row.applied] == [7]
+    wrapped = WRAPPINGS[name].wrap(model, None)
+    losses = []
+    for each in (single, wrapped):
         loss = each(input_ids=IDS, labels=IDS).loss
-        loss.backward()
+        Steps(each, 0.1, scaled=False).backward(loss)
         losses.append(loss.item())
     assert losses[0] == losses[1]
-    torch.testing.assert_close(gradients(inner), gradients(single), rtol=0, atol=0)
+    torch.testing.assert_close(trained_gradients(wrapped), trained_gradients(single), rtol=0, atol=0)
 
 
-CASES = {"fsdp2": partial(_compare, wrap=_fsdp2), "ddp": partial(_compare, wrap=DistributedDataParallel)}
+def _leave_alone(rank: int) -> None:
+    model = WRAPPINGS["tp"].wrap(_model(), None)
+    reasons = {row.reason: row.count for row in _apply(model, "rowwise")}
+    assert reasons["its weight is split over processes"] == 7
+
+
+CASES = {
+    "ddp": partial(_compare, name="ddp", mode="tensorwise"),
+    "fsdp1": partial(_compare, name="fsdp1", mode="rowwise"),
+    "fsdp2": partial(_compare, name="fsdp2 tail resharded", mode="rowwise_gw_hp"),
+    "tensor parallelism": _leave_alone,
+}
+if "zero3" in WRAPPINGS:
+    CASES["zero3"] = partial(_compare, name="zero3", mode="rowwise")
 
 
 @pytest.mark.parametrize("case", CASES)

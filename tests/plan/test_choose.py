@@ -141,6 +141,13 @@ def test_deepspeed_is_not_proposed_for_liger_adamw():
     assert any("accelerate makes the weights fp32" in note for note in inputs.notes)
 
 
+def test_fp8_is_planned_as_bf16():
+    (plain, _), (inputs, _) = (plan_of("llama3_8b_sft", 1, 80 * GB, *more) for more in ([], ["--fp8", "rowwise"]))
+    assert inputs.run == plain.run
+    (note,) = set(inputs.notes) - set(plain.notes)
+    assert note.startswith("`fp8` is planned as bf16")
+
+
 def test_batches_that_are_part_of_the_loss_stay():
     inputs, plan = plan_of("llama3_8b_grpo", 1)
     assert {row.setting.batch for row in plan.rows} == {inputs.values["per_device_train_batch_size"]}
