@@ -34,6 +34,9 @@ PADDED = "liger_trainer padded"
 UNSHARED = "liger_trainer unshared"
 """The provider that packs a batch, with a prompt for each completion."""
 
+FP8_BASE = "liger_trainer fp8 base"
+"""The provider that stores the base of adapters in fp8."""
+
 OPTIMIZER_STEP = "adamw"
 """The operation of the records of `optimizer_step`."""
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.training_args import OptimizerNames
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, OPTIM, PADDED, UNSHARED
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, FP8_BASE, OPTIM, PADDED, UNSHARED
 from liger_trainer.benchmarks.registry import BenchmarkError, closest, family
 from liger_trainer.benchmarks.training import Task
 from liger_trainer.configs.flags import activation_memory_of
@@ -418,6 +418,16 @@ IN_FP8: dict[str, Fp8Mode] = {
 }
 for _name, _mode in IN_FP8.items():
     training_provider(_name)(_in_fp8(_mode))
+
+
+@training_provider(FP8_BASE)
+def ours_on_fp8(setup: Setup) -> Trainer:
+    return setup.trainer(ours=True, fp8_base=True)
+
+
+@training_provider(f"{FP8_BASE} activation_offloading")
+def ours_on_fp8_offloading(setup: Setup, fraction: float = 1.0) -> Trainer:
+    return setup.trainer(ours=True, fp8_base=True, **_offloaded(fraction))
 
 
 @training_provider("liger_trainer tiled_mlp")

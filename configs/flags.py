@@ -54,6 +54,10 @@ class KernelFlags:
             gradients of their inputs, with a scale for each row; `"rowwise"`, for the gradients of the weights too;
             `"tensorwise"`, all three with a scale for each tensor. Needs a GPU of NVIDIA's Hopper generation or newer.
             It changes losses and gradients.
+        fp8_base (`bool`, *optional*, defaults to `False`):
+            With LoRA adapters, whether the frozen linear layers of the decoder are stored in fp8, with a scale for each
+            row: half of bf16's memory. Their products are in fp8 too. Needs a GPU of NVIDIA's Hopper generation or
+            newer, and one that holds the whole model. It changes losses and gradients.
         strict_kernels (`bool`, *optional*, defaults to `False`):
             Whether a requested kernel that cannot be applied is an error instead of a line in the report.
         kernel_report (`bool`, *optional*, defaults to `True`):
@@ -123,6 +127,12 @@ class KernelFlags:
         default=None,
         metadata={"help": "Has the decoder's linear layers multiply in fp8, on NVIDIA's Hopper or newer."},
     )
+    fp8_base: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the frozen linear layers under LoRA adapters are stored in fp8, and multiply in it."
+        },
+    )
     strict_kernels: bool = field(
         default=False,
         metadata={"help": "Whether a requested kernel that cannot be applied is an error."},
@@ -165,7 +175,7 @@ class KernelFlags:
     )
 
     def __post_init__(self) -> None:
-        for name in ("use_liger_kernel", "strict_kernels", "kernel_report", "activation_offloading"):
+        for name in ("use_liger_kernel", "fp8_base", "strict_kernels", "kernel_report", "activation_offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
         _check_offloading_fraction(self.activation_offloading_fraction, self.activation_offloading)

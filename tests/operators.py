@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from liger_trainer import functional as ops
+from liger_trainer.kernels.fp8.stored import Fp8Weight
+from liger_trainer.kernels.lora.lora_products import Weight
 
 Argument = Callable[[torch.Generator, torch.dtype], torch.Tensor]
 
@@ -92,13 +94,13 @@ def _pair(result: ops.LogProbsOutput) -> tuple[torch.Tensor, torch.Tensor | None
     return result.log_probs, result.entropy
 
 
-def _adapted(weight: torch.Tensor | ops.NF4Weight, a: torch.Tensor, b: torch.Tensor) -> ops.LoRALayer:
+def _adapted(weight: Weight, a: torch.Tensor, b: torch.Tensor) -> ops.LoRALayer:
     return ops.LoRALayer(weight, None, (ops.LoRA(a, b, 0.5),))
 
 
-def memory(*shape: int) -> Argument:
-    """Random bytes."""
-    return lambda generator, dtype: torch.randint(256, shape, generator=generator).to(torch.uint8)
+def memory(*shape: int, high: int = 256) -> Argument:
+    """Random bytes below `high`."""
+    return lambda generator, dtype: torch.randint(high, shape, generator=generator).to(torch.uint8)
 
 
 def scales(*shape: int) -> Argument:
@@ -119,6 +121,16 @@ def _nf4_mlp(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
         for size, start in zip(sizes, (0, 5, 10))
     ]
     return ops.lora_mlp(x, *layers)
+
+
+def _fp8_mlp(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+    layers = [_adapted(Fp8Weight(*parts[i : i + 2]), *parts[i + 2 : i + 4]) for i in (0, 4, 8)]
+    return ops.lora_mlp(x, *layers)
+
+
+def _on_fp8(rows: int, columns: int) -> tuple[Argument, ...]:
+    """Codes of e4m3 up to 14 and scales of a weight, and an adapter's factors."""
+    return memory(rows, columns, high=0x58), scales(rows, 1), leaf(2, columns), leaf(rows, 2)
 
 
 def _lora_mlp(x: torch.Tensor, *parameters: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -231,6 +243,11 @@ OPERATORS: dict[str, Operator] = {
     "lora_mlp, 4 bits": Operator(
         _nf4_mlp,
         (leaf(6, 16), *_NF4, *_WIDENED[1:], *_NF4, *_WIDENED[1:], *_NF4, *_NARROWED[1:]),
+        "lora_mlp",
+    ),
+    "lora_mlp, fp8": Operator(
+        _fp8_mlp,
+        (leaf(6, 16), *_on_fp8(32, 16), *_on_fp8(32, 16), *_on_fp8(16, 32)),
         "lora_mlp",
     ),
     "nf4_dequantize": Operator(

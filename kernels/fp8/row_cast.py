@@ -9,9 +9,10 @@ fp8 matmuls of Hopper read both operands along the sum, so a gradient needs tran
 | a scale for each row of the result | `cast_rows` | `cast_columns` |
 | one scale | `cast_whole` | `cast_transposed` |
 
-A row of an operand is a token of an activation, a feature of a weight. With one scale there may be another dtype, e5m2,
-whose largest number is 57,344. The transposed ones are filled up with zeros to a multiple of 16 rows, as a matmul asks
-of what it sums over. The scales are those of torchao's recipes without their rounding to powers of two.
+A row of an operand is a token of an activation, a feature of a weight; `cast_scaled_rows` first multiplies each column
+by a factor. With one scale there may be another dtype, e5m2, whose largest number is 57,344. The transposed ones are
+filled up with zeros to a multiple of 16 rows, as a matmul asks of what it sums over. The scales are those of torchao's
+recipes without their rounding to powers of two.
 
 A row with an infinity or a NaN gets a scale that is not finite, so that nothing computed from it is finite: no value is
 clamped in silence.
@@ -45,10 +46,12 @@ def e4m3(scaled):
 @triton.jit
 def _cast_rows_kernel(
     x_ptr,
+    factors_ptr,  # read if HAS_FACTORS
     codes_ptr,
     scales_ptr,
     row_stride,
     num_rows,
+    HAS_FACTORS: tl.constexpr,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -58,6 +61,8 @@ def _cast_rows_kernel(
     columns = tl.arange(0, BLOCK_H)[None, :]
     inside = (rows < num_rows) & (columns < H)
     x = tl.load(x_ptr + rows * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_FACTORS:
+        x *= tl.load(factors_ptr + columns, mask=columns < H, other=0.0)
     magnitude = tl.where(x == x, tl.abs(x), float("inf"))
     largest = tl.maximum(tl.max(magnitude, axis=1, keep_dims=True), 1e-12)
     most = tl.full(largest.shape, 448.0, tl.float32)
@@ -108,15 +113,33 @@ def cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         The codes, float8_e4m3fn, (M, K), contiguous; and the scales, fp32, (M, 1), so that x ~ codes * scales.
     """
+    return _cast_rows(x, None)
+
+
+def cast_scaled_rows(x: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x * factors``, multiplied in fp32, in fp8, with a scale for each row.
+
+    Args:
+        x: (M, K) in bf16, fp16 or fp32, of any strides.
+        factors: One for each column, fp32, contiguous, K elements.
+
+    Returns:
+        As `cast_rows`.
+    """
+    return _cast_rows(x, factors)
+
+
+def _cast_rows(x: torch.Tensor, factors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     x = as_rows(x, None)
     num_rows, columns = x.shape
     if not use_triton(x) or columns > MAX_HIDDEN_SIZE or not x.numel():
-        return cast_rows_reference(x)
+        return cast_rows_reference(x if factors is None else x.float() * factors.view(1, -1))
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
     programs, options = forward_tiles(x)
+    operands = x, x if factors is None else factors, codes, scales, x.stride(0), num_rows
     with on_device(x):
-        _cast_rows_kernel[(programs,)](x, codes, scales, x.stride(0), num_rows, **options)
+        _cast_rows_kernel[(programs,)](*operands, HAS_FACTORS=factors is not None, **options)
     return codes, scales
 
 

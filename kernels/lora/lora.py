@@ -7,7 +7,8 @@ in `lora_products.py`. Saved for backward: x, in its own dtype, and z = x @ A^T,
 dropout. Eager code saves x once more in the adapters' dtype, usually fp32. Frozen weights cost no gradient.
 
 W may be in 4 bits (QLoRA, arXiv 2305.14314). Forward and backward each dequantize it for their product, into a buffer
-that all such products share, and save only the 4 bits.
+that all such products share, and save only the 4 bits. Or W may be in fp8, and its products with it
+(`kernels/fp8/stored.py`).
 
 The operator takes flat lists, as its schema demands: the parameters of all layers, then those of all adapters. Where
 there is no bias or no mask, a tensor without elements is in its place. `statistics` and `layouts` are the remaining
@@ -24,8 +25,17 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
+from liger_trainer.kernels.fp8.stored import Fp8Weight, dequantize
 from liger_trainer.kernels.lora import lora_products as products
-from liger_trainer.kernels.lora.lora_products import flat_weights, lists_of, or_empty, rows_of, split_rows, weights_of
+from liger_trainer.kernels.lora.lora_products import (
+    Weight,
+    flat_weights,
+    lists_of,
+    or_empty,
+    rows_of,
+    split_rows,
+    weights_of,
+)
 from liger_trainer.kernels.lora.nf4 import NF4Weight, check_weight, nf4_dequantize_reference
 
 
@@ -49,12 +59,12 @@ class LoRALayer(NamedTuple):
     """A linear layer with adapters.
 
     Args:
-        weight: W, (out_features, in_features), floating point or in 4 bits.
+        weight: W, (out_features, in_features), floating point, in 4 bits or in fp8.
         bias: (out_features,), or None.
         adapters: Adapters whose products are added; may be empty.
     """
 
-    weight: torch.Tensor | NF4Weight
+    weight: Weight
     bias: torch.Tensor | None = None
     adapters: Sequence[LoRA] = ()
 
@@ -80,11 +90,11 @@ def _lora_linears(
     rows = rows_of(x)
     with torch.autocast(x.device.type, enabled=False):
         z = products.project_down(rows, adapters)
-        results = []
-        for index, (weight, bias) in enumerate(zip(weights_of(weights, statistics, layouts), biases)):
-            own = [each for each in adapters if each.layer == index]
-            y = products.project(rows, weight, bias if bias.numel() else None, z, own)
-            results.append(y.view(*x.shape[:-1], weight.shape[0]))
+        given = [bias if bias.numel() else None for bias in biases]
+        results = products.linears(rows, weights_of(weights, statistics, layouts), given)
+        for index, y in enumerate(results):
+            products.add_adapters_(y, z, [each for each in adapters if each.layer == index])
+            results[index] = y.view(*x.shape[:-1], y.shape[1])
     return [*results, z]
 
 
@@ -189,7 +199,7 @@ _lora_linears.register_autograd(_backward, setup_context=_setup_context)
 
 def lora_linear(
     x: torch.Tensor,
-    weight: torch.Tensor | NF4Weight,
+    weight: Weight,
     bias: torch.Tensor | None,
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
@@ -200,7 +210,7 @@ def lora_linear(
 
     Args:
         x: (..., in_features). All products are in its dtype; under autocast, in that of autocast.
-        weight: (out_features, in_features). No gradient is computed for a frozen weight; one in 4 bits has none.
+        weight: (out_features, in_features). No gradient is computed for a frozen weight; a quantised one has none.
         bias: (out_features,), or None.
         lora_a: (rank, in_features). Its gradient is computed and returned in its dtype.
         lora_b: (out_features, rank). Its gradient is computed and returned in its dtype.
@@ -279,15 +289,17 @@ def check_adapters(x: torch.Tensor, layer: LoRALayer) -> None:
             )
 
 
-def _check_weight(weight: torch.Tensor | NF4Weight, x: torch.Tensor) -> None:
+def _check_weight(weight: Weight, x: torch.Tensor) -> None:
     if isinstance(weight, torch.Tensor):
         _check_shape("weight", weight, x, None, x.shape[-1])
         return
-    check_weight("weight", weight)
+    if isinstance(weight, NF4Weight):
+        check_weight("weight", weight)
     if weight.shape[1] != x.shape[-1] or weight.device != x.device:
+        bits = "4 bits" if isinstance(weight, NF4Weight) else "fp8"
         raise ValueError(
-            f"`weight` is {weight.shape} in 4 bits on {weight.device}; for an `x` of {tuple(x.shape)} on {x.device} it "
-            f"must be (any, {x.shape[-1]}), on the same device."
+            f"`weight` is {tuple(weight.shape)} in {bits} on {weight.device}; for an `x` of {tuple(x.shape)} on "
+            f"{x.device} it must be (any, {x.shape[-1]}), on the same device."
         )
 
 
@@ -303,7 +315,7 @@ def _check_shape(name: str, tensor: torch.Tensor, x: torch.Tensor, *shape: int |
 
 def lora_linear_reference(
     x: torch.Tensor,
-    weight: torch.Tensor | NF4Weight,
+    weight: Weight,
     bias: torch.Tensor | None,
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
@@ -318,10 +330,15 @@ def lora_linears_reference(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tupl
     """`lora_linears` in plain torch, with a derivative of every order."""
     results = []
     for weight, bias, adapters in layers:
-        dense = weight if isinstance(weight, torch.Tensor) else nf4_dequantize_reference(weight, x.dtype)
-        y = F.linear(x, dense.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        y = F.linear(x, _dense(weight, x.dtype), None if bias is None else bias.to(x.dtype))
         for a, b, scaling, mask in adapters:
             seen = x if mask is None else x * mask.view(x.shape)
             y = y + F.linear(F.linear(seen, a.to(x.dtype)), b.to(x.dtype)) * scaling
         results.append(y)
     return tuple(results)
+
+
+def _dense(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight.to(dtype)
+    return dequantize(weight, dtype) if isinstance(weight, Fp8Weight) else nf4_dequantize_reference(weight, dtype)

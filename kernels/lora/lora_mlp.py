@@ -41,8 +41,7 @@ from liger_trainer.kernels.lora.lora import (
     lora_linears_reference,
 )
 from liger_trainer.kernels.lora.lora_gated_kernels import MAX_RANK, LowRank
-from liger_trainer.kernels.lora.lora_products import flat_weights, lists_of, rows_of, split_rows, weights_of
-from liger_trainer.kernels.lora.nf4 import Weight
+from liger_trainer.kernels.lora.lora_products import Weight, flat_weights, lists_of, rows_of, split_rows, weights_of
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes, output_placeholder
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu, geglu_fused, geglu_reference

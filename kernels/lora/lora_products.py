@@ -12,20 +12,29 @@ matrix: one thin product for all z, and one for all dA. Sums are accumulated by 
 is a tensor of its own.
 
 Everything is multiplied in the dtype of x, to which weights and adapters are cast; x is never cast. Gradients of
-parameters leave the matmul in fp32 where the parameter is wider than x. A W_i may be in 4 bits (`nf4.py`).
+parameters leave the matmul in fp32 where the parameter is wider than x. A frozen W_i may be in 4 bits (`nf4.py`), or
+in fp8 (`kernels/fp8/stored.py`), whose products are in fp8 too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, Weight, nf4_add_product_, nf4_linear
+from liger_trainer.kernels.fp8 import stored
+from liger_trainer.kernels.fp8.row_cast import cast_rows
+from liger_trainer.kernels.fp8.stored import Fp8Weight
+from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, nf4_add_product_, nf4_linear
 from liger_trainer.kernels.matmul import matmul_into
+
+Weight: TypeAlias = torch.Tensor | NF4Weight | Fp8Weight
+"""The weight of a linear layer: floating point, in 4 bits, or in fp8."""
+
+_FP8_LAYOUT = [-1] * LAYOUT_LENGTH  # in place of the numbers of a weight in 4 bits
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments of operators, whose schemas only allow flat lists
@@ -33,12 +42,16 @@ from liger_trainer.kernels.matmul import matmul_into
 
 
 def flat_weights(weights: Sequence[Weight]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
-    """`weights` as an operator takes them: a tensor each, and the other tensors and the numbers of those in 4 bits."""
+    """`weights` as an operator takes them: a tensor each, and the other tensors and the numbers of quantised ones."""
     tensors, statistics, layouts = [], [], []
     for weight in weights:
         if isinstance(weight, torch.Tensor):
             tensors.append(weight)
             layouts += [0] * LAYOUT_LENGTH
+        elif isinstance(weight, Fp8Weight):
+            tensors.append(weight.codes)
+            statistics.append(weight.scales)
+            layouts += _FP8_LAYOUT
         else:
             tensors.append(weight.packed)
             statistics += weight.statistics
@@ -56,6 +69,10 @@ def weights_of(
         layout = layouts[LAYOUT_LENGTH * index : LAYOUT_LENGTH * (index + 1)]
         if not any(layout):
             weights.append(tensor)
+            continue
+        if list(layout) == _FP8_LAYOUT:
+            weights.append(Fp8Weight(tensor, statistics[start]))
+            start += 1
             continue
         end = start + (5 if layout[-1] else 2)
         weights.append(NF4Weight.of(tensor, statistics[start:end], layout))
@@ -124,17 +141,37 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> tor
     bias = None if bias is None else bias.to(rows.dtype)
     if isinstance(weight, torch.Tensor):
         return F.linear(rows, weight.to(rows.dtype), bias)
+    if isinstance(weight, Fp8Weight):
+        return stored.product(rows, weight, bias)
     return nf4_linear(rows, weight, bias)
 
 
+def linears(rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """`linear` of each weight; for those in fp8, `rows` are cast once. Only inside of an operator."""
+    cast = cast_rows(rows) if any(isinstance(weight, Fp8Weight) for weight in weights) else None
+    return [
+        stored.product_of_cast(cast, weight, bias, rows.dtype)
+        if cast is not None and isinstance(weight, Fp8Weight)
+        else linear(rows, weight, bias)
+        for weight, bias in zip(weights, biases)
+    ]
+
+
 def sum_of_products(rows: Sequence[torch.Tensor], weights: Sequence[Weight]) -> torch.Tensor:
-    """The sum of ``rows[i] @ weights[i]``, accumulated by the matmuls."""
-    total = rows[0].new_empty(rows[0].shape[0], weights[0].shape[1])
-    for index, (each, weight) in enumerate(zip(rows, weights)):
+    """The sum of ``rows[i] @ weights[i]``, accumulated by the matmuls, but for those in fp8, which cannot."""
+    total: torch.Tensor | None = None
+    for each, weight in zip(rows, weights):
+        if isinstance(weight, Fp8Weight):
+            one = stored.input_gradient(each, weight)
+            total = one if total is None else total.add_(one)
+            continue
+        add = total is not None
+        total = each.new_empty(each.shape[0], weight.shape[1]) if total is None else total
         if isinstance(weight, torch.Tensor):
-            torch.addmm(total, each, weight.to(each.dtype), beta=int(index > 0), out=total)
+            torch.addmm(total, each, weight.to(each.dtype), beta=int(add), out=total)
         else:
-            nf4_add_product_(total, each, weight, index > 0)
+            nf4_add_product_(total, each, weight, add)
+    assert total is not None
     return total
 
 
@@ -164,9 +201,13 @@ def project(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, z: torch.Tensor, adapters: Iterable[Adapter]
 ) -> torch.Tensor:
     """The result y of one layer; `adapters` are those of this layer."""
-    y = linear(x, weight, bias)
+    return add_adapters_(linear(x, weight, bias), z, adapters)
+
+
+def add_adapters_(y: torch.Tensor, z: torch.Tensor, adapters: Iterable[Adapter]) -> torch.Tensor:
+    """Adds the products of one layer's adapters to its result y."""
     for adapter in adapters:
-        y.addmm_(z[:, adapter.columns], adapter.b.to(x.dtype).T, alpha=adapter.scaling)
+        y.addmm_(z[:, adapter.columns], adapter.b.to(y.dtype).T, alpha=adapter.scaling)
     return y
 
 

@@ -28,7 +28,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -95,9 +95,6 @@ class NF4Weight(NamedTuple):
         nested = NestedAbsmax(rest[0], rest[1], rest[2], nested_blocksize) if nested_blocksize else None
         return cls(packed, absmax, code, (rows, columns), blocksize, nested)
 
-
-Weight: TypeAlias = torch.Tensor | NF4Weight
-"""The weight of a linear layer: floating point, or in 4 bits."""
 
 LAYOUT_LENGTH = 4
 

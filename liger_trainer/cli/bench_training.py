@@ -11,7 +11,16 @@ import sys
 
 from liger_trainer.benchmarks.device import Device, find_device
 from liger_trainer.benchmarks.longest import find_longest, table
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, DEFAULT_OPTIM, OPTIM, PADDED, UNSHARED, Machine, Run
+from liger_trainer.benchmarks.records import (
+    ACTIVATION_MEMORY,
+    DEFAULT_OPTIM,
+    FP8_BASE,
+    OPTIM,
+    PADDED,
+    UNSHARED,
+    Machine,
+    Run,
+)
 from liger_trainer.benchmarks.registry import BenchmarkError, choose_models, closest, family
 from liger_trainer.benchmarks.report import line, make_console, sweep_table, training_table
 from liger_trainer.benchmarks.training import (
@@ -232,11 +241,14 @@ def _training_providers(arguments: argparse.Namespace) -> list[str]:
     elif arguments.operations == ["longest"]:
         left_out = ("torch.compile", PADDED, UNSHARED, *IN_FP8)
         asked = [name for name in TRAINING_PROVIDERS if name not in left_out]
+        asked = [name for name in asked if arguments.lora or not name.startswith(FP8_BASE)]
     else:
         asked = [name for name in TRAINING_PROVIDERS if " " not in name]
     providers = _with_budgets(arguments, _with_optimizers(arguments, asked))
     for name in providers:
         find_training_provider(name)  # a mistake is an error before anything is measured
+        if name.startswith(FP8_BASE) and not arguments.lora:
+            raise BenchmarkError(f"Provider {name!r} trains adapters; give `--lora` a rank too.")
         # KTO has no two sequences with a prompt in common.
         trainers = [each for each in ALIGNMENT if each != "kto"] if name.startswith(UNSHARED) else ALIGNMENT
         if name.startswith((PADDED, UNSHARED)) and _trainer(arguments) not in trainers:

@@ -16,6 +16,14 @@ ADAPTERS_ON_FOUR_BITS = Feature(
     Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses="_check_merge_allowed"),
 )
 
+ADAPTERS_ON_FP8 = Feature(
+    "refusing to merge adapters into a base in fp8",
+    Private("peft.tuners.tuners_utils:BaseTuner"),
+    Private("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "self"),
+    Private("peft.tuners.tuners_utils:BaseTuner.merge_adapter", uses="_check_merge_allowed"),
+    Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses="_check_merge_allowed"),
+)
+
 ADAPTERS_ON_HEAD = Feature("adapters on the LM head of a student", Private("peft.tuners.tuners_utils:BaseTunerLayer"))
 
 TIED_ADAPTERS = Feature(

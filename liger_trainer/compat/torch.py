@@ -71,6 +71,8 @@ SAVED_IN_FOUR_BITS = Feature(
 
 FOUR_BIT_EXPERTS = Feature("experts in 4 bits", Private("torch.nn:Module._apply", "self, fn, recurse"))
 
+FP8_LAYERS = Feature("bases of LoRA layers in fp8", Private("torch.nn:Module._apply", "self, fn, recurse"))
+
 FOUR_BIT_WEIGHTS = Feature("reading the memory of weights in 4 bits", Private("torch._C:DisableTorchFunctionSubclass"))
 
 DEFERRED_LOGITS = Feature(

@@ -112,11 +112,11 @@ def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
         gpus,
         values["per_device_train_batch_size"],
         values["gradient_accumulation_steps"],
-        quantised=bool(values["load_in_4bit"] or values["load_in_8bit"]),
+        quantised=bool(values["load_in_4bit"] or values["load_in_8bit"] or values["fp8_base"]),
         tiles=bool(shape.intermediate) and not shape.experts_per_token,
         fixed_batch=inputs.batch_is_fixed,
         experts=inputs.shared_experts,
-        zero2=not quantised_experts and inputs.run.optim != LIGER_ADAMW,
+        zero2=not (quantised_experts or values["fp8_base"]) and inputs.run.optim != LIGER_ADAMW,
     )
     return (_row(inputs, setting, room) for setting in settings)
 

@@ -97,7 +97,9 @@ def read_inputs(
         every, reduced = _every_n_layers(values), _sync_each_batch(values)
         budget = activation_memory_of(SimpleNamespace(**values)) or 0
         model, dtype = build_on_meta(values, config)
-        parameters = count_parameters(model, _bits(values), bool(values["use_bnb_nested_quant"]))
+        parameters = count_parameters(
+            model, _bits(values), bool(values["use_bnb_nested_quant"]), bool(values["fp8_base"])
+        )
         if values["optim"] == LIGER_ADAMW:
             liger_adamw_options(SimpleNamespace(**values))
         shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and kernels.experts))

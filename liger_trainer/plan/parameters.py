@@ -12,7 +12,7 @@ from liger_trainer.optim.states import has_whole_blocks
 
 NF4_BYTES = 0.5 + 4 / 64  # bitsandbytes: 4 bits, and an fp32 scale per 64 elements
 NESTED_NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # 8-bit scales, and an fp32 scale per 256 of those
-INT8_BYTES = 1.0
+ONE_BYTE = 1.0  # int8, and fp8; their scales, one for each row, are not counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
 
 
-def count_parameters(model: Any, bits: int | None = None, nested: bool = False) -> Parameters:
+def count_parameters(model: Any, bits: int | None = None, nested: bool = False, fp8_base: bool = False) -> Parameters:
     """Counts `model`, which may be on the meta device and wrapped by PEFT.
 
     Args:
@@ -105,14 +105,16 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False) 
         bits: 4 or 8 if bitsandbytes will quantise the linear layers, else None. With 4, stacked experts are quantised
             too (`quantize_experts`). The head never is.
         nested: Whether the scales of 4-bit weights are quantised too (double quantisation).
+        fp8_base: Whether the linear layers of the decoder, adapters excepted, are stored in fp8.
     """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
-    quantised, stacked = _quantised(model, head) if bits else {}, _stacked(model) if bits == 4 else {}
+    quantised = _quantised(model if bits else layers, head) if bits or fp8_base else {}
+    stacked = _stacked(model) if bits == 4 else {}
     dequantised = max(*quantised.values(), sum(stacked.values()) // len(layers), 0)
     quantised |= stacked
-    width = INT8_BYTES if bits == 8 else NESTED_NF4_BYTES if nested else NF4_BYTES
+    width = ONE_BYTE if bits == 8 or fp8_base else NESTED_NF4_BYTES if nested else NF4_BYTES
     groups = dict.fromkeys(("embedding", "head", "experts", "layers", "adapters", "other"), Group())
     factored = largest = in_blocks = 0
     for name, parameter in model.named_parameters():

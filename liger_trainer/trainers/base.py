@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import logging
 import math
@@ -47,7 +48,7 @@ from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
-from liger_trainer.patching.report import KernelReport
+from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.stock_trainer import in_charge
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
 from liger_trainer.trainers.checkpoints.base_quantization import write_base_quantization
@@ -59,6 +60,7 @@ from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weig
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
 from liger_trainer.trainers.evaluating import EvaluatingMixin
+from liger_trainer.trainers.fp8_base import store_base
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.labelled_bound import LabelledBounds, discard_count
 from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
@@ -105,6 +107,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
     kernel_report: KernelReport | None = None
     _takes_parts_of_sequences = True  # whether the loss is right where a process has a part of each sequence
     _patched: weakref.ref[nn.Module] | None = None
+    _fp8_base_rows: Sequence[KernelReportRow] = ()
     _step_shape: tuple[int, int] | None = None  # rows and tokens of the last micro-batch; None if it has no ids
 
     def _finish_init(self) -> None:
@@ -120,6 +123,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         check_fsdp1_adapters(self)
         check_fsdp2_tied_head(self)
         check_experts_in_4_bits(self)
+        self._store_base_in_fp8(self.model)  # of a model that was on the device already
         self._prepare_activation_memory()
         self.args.use_liger_kernel = wants_kernels(self.args)
         self._throughput = self._own_callback(ThroughputCallback)
@@ -132,6 +136,10 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self._run_report = self._own_callback(RunReportCallback)
         self._throughput.measure(self.model)
         self._throughput.replicas_per_batch = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        if self._fp8_base_rows and not self.args.use_liger_kernel:
+            raise ValueError(
+                "`fp8_base` is true, but `use_liger_kernel` is false. Set it to true, or `fp8_base` to false."
+            )
         if self.args.use_liger_kernel:
             self._apply_kernels(self.model)
             if self.label_smoother is not None:
@@ -170,7 +178,14 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self.kernel_report = apply_liger_kernel(model, kernel_mapping_of(self.args), strict=strict)
         self._patched = weakref.ref(model)
 
+    def _store_base_in_fp8(self, model: nn.Module) -> None:
+        if getattr(self.args, "fp8_base", False):
+            self._fp8_base_rows = store_base(self, model)
+
     def _announce_kernels(self) -> None:
+        if self.kernel_report is not None:
+            rows = (*self.kernel_report.rows, *self._fp8_base_rows)
+            self.kernel_report = dataclasses.replace(self.kernel_report, rows=rows)
         self._show_report.report = self._run_report.kernels = self.kernel_report
         if getattr(self.args, "kernel_report", True):
             self._show_report.show(self.is_world_process_zero())
@@ -191,6 +206,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
                 f"`model` has parameters on the meta device, such as {name!r}, which hold no data to train. Load the "
                 "weights (`from_pretrained`), or call `model.to_empty(device=...)` and load a state dict."
             )
+        self._store_base_in_fp8(model)  # layer by layer: the device never holds more than one of them in 16 bits
         super()._move_model_to_device(model, *args, **kwargs)
 
     @staticmethod

@@ -117,6 +117,7 @@ UNEVEN = ["training", "--device", "cpu", "--trainer"]
         (["training", "--dtype", "float16", "--device", "cpu"], "`training` takes bfloat16 or float32"),
         (["longest", "--dtype", "float32", "--device", "cpu"], "`longest` takes bfloat16"),
         (["training", "--quantize", "nf4", "--device", "cpu"], "there is nothing to train; give `--lora`"),
+        (["training", "--providers", "liger_trainer fp8 base", "--device", "cpu"], "trains adapters; give `--lora`"),
         (["longest", "--quantize", "nf4", "--lora", "4", "--device", "cpu"], "`--quantize` is for `bench training`"),
         (["training", "--accelerate_config", "fsdp9", "--device", "cpu"], "not a file; shipped are"),
         (["longest", "--gpus", "2", "--device", "cpu"], "`longest` runs on one GPU"),

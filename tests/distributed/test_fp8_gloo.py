@@ -1,4 +1,7 @@
-"""Matmuls in fp8 on two gloo processes: checkpointed layers under DDP, FSDP and ZeRO-3 give the bits of one process."""
+"""Matmuls in fp8 on two gloo processes: checkpointed layers under DDP, FSDP and ZeRO-3 give the bits of one process.
+
+So do adapters on a base that is stored in fp8, under DDP.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.patching import fp8
+from liger_trainer.patching.lora.fp8_base import store_base_in_fp8
 from liger_trainer.patching.report import KernelReportRow
 from tests.distributed.matrix_wrappings import WRAPPINGS, Steps, trained_gradients
 
@@ -34,7 +40,25 @@ def _compare(rank: int, name: str, mode: Fp8Mode) -> None:
     single, model = _model(), _model()
     for each in (single, model):
         assert [row.count for row in _apply(each, mode) if row.applied] == [7]
-    wrapped = WRAPPINGS[name].wrap(model, None)
+    _assert_same_bits(single, WRAPPINGS[name].wrap(model, None))
+
+
+def _compare_on_an_fp8_base(rank: int) -> None:
+    _assert_same_bits(_on_an_fp8_base(), WRAPPINGS["ddp"].wrap(_on_an_fp8_base(), None))
+
+
+def _on_an_fp8_base() -> PeftModel:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2, vocab_size=96)).bfloat16()
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, r=4, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    (row,) = store_base_in_fp8(adapted, torch.device("cpu"))
+    assert row.count == 14
+    apply_liger_kernel(adapted)
+    return adapted
+
+
+def _assert_same_bits(single: nn.Module, wrapped: nn.Module) -> None:
     losses = []
     for each in (single, wrapped):
         loss = each(input_ids=IDS, labels=IDS).loss
@@ -52,6 +76,7 @@ def _leave_alone(rank: int) -> None:
 
 CASES = {
     "ddp": partial(_compare, name="ddp", mode="tensorwise"),
+    "ddp on an fp8 base": _compare_on_an_fp8_base,
     "fsdp1": partial(_compare, name="fsdp1", mode="rowwise"),
     "fsdp2": partial(_compare, name="fsdp2 tail resharded", mode="rowwise_gw_hp"),
     "tensor parallelism": _leave_alone,

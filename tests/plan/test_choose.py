@@ -191,6 +191,11 @@ def test_experts_in_4_bits_are_proposed_whole():
         assert {row.setting.strategy for row in plan.rows} == {"ddp"}
 
 
+def test_a_base_in_fp8_is_proposed_whole():
+    _, plan = plan_of("llama3_8b_sft_lora", 4, 24 * GB, "--fp8_base", "true")
+    assert {row.setting.strategy for row in plan.rows} == {"ddp"}
+
+
 def test_the_comment_of_the_quantised_mixture_says_what_is_planned():
     recipe = "qwen3_30b_a3b_sft_qlora"
     written = plan_of(recipe, 1, 32 * GB)[1].written

@@ -85,6 +85,17 @@ def test_quantised_layers(bits, nested, width):
     assert (plain.dequantised, quantised.dequantised) == (0, 32 * 64 if bits == 4 else 0)
 
 
+def test_a_base_in_fp8_is_that_of_the_decoder():
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = build(LlamaConfig(**SIZES), lora)
+    model.base_model.model.tower = torch.nn.Linear(64, 64, device="meta", dtype=torch.bfloat16)  # as of a vision model
+    plain, stored = count_parameters(model), count_parameters(model, fp8_base=True)
+    assert plain.total.bytes - stored.total.bytes == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert stored.total.trained_bytes == plain.total.trained_bytes
+    assert stored.layer.bytes < plain.layer.bytes
+    assert stored.dequantised == 0
+
+
 def test_bitsandbytes_takes_as_many_bytes_as_counted():
     library()
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}))

@@ -3,11 +3,11 @@
 PEFT runs them as separate layers on a copy of x in the adapters' dtype, which is saved for the backward: fp32 in a bf16
 model, since PEFT casts adapters to fp32 for the optimizer. Ours is one operator that saves x as it is (`kernels/lora`).
 In patched gated MLPs, gate and up are one such operator and the down projection another (`gated_mlp.py`); queries, keys
-and values are one if the attention computes them from one tensor (`attention.py`). The base layer may be plain or one
-of bitsandbytes' in 4 bits (`quantized.py`); with any other, PEFT's own forward runs.
+and values are one if the attention computes them from one tensor (`attention.py`). The base layer may be plain, one
+of bitsandbytes' in 4 bits (`quantized.py`), or in fp8 (`fp8_linear.py`); with any other, PEFT's own forward runs.
 
 The proof runs both forwards on a dummy module of plain linear layers on the CPU, where fp32 products are fp32. For a
-base layer in 4 bits it also compares our dequantised values with bitsandbytes'.
+base layer in 4 bits it also compares our dequantised values with bitsandbytes'. A base layer in fp8 is ours.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.lora.attention import shared_result
+from liger_trainer.patching.lora.fp8_linear import Fp8Linear
 from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, has_known_adapters, is_lora_linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
 from liger_trainer.patching.probe import Agreement, Probe, dummy_module, projection
@@ -53,7 +54,8 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
         agreement = _proof(module, probe)
         if not agreement.equal:
             return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
-        kernel = "lora_linear (4 bits)" if is_linear_4bit(module.base_layer) else "lora_linear"
+        fp8 = " (fp8)" if isinstance(module.base_layer, Fp8Linear) else ""
+        kernel = "lora_linear" + (" (4 bits)" if is_linear_4bit(module.base_layer) else fp8)
         return Finding("lora", target, module, kernel, forward, agreement.error)
     return None
 
@@ -70,7 +72,7 @@ def _obstacle(module: Any) -> str:
     base = type(module.base_layer)
     if is_linear_4bit(module.base_layer):
         require(FOUR_BIT_LAYERS)
-    elif base is not nn.Linear:
+    elif base not in (nn.Linear, Fp8Linear):
         return f"its base layer is a {base.__name__}, not a plain nn.Linear; PEFT's own forward runs"
     variants = {type(variant).__name__ for variant in module.lora_variant.values()}
     if variants and len(module.lora_variant) == len(module.lora_A):

@@ -17,8 +17,9 @@ from liger_trainer.compat.peft import LORA_LAYERS
 from liger_trainer.compat.private import available
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
-from liger_trainer.kernels.lora.nf4 import NF4Weight
+from liger_trainer.kernels.lora.lora_products import Weight
 from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.lora.fp8_linear import Fp8Linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, nf4_weight_of
 from liger_trainer.tiling.summed_linear import LinearInTile
 
@@ -85,11 +86,13 @@ def _layers(x: torch.Tensor, modules: Sequence[Any]) -> list[LoRALayer] | None:
 
 def _base(module: Any, x: torch.Tensor, drops: bool = False) -> LoRALayer | None:
     """A layer without its adapters, which may have dropout; None if it must be called."""
-    weight: torch.Tensor | NF4Weight | None = None
+    weight: Weight | None = None
     if _is_plain(module, x, _LINEARS):
         weight = module.weight
     elif is_linear_4bit(module) and is_unhooked(module):
         weight = nf4_weight_of(module, x, drops)
+    elif type(module) is Fp8Linear and is_unhooked(module) and module.codes.device == x.device:
+        weight = module.stored
     return None if weight is None else LoRALayer(weight, module.bias)
 
 

@@ -9,6 +9,7 @@ from liger_trainer.kernels.fp8.row_cast import (
     cast_columns,
     cast_rows,
     cast_rows_reference,
+    cast_scaled_rows,
     cast_tiles_reference,
     cast_transposed,
     cast_whole,
@@ -39,6 +40,8 @@ def test_rows_have_the_bits_of_the_reference(shape, dtype, device):
     assert_same_bits(cast_rows(x), cast_rows_reference(x))
     wider = torch.cat([x, x], dim=1)[:, : shape[1]]  # rows further apart
     assert_same_bits(cast_rows(wider), cast_rows_reference(x))
+    factors = torch.logspace(-3, 3, shape[1], 2.0, device=device)
+    assert_same_bits(cast_scaled_rows(wider, factors), cast_rows_reference(x.float() * factors))
 
 
 @pytest.mark.kernel

@@ -1,0 +1,185 @@
+"""A frozen linear layer whose weight is stored in fp8 (e4m3), with a scale for each output feature.
+
+::
+
+    W ~ W8 * s                                      stored: 1 byte an element, and 4 a row
+    y  = (X8 @ W8^T) * scales_x * s + b             X8 by token                                 fast accumulation
+    dx = (D8 @ W8) * scales_d / 448                 D8 = dy * 448 s by token                    fp32 accumulation
+
+The sum of dx runs over output features, whose scales cannot be taken out of it. So dy is multiplied by them before it
+is cast, in the same pass; by 448 s, the largest magnitudes of the rows, as dy * s may be too small to be cast. Hopper
+reads both operands along the sum, so W8 is transposed where dx is computed: 2 bytes moved an element, a hundredth of a
+step, and memory for one weight while the product runs.
+
+W has no gradient. So `fp8_stored_linear` saves nothing for the backward, and a checkpoint does not repeat it unless
+something after it is saved. Layers with adapters are in `kernels/lora`.
+
+W8 is kept as bytes (uint8), which no cast of a model changes and every process group can send.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from liger_trainer.kernels.autocast import as_autocast
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
+from liger_trainer.kernels.fp8.linear import scaled_product
+from liger_trainer.kernels.fp8.row_cast import E4M3_MAX, cast_rows, cast_scaled_rows
+from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
+
+_E4M3 = torch.float8_e4m3fn
+_TILE = 128
+
+
+class Fp8Weight(NamedTuple):
+    """A matrix in fp8.
+
+    Args:
+        codes: (N, K), contiguous, the bytes of float8_e4m3fn as uint8; N and K are multiples of 16.
+        scales: (N, 1), fp32; a row is its codes times its scale.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return self.codes.device
+
+
+@triton.jit
+def _transpose_kernel(x_ptr, out_ptr, num_rows, num_columns, TILE: tl.constexpr):
+    """A tile of a contiguous matrix of bytes, transposed."""
+    rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    columns = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * num_columns + columns[None, :], mask=inside)
+    tl.store(out_ptr + columns[:, None] * num_rows + rows[None, :], tl.trans(x), mask=tl.trans(inside))
+
+
+def store(weight: torch.Tensor) -> Fp8Weight:
+    """`weight`, (N, K) in bf16, fp16 or fp32, in fp8. A row that is not finite gets a scale that is not finite."""
+    codes, scales = cast_rows(weight)
+    return Fp8Weight(codes.view(torch.uint8), scales)
+
+
+def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix in a floating dtype, (N, K), rounded once."""
+    return (weight.codes.view(_E4M3).float() * weight.scales).to(dtype)
+
+
+def transposed_codes(weight: Fp8Weight) -> torch.Tensor:
+    """The codes of the transpose, (K, N), contiguous."""
+    codes, scales = weight
+    if not use_triton(scales):
+        return codes.t().contiguous()
+    num_rows, num_columns = codes.shape
+    out = codes.new_empty(num_columns, num_rows)
+    grid = cdiv(num_rows, _TILE), cdiv(num_columns, _TILE)
+    with on_device(codes):
+        _transpose_kernel[grid](codes, out, num_rows, num_columns, TILE=_TILE, num_warps=8)
+    return out
+
+
+def product_of_cast(
+    cast: tuple[torch.Tensor, torch.Tensor], weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """``linear(x, weight, bias)`` of the cast of x, (M, K), by `cast_rows`, without autograd: (M, N) in `dtype`."""
+    codes, scales = cast
+    if not codes.shape[0]:
+        return torch.empty(0, weight.shape[0], dtype=dtype, device=codes.device)
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    return scaled_product(codes, weight.codes.view(_E4M3), scales, weight.scales, bias, fast=True).to(dtype)
+
+
+@torch.library.custom_op("liger_trainer::fp8_stored_linear", mutates_args=())
+def _stored_linear(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    cast = cast_rows(x.reshape(-1, x.shape[-1]))
+    return product_of_cast(cast, Fp8Weight(codes, scales), bias, x.dtype).view(*x.shape[:-1], codes.shape[0])
+
+
+@_stored_linear.register_fake
+def _(x, codes, scales, bias):
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+@torch.library.custom_op("liger_trainer::fp8_stored_input_gradient", mutates_args=())
+def _input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    rows = dy.reshape(-1, dy.shape[-1])
+    if not rows.shape[0]:
+        return dy.new_empty(*dy.shape[:-1], codes.shape[1])
+    row_codes, row_scales = cast_scaled_rows(rows, scales * E4M3_MAX)
+    turned = transposed_codes(Fp8Weight(codes, scales)).view(_E4M3)
+    rest = scales.new_full((codes.shape[1], 1), 1 / E4M3_MAX)
+    dx = scaled_product(row_codes, turned, row_scales, rest, None, fast=False)
+    return dx.to(dy.dtype).view(*dy.shape[:-1], codes.shape[1])
+
+
+@_input_gradient.register_fake
+def _(dy, codes, scales):
+    return dy.new_empty(*dy.shape[:-1], codes.shape[1])
+
+
+refuse_second_derivative(_input_gradient, "fp8_stored_linear")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    # Part of the model, so not saved as activations are: they would be offloaded, and recomputed for.
+    _, ctx.codes, ctx.scales, bias = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+    if dy is None:
+        return input_gradients(ctx)
+    need_x, _, _, need_bias = ctx.needs_input_grad
+    dx = _input_gradient(dy, ctx.codes, ctx.scales) if need_x else None
+    dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype) if need_bias else None
+    return dx, None, None, dbias
+
+
+_stored_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def product(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """``linear(x, weight, bias)`` of (..., K), in the dtype of `x`: (..., N)."""
+    return _stored_linear(x, weight.codes, weight.scales, bias)
+
+
+def input_gradient(dy: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    """``dy @ weight`` of (..., N), in the dtype of `dy`: (..., K)."""
+    return _input_gradient(dy, weight.codes, weight.scales)
+
+
+def fp8_stored_linear(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``linear(x, weight, bias)`` with products in fp8, for a frozen weight that is stored in fp8.
+
+    Args:
+        x: (..., K), of any floating dtype; under autocast it is cast as for a linear layer.
+        weight: (N, K), on a device for which `has_fp8` is True.
+        bias: (N,), or None.
+
+    Returns:
+        (..., N), in the dtype of `x`; computed in bf16. A row that is not finite gives a row that is not finite.
+
+    Raises:
+        RuntimeError: In a backward of the backward.
+    """
+    return product(as_autocast(x), weight, bias)
+
+
+def fp8_stored_linear_reference(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`fp8_stored_linear` in plain torch, with x and its gradient in their own dtype: W is rounded to fp8 alone."""
+    return F.linear(x, dequantize(weight, x.dtype), bias)
