@@ -6,16 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig
 
 from liger_trainer.benchmarks.quantised import quantise
 from liger_trainer.kernels.lora.nf4 import NF4_CODE, NestedAbsmax, NF4Weight
 
-__all__ = ["library", "matrix", "moved", "quantise", "random_weight"]
+__all__ = ["library", "loading_in_4_bits", "matrix", "moved", "quantise", "random_weight"]
 
 
 def library() -> Any:
     """bitsandbytes, or the test is skipped."""
     return pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install liger-trainer[test]")
+
+
+def loading_in_4_bits() -> dict[str, Any]:
+    """`model_init_kwargs` with which transformers loads a base in 4 bits, its scales quantised too."""
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": quantised, "dtype": torch.bfloat16, "device_map": None}
 
 
 def matrix(

@@ -8,12 +8,37 @@ import importlib.util
 import itertools
 import math
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from liger_trainer.benchmarks.device import Device
-    from liger_trainer.benchmarks.records import Run
-    from liger_trainer.benchmarks.training import Task
+from liger_trainer.benchmarks.device import Device, find_device
+from liger_trainer.benchmarks.longest import find_longest, table
+from liger_trainer.benchmarks.records import (
+    ACTIVATION_MEMORY,
+    DEFAULT_OPTIM,
+    FP8_BASE,
+    OPTIM,
+    PADDED,
+    UNSHARED,
+    Machine,
+    Run,
+)
+from liger_trainer.benchmarks.registry import BenchmarkError, choose_models, closest, family
+from liger_trainer.benchmarks.report import line, make_console, sweep_table, training_table
+from liger_trainer.benchmarks.training import (
+    ALIGNMENT,
+    GROUP_SIZE,
+    GROUPS,
+    WHOLE_ROWS,
+    Task,
+    parse_lengths,
+    run_lengths,
+)
+from liger_trainer.benchmarks.training_providers import (
+    IN_FP8,
+    TRAINING_PROVIDERS,
+    find_training_provider,
+    optimizers_of,
+)
+from liger_trainer.recipe.file import RecipeError, accelerate_config
 
 _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
 
@@ -28,10 +53,6 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
     Raises:
         BenchmarkError: for an unknown provider, model, device or configuration.
     """
-    from liger_trainer.benchmarks.device import Device, find_device
-    from liger_trainer.benchmarks.records import Machine, Run
-    from liger_trainer.benchmarks.registry import choose_models
-
     providers = _training_providers(arguments)
     device = Device(find_device(arguments.device))
     run = Run.begin(command, Machine(device.name()))
@@ -50,9 +71,6 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
 
 
 def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
-    from liger_trainer.benchmarks.longest import find_longest, table
-    from liger_trainer.benchmarks.report import make_console
-
     before = len(run.longest)
     for provider in providers:
         seconds = arguments.seconds or _LONGEST_SECONDS
@@ -63,9 +81,6 @@ def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[
 
 
 def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
-    from liger_trainer.benchmarks.report import line, make_console, sweep_table, training_table
-    from liger_trainer.benchmarks.training import run_lengths
-
     lengths = sorted(arguments.length or [task.length])
     before = len(run.training)
     for gpus, provider in itertools.product(arguments.gpus or [1], providers):
@@ -85,9 +100,6 @@ def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[st
 
 
 def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
-    from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.benchmarks.training import GROUP_SIZE, GROUPS, Task, parse_lengths
-
     searching = arguments.operations == ["longest"]
     batch, length, steps = (1, 16384, 2) if searching else (4, 4096, 6)
     trainer = _trainer(arguments)
@@ -138,9 +150,6 @@ def _trainer(arguments: argparse.Namespace) -> str:
 
 
 def _check_lengths(arguments: argparse.Namespace, trainer: str) -> None:
-    from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.benchmarks.training import ALIGNMENT, GROUPS, WHOLE_ROWS, parse_lengths
-
     given = {"--lengths": arguments.lengths, "--prompt": arguments.prompt, "--group": arguments.group}
     option = next((name for name, value in given.items() if value), None)
     if option is None:
@@ -164,8 +173,6 @@ def _check_lengths(arguments: argparse.Namespace, trainer: str) -> None:
 
 
 def _check_rows(task: Task, searching: bool) -> None:
-    from liger_trainer.benchmarks.registry import BenchmarkError
-
     given = {"--documents": task.documents, "--padding": task.padding, "--labelled": task.labelled < 1}
     option = next((name for name, value in given.items() if value), None)
     if option is None:
@@ -185,8 +192,6 @@ def _check_rows(task: Task, searching: bool) -> None:
 
 
 def _check_padding(task: Task) -> None:
-    from liger_trainer.benchmarks.registry import BenchmarkError
-
     if task.batch == 1:
         raise BenchmarkError("`--padding` fills shorter sequences up to the longest; give `--batch` 2 or more.")
     tokens, least = task.batch * task.length, task.length + 2 * (task.batch - 1)
@@ -200,8 +205,6 @@ def _check_padding(task: Task) -> None:
 
 
 def _check_quantize(arguments: argparse.Namespace) -> None:
-    from liger_trainer.benchmarks.registry import BenchmarkError
-
     if not arguments.quantize:
         return
     if arguments.operations == ["longest"]:
@@ -216,9 +219,6 @@ def _check_quantize(arguments: argparse.Namespace) -> None:
 
 def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
     """The accelerate configuration file, given or needed for several GPUs; empty for one process."""
-    from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.recipe.file import RecipeError, accelerate_config
-
     gpus, default = max(arguments.gpus or [1]), "ddp" if device.module is None else "fsdp2"
     name = arguments.accelerate_config or (default if gpus > 1 else "")
     if not name:
@@ -236,11 +236,6 @@ def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
 
 def _training_providers(arguments: argparse.Namespace) -> list[str]:
     """The requested ones; by default every library, for `longest` at several settings, else at its defaults."""
-    from liger_trainer.benchmarks.records import FP8_BASE, PADDED, UNSHARED
-    from liger_trainer.benchmarks.registry import BenchmarkError
-    from liger_trainer.benchmarks.training import ALIGNMENT
-    from liger_trainer.benchmarks.training_providers import IN_FP8, TRAINING_PROVIDERS, find_training_provider
-
     if arguments.providers:
         asked = arguments.providers
     elif arguments.operations == ["longest"]:
@@ -264,10 +259,6 @@ def _training_providers(arguments: argparse.Namespace) -> list[str]:
 
 def _with_optimizers(arguments: argparse.Namespace, providers: list[str]) -> list[str]:
     """The providers, each once for every `--optim` that it has; for the default one, under its own name."""
-    from liger_trainer.benchmarks.records import DEFAULT_OPTIM, OPTIM
-    from liger_trainer.benchmarks.registry import BenchmarkError, closest
-    from liger_trainer.benchmarks.training_providers import optimizers_of
-
     if not arguments.optim:
         return providers
     if arguments.operations == ["longest"]:
@@ -286,9 +277,6 @@ def _with_optimizers(arguments: argparse.Namespace, providers: list[str]) -> lis
 
 def _with_budgets(arguments: argparse.Namespace, providers: list[str]) -> list[str]:
     """The providers, with each of ours once for every `--activation_memory`; for 0, under its own name."""
-    from liger_trainer.benchmarks.records import ACTIVATION_MEMORY
-    from liger_trainer.benchmarks.registry import BenchmarkError, family
-
     sizes = arguments.activation_memory
     if not sizes:
         return providers

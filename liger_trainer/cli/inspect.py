@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from transformers import PreTrainedConfig
+
+from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from liger_trainer.patching.report import KernelReport
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.report import KernelReport
+from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe.model import config_of_values, model_class, published_config, read_config
 
 
 def inspect(arguments: Namespace) -> int:
@@ -37,12 +40,6 @@ def kernel_report(
     Raises:
         RecipeError: if there is no such model.
     """
-    import torch
-
-    from liger_trainer import apply_liger_kernel
-    from liger_trainer.configs.kernel_config import KernelConfig
-    from liger_trainer.recipe.model import model_class
-
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
     with torch.device("meta"):
@@ -53,9 +50,6 @@ def kernel_report(
 
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a model given by a Hub id, a folder, a ``config.json`` or a recipe."""
-    from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
-    from liger_trainer.recipe.model import config_of_values, published_config, read_config
-
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
         source = find_recipe(model)

@@ -7,9 +7,11 @@ import json
 import math
 import shlex
 import statistics
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from liger_trainer._version import __version__
 from liger_trainer.comparing.request import Request
 from liger_trainer.comparing.side import AGAIN, OURS, SIDES, STOCK, Measured
 from liger_trainer.comparing.verdict import FACTOR, RULE, Difference, Verdict, relative_norms
@@ -53,10 +55,6 @@ def tokens_per_second(run: Measured) -> float:
 
 def write_json(found: Comparison) -> Path:
     """Writes all numbers into the request's folder; those that are not finite as null."""
-    from importlib.metadata import version
-
-    from liger_trainer._version import __version__
-
     request, verdict = found.request, found.verdict
     content = {
         "recipe": request.recipe,
@@ -68,7 +66,10 @@ def write_json(found: Comparison) -> Path:
         "rule": RULE,
         "factor": FACTOR,
         "notes": found.notes,
-        "differences": [_fields(one) for one in (*verdict.curves, *verdict.parts)],
+        "differences": [
+            {**dataclasses.asdict(one), "ratio": one.ratio, "agrees": one.agrees}
+            for one in (*verdict.curves, *verdict.parts)
+        ],
         "runs": {
             side: {**dataclasses.asdict(run), "tokens_per_second": tokens_per_second(run)}
             for side, run in found.runs.items()
@@ -78,10 +79,6 @@ def write_json(found: Comparison) -> Path:
     file = request.folder / JSON_FILE
     file.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return file
-
-
-def _fields(one: Difference) -> dict[str, Any]:
-    return {**dataclasses.asdict(one), "ratio": one.ratio, "agrees": one.agrees}
 
 
 def _finite(value: Any) -> Any:

@@ -10,23 +10,34 @@ import functools
 import hashlib
 import json
 import math
-import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, set_seed
+
+from liger_trainer.callbacks.batch_tokens import token_masks
+from liger_trainer.callbacks.memory import MemoryCallback
+from liger_trainer.comparing.completions import Completions
+from liger_trainer.comparing.gradients import compare_gradients, norm_of, save_gradients
 from liger_trainer.comparing.request import WARM_START, Request, values_of
+from liger_trainer.comparing.rounding import split_sums
+from liger_trainer.comparing.stock import stock_recipe
 from liger_trainer.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import Trainer
-
-    from liger_trainer.recipe.load import Recipe
+from liger_trainer.recipe.build import build_trainer
+from liger_trainer.recipe.checks import check_generation, check_schedule
+from liger_trainer.recipe.data import load_data, load_tokenizer
+from liger_trainer.recipe.experts import count_experts
+from liger_trainer.recipe.file import RecipeError
+from liger_trainer.recipe.load import Recipe, build_recipe, load_recipe
+from liger_trainer.recipe.model import check_model, config_of_recipe
+from liger_trainer.recipe.rewards import check_reward_models
+from liger_trainer.recipe.run import train_recipe
 
 STOCK, AGAIN, OURS = "stock", "stock_again", "ours"
 SIDES = (STOCK, AGAIN, OURS)
@@ -96,9 +107,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_warm_start(request: Request) -> None:
     """Trains the supervised recipe that the runs continue from."""
-    from liger_trainer.recipe.load import load_recipe
-    from liger_trainer.recipe.run import train_recipe
-
     recipe = load_recipe(request.recipe, [*request.options, "--output_dir", str(request.work)], request.smoke)
     if recipe.warm_start is not None:
         train_recipe(recipe.warm_start)
@@ -110,9 +118,6 @@ def run_side(request: Request, side: str) -> Measured:
     Raises:
         RecipeError: for a mistake in the recipe or its data.
     """
-    from liger_trainer.comparing.completions import Completions
-    from liger_trainer.comparing.rounding import split_sums
-
     recipe, dropped = recipe_of(request, side)
     trainer = trainer_of(recipe)
     model: Any = trainer.model
@@ -145,16 +150,11 @@ def run_side(request: Request, side: str) -> Measured:
 
 def device_name(device: torch.device) -> str:
     """The name of a GPU, or the kind of any other device."""
-    import torch
-
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def recipe_of(request: Request, side: str) -> tuple[Recipe, dict[str, Any]]:
     """The recipe of a side, and the arguments of ours that it does not have."""
-    from liger_trainer.comparing.stock import stock_recipe
-    from liger_trainer.recipe.load import build_recipe
-
     values, source, _ = values_of(request)
     values = {**values, "output_dir": str(request.work / side)}
     if side != OURS:
@@ -168,16 +168,6 @@ def trainer_of(recipe: Recipe) -> Trainer:
     Raises:
         RecipeError: for a mistake in the recipe or its data, and for quantised experts, which only we can train.
     """
-    from transformers import set_seed
-
-    from liger_trainer.recipe.build import build_trainer
-    from liger_trainer.recipe.checks import check_generation, check_schedule
-    from liger_trainer.recipe.data import load_data, load_tokenizer
-    from liger_trainer.recipe.experts import count_experts
-    from liger_trainer.recipe.file import RecipeError
-    from liger_trainer.recipe.model import check_model, config_of_recipe
-    from liger_trainer.recipe.rewards import check_reward_models
-
     check_schedule(recipe.training, recipe.source)
     check_generation(recipe.training, recipe.source)
     check_model(recipe)
@@ -195,8 +185,6 @@ def trainer_of(recipe: Recipe) -> Trainer:
 
 def no_dropout(model: Any) -> None:
     """Switches dropout off; runs that compute in another order would drop different numbers."""
-    from torch import nn
-
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -206,8 +194,6 @@ def no_dropout(model: Any) -> None:
 
 def digest(model: Any) -> str:
     """A digest of all weights, with their names."""
-    import torch
-
     found = hashlib.sha256()
     for name, each in model.named_parameters():
         found.update(name.encode())
@@ -226,8 +212,6 @@ class Recorder:
     """
 
     def __init__(self, trainer: Trainer, completions: Any, folder: Path, record: bool) -> None:
-        from transformers import TrainerCallback
-
         self.trainer, self.completions, self.folder, self.record = trainer, completions, folder, record
         self.seconds: list[float] = []
         self.tokens: list[int] = []
@@ -271,8 +255,6 @@ class Recorder:
 
     def peak_memory_gib(self) -> float:
         """The most memory so far."""
-        from liger_trainer.callbacks.memory import MemoryCallback
-
         return MemoryCallback().metrics(self.trainer.args, self.trainer.state)["peak_memory_gib"]
 
     def _begin(self) -> None:
@@ -284,21 +266,15 @@ class Recorder:
         self._pending.clear()
 
     def _now(self) -> float:
-        import torch
-
         if self.trainer.args.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter() - self.completions.seconds
 
     def _count(self, inputs: Any) -> None:
-        from liger_trainer.callbacks.batch_tokens import token_masks
-
         self._pending += [tokens.sum() for tokens, _ in token_masks(inputs)]
 
     def _look_at_gradients(self) -> None:
         """Once a step: when the gradients are clipped or, where they are not, before the optimizer's step."""
-        from liger_trainer.comparing.gradients import compare_gradients, norm_of, save_gradients
-
         if len(self.norms) > len(self.tokens):
             return
         before, model = self._now(), cast("nn.Module", self.trainer.model)
@@ -312,5 +288,4 @@ class Recorder:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(main(sys.argv[1:]))

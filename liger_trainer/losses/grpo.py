@@ -6,18 +6,18 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
 
 from liger_trainer.functional import grpo_loss_from_log_probs
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.kernels.parity.grpo_loss import check_policy_options, token_weights
 from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
 from liger_trainer.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
+from liger_trainer.nn.options import OptionsModule
 from liger_trainer.nn.policy import items_per_process
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class LigerFusedLinearGRPOLoss(nn.Module):
+class LigerFusedLinearGRPOLoss(OptionsModule):
     """GRPO, DAPO, BNPO, Dr. GRPO, LUSPO, CISPO, SAPO and VESPO over a head.
 
     The formulas are those of [`liger_trainer.functional.grpo_loss_from_log_probs`].
@@ -76,7 +76,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             self.sapo_temperature_pos,
             self.sapo_temperature_neg,
         )
-        super().__init__()
+        super().__post_init__()
 
     def forward(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import nn
 
 from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
 from liger_trainer.losses.preference_formulas import kto
@@ -16,10 +15,11 @@ from liger_trainer.losses.sequences import (
     completion_log_probs,
     reference_log_probs,
 )
+from liger_trainer.nn.options import OptionsModule
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class LigerFusedLinearKTOLoss(nn.Module):
+class LigerFusedLinearKTOLoss(OptionsModule):
     """KTO over a head, with the logits one chunk of whole completions at a time.
 
     The formula is `liger_trainer.losses.preference_formulas.kto`.
@@ -42,9 +42,6 @@ class LigerFusedLinearKTOLoss(nn.Module):
     average_log_prob: bool = False
     chunk_size: int = 1
     logits_memory: int = LOGITS_MEMORY
-
-    def __post_init__(self) -> None:
-        super().__init__()
 
     def forward(
         self,

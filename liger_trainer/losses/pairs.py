@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
 from liger_trainer.losses.preference_formulas import Pairs
 from liger_trainer.losses.sequences import check_sequences, check_shape, completion_log_probs
+from liger_trainer.nn.options import OptionsModule
 
 Result = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 """A loss, and what its users may want to log."""
@@ -57,7 +57,7 @@ class _Batch:
         return (total / self.mask.sum((0, 2)).clamp(min=1)).unbind()
 
 
-class PairLoss(nn.Module):
+class PairLoss(OptionsModule):
     """What DPO, ORPO, CPO and SimPO have in common; each is a dataclass of its options, in Liger's order.
 
     Attributes:
@@ -75,9 +75,6 @@ class PairLoss(nn.Module):
     compute_nll_loss: bool
     average_log_prob: bool
     logits_memory: int
-
-    def __post_init__(self) -> None:
-        super().__init__()
 
     def _loss(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,9 +19,11 @@ from liger_trainer.functional import (
     linear_kl_div,
     tvd,
 )
+from liger_trainer.nn.options import OptionsModule
 
 
-class LigerFusedLinearJSD(nn.Module):
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerFusedLinearJSD(OptionsModule):
     """Generalised JSD of two heads; see [`liger_trainer.functional.linear_jsd`]. The loss is float32.
 
     Args:
@@ -30,18 +33,10 @@ class LigerFusedLinearJSD(nn.Module):
         accum_dtype: No effect: what is accumulated over chunks always has float32 accuracy or a tested bound.
     """
 
-    def __init__(
-        self,
-        jsd_beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.jsd_beta = jsd_beta
-        self.temperature = temperature
-        self.ignore_index = ignore_index
-        self.accum_dtype = accum_dtype
+    jsd_beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    accum_dtype: torch.dtype | None = None
 
     def forward(
         self,
@@ -66,7 +61,8 @@ class LigerFusedLinearJSD(nn.Module):
         return loss
 
 
-class LigerFusedLinearKLDivLoss(nn.Module):
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerFusedLinearKLDivLoss(OptionsModule):
     """KL divergence of a head from given probabilities; see [`liger_trainer.functional.linear_kl_div`].
 
     Args:
@@ -77,20 +73,11 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         accum_dtype: No effect: what is accumulated over chunks always has float32 accuracy or a tested bound.
     """
 
-    def __init__(
-        self,
-        reduction: str = "batchmean",
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        eps: float = 1e-10,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.reduction = reduction
-        self.temperature = temperature
-        self.ignore_index = ignore_index
-        self.eps = eps
-        self.accum_dtype = accum_dtype
+    reduction: str = "batchmean"
+    ignore_index: int = -100
+    temperature: float = 1.0
+    eps: float = 1e-10
+    accum_dtype: torch.dtype | None = None
 
     def forward(
         self,
@@ -114,7 +101,8 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         return loss
 
 
-class LigerJSD(nn.Module):
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerJSD(OptionsModule):
     """Generalised JSD of log-probabilities; see [`liger_trainer.functional.jsd`]. The loss is float32.
 
     Args:
@@ -122,10 +110,8 @@ class LigerJSD(nn.Module):
         ignore_index: Label of rows that do not count.
     """
 
-    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
-        super().__init__()
-        self.beta = beta
-        self.ignore_index = ignore_index
+    beta: float = 0.5
+    ignore_index: int = -100
 
     def forward(
         self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
@@ -152,7 +138,8 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         return kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
-class LigerTVDLoss(nn.Module):
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerTVDLoss(OptionsModule):
     """Total variation distance of probabilities; see [`liger_trainer.functional.tvd`]. The loss is float32.
 
     Args:
@@ -160,26 +147,23 @@ class LigerTVDLoss(nn.Module):
         ignore_index: Label of rows that do not count.
     """
 
-    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
-        super().__init__()
-        self.reduction = reduction
-        self.ignore_index = ignore_index
+    reduction: str = "batchmean"
+    ignore_index: int = -100
 
     def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
         """The distance of `p`, which gets the gradient, and `q`, (tokens, vocab)."""
         return tvd(p, q, shift_labels, self.reduction, self.ignore_index)
 
 
-class LigerFusedCETVDLoss(nn.Module):
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerFusedCETVDLoss(OptionsModule):
     """Cross entropy and total variation distance of each token; see [`liger_trainer.functional.fused_ce_tvd`].
 
     Args:
         ignore_index: Label of tokens that do not count.
     """
 
-    def __init__(self, ignore_index: int = -100) -> None:
-        super().__init__()
-        self.ignore_index = ignore_index
+    ignore_index: int = -100
 
     def forward(
         self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
@@ -188,29 +172,18 @@ class LigerFusedCETVDLoss(nn.Module):
         return fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
 
 
-class _FusedLinearDistillation(nn.Module):
-    function: Callable[..., Any]
+@dataclasses.dataclass(eq=False, repr=False)
+class _FusedLinearDistillation(OptionsModule):
+    function: ClassVar[Callable[..., Any]]
 
-    def __init__(
-        self,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> None:
-        super().__init__()
-        self.weight_hard_loss = weight_hard_loss
-        self.weight_soft_loss = weight_soft_loss
-        self.ignore_index = ignore_index
-        self.temperature = temperature
-        self.compiled = compiled
-        self.beta = beta
-        self.chunk_size = chunk_size
-        self.return_soft_hard_loss = return_soft_hard_loss
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    compiled: bool = True
+    chunk_size: int = 1024
+    return_soft_hard_loss: bool = False
 
     def forward(
         self,

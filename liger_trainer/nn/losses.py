@@ -122,15 +122,8 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__(
-            weight,
-            ignore_index,
-            lse_square_scale,
-            label_smoothing,
-            reduction,
-            softcap,
-            return_z_loss,
-            return_token_accuracy,
-            return_predicted_tokens,
+            *(weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+            *(return_z_loss, return_token_accuracy, return_predicted_tokens),
         )
         self.weight = weight
 
@@ -181,15 +174,8 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__(
-            ce_weight,
-            ignore_index,
-            lse_square_scale,
-            label_smoothing,
-            reduction,
-            softcap,
-            return_z_loss,
-            return_token_accuracy,
-            return_predicted_tokens,
+            *(ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+            *(return_z_loss, return_token_accuracy, return_predicted_tokens),
         )
         self.ce_weight = ce_weight
         self.use_token_scaling = use_token_scaling

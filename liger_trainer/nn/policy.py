@@ -94,31 +94,11 @@ def triton_grpo_loss(
     if reduce and loss_type in ("dapo", "cispo", "vespo"):
         items = items_per_process(num_items_in_batch, completion_mask, completion_ids)
     result = grpo_loss(
-        logits,
-        completion_ids,
-        advantages,
-        completion_mask,
-        old_logp,
-        ref_logp,
-        temperature,
-        inplace,
-        loss_type,
-        importance_sampling_level,
-        eps_low,
-        eps_high,
-        delta,
-        beta,
-        use_bias_correction_kl,
-        vllm_is_ratio,
-        sapo_temperature_pos,
-        sapo_temperature_neg,
-        vespo_k_pos,
-        vespo_lambda_pos,
-        vespo_k_neg,
-        vespo_lambda_neg,
-        max_completion_length,
-        items,
-        "mean" if reduce else "none",
+        *(logits, completion_ids, advantages, completion_mask, old_logp, ref_logp, temperature, inplace),
+        *(loss_type, importance_sampling_level, eps_low, eps_high, delta, beta, use_bias_correction_kl),
+        *(vllm_is_ratio, sapo_temperature_pos, sapo_temperature_neg),
+        *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        *(max_completion_length, items, "mean" if reduce else "none"),
     )
     if not reduce:
         return result.loss, result.kl, result.clipped

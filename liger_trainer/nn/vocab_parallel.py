@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from liger_trainer.functional import cross_entropy, vocab_parallel_cross_entropy
+from liger_trainer.nn.options import OptionsModule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class LigerVocabParallelCrossEntropy(nn.Module):
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerVocabParallelCrossEntropy(OptionsModule):
     """Cross entropy of logits whose vocabulary is split over processes.
 
     See [`liger_trainer.functional.vocab_parallel_cross_entropy`]. The loss is float32, one number a token.
@@ -31,30 +33,23 @@ class LigerVocabParallelCrossEntropy(nn.Module):
         ValueError: for a value out of range.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        reduction: str = "none",
-        label_smoothing_formula: str = "pytorch",
-        label_smoothing_mode: str = "global",
-    ) -> None:
-        super().__init__()
-        if reduction != "none":
-            raise ValueError(f"`reduction` is {reduction!r}; it must be 'none', as the caller reduces the losses.")
-        if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"`label_smoothing` is {label_smoothing}; it must be at least 0 and less than 1.")
-        if label_smoothing_formula not in ("pytorch", "megatron"):
-            raise ValueError(
-                f"`label_smoothing_formula` is {label_smoothing_formula!r}; it must be 'pytorch' or 'megatron'."
-            )
-        if label_smoothing_mode not in ("global", "partition"):
-            raise ValueError(f"`label_smoothing_mode` is {label_smoothing_mode!r}; it must be 'global' or 'partition'.")
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.reduction = reduction
-        self.label_smoothing_formula = label_smoothing_formula
-        self.label_smoothing_mode = label_smoothing_mode
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "none"
+    label_smoothing_formula: str = "pytorch"
+    label_smoothing_mode: str = "global"
+
+    def __post_init__(self) -> None:
+        formula, mode = self.label_smoothing_formula, self.label_smoothing_mode
+        if self.reduction != "none":
+            raise ValueError(f"`reduction` is {self.reduction!r}; it must be 'none', as the caller reduces the losses.")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"`label_smoothing` is {self.label_smoothing}; it must be at least 0 and less than 1.")
+        if formula not in ("pytorch", "megatron"):
+            raise ValueError(f"`label_smoothing_formula` is {formula!r}; it must be 'pytorch' or 'megatron'.")
+        if mode not in ("global", "partition"):
+            raise ValueError(f"`label_smoothing_mode` is {mode!r}; it must be 'global' or 'partition'.")
+        super().__post_init__()
 
     def forward(
         self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: ProcessGroup | None = None

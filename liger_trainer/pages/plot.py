@@ -10,7 +10,6 @@ from liger_trainer.pages.style import COLOURS
 from liger_trainer.pages.ticks import label, span, ticks
 
 Point = tuple[float, float]
-Band = tuple[str, Sequence[tuple[float, float, float]]]
 
 # In units of the view box, which a phone shows in about as many pixels, so that letters keep their size.
 _WIDTH, _HEIGHT, _TOP, _RIGHT, _BOTTOM = 340, 190, 8, 12, 34
@@ -19,41 +18,34 @@ _MOST_POINTS = 600  # of a line; about two for each pixel of a phone
 _LARGEST = 1e100  # so that no arithmetic on a value overflows
 
 
-def curves(title: str, lines: Mapping[str, Sequence[Point]], *, x: str = "step", band: Band | None = None) -> str:
-    """A chart with axes and a legend, which also gives each line's last finite value.
+def curves(title: str, lines: Mapping[str, Sequence[Point]]) -> str:
+    """A chart by step, with axes and a legend, which also gives each line's last finite value.
 
     Values that are not finite (or beyond 1e100) leave a gap. Of a line with thousands of points the lowest and highest
     of each stretch are drawn, so spikes stay. Without any finite value the chart says so.
 
     Args:
         title: Plain text above the chart.
-        lines: The points (x, y) of each line, by its name in the legend, in the order of x.
-        x: What the horizontal axis counts.
-        band: A name for the legend, and triples (x, low, high) in the order of x: an area behind the lines.
+        lines: The points (step, y) of each line, by its name in the legend, in the order of the steps.
     """
     drawn = {name: [point for point in points if _fits(point[0])] for name, points in lines.items()}
-    area = [triple for triple in (band[1] if band else ()) if all(map(_fits, triple))]
     shown = [point for points in drawn.values() for point in points if _fits(point[1])]
-    shown += [(at, value) for at, low, high in area for value in (low, high)]
     legend = "".join(_legend(index, name, points) for index, (name, points) in enumerate(drawn.items()))
-    if band is not None:
-        legend += _key('<path class="band" d="M0 0H16V6H0Z"/>', band[0])
     caption = f"<figcaption><b>{escaped(title)}</b>{legend}</figcaption>"
     if not shown:
         return f"<figure>{caption}<p>No finite values.</p></figure>\n"
     axes = _Axes([at for at, _ in shown], [value for _, value in shown])
-    marks = _area(axes, area)
-    marks += "".join(_line(axes, index, thinned(points)) for index, points in enumerate(drawn.values()))
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escaped(title)} by {escaped(x)}"'
-    return f"<figure>{caption}<svg {box}>{axes.drawn(x)}{marks}</svg></figure>\n"
+    marks = "".join(_line(axes, index, _thinned(points)) for index, points in enumerate(drawn.values()))
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escaped(title)} by step"'
+    return f"<figure>{caption}<svg {box}>{axes.drawn()}{marks}</svg></figure>\n"
 
 
-def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """At most about `most` of `points`: of each stretch the lowest, the highest and one gap; and both ends."""
-    if len(points) <= most:
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """At most about `_MOST_POINTS`: of each stretch the lowest, the highest and one gap; and both ends."""
+    if len(points) <= _MOST_POINTS:
         return list(points)
     kept = {0, len(points) - 1}
-    length = math.ceil(len(points) / (most // 3))
+    length = math.ceil(len(points) / (_MOST_POINTS // 3))
     for start in range(0, len(points), length):
         stretch = range(start, min(start + length, len(points)))
         finite = [index for index in stretch if _fits(points[index][1])]
@@ -87,11 +79,11 @@ class _Axes:
         low, high = self._y
         return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
 
-    def drawn(self, x: str) -> str:
+    def drawn(self) -> str:
         """Grid, numbers, and the name of the horizontal axis."""
         floor = _HEIGHT - _BOTTOM
         grid = f"M{self._left:.1f} {floor}H{_WIDTH - _RIGHT}"
-        texts = _text((self._left + _WIDTH - _RIGHT) / 2, _HEIGHT - 4, x, "middle")
+        texts = _text((self._left + _WIDTH - _RIGHT) / 2, _HEIGHT - 4, "step", "middle")
         for value, text in self._y_ticks:
             grid += f"M{self._left:.1f} {self._down(value):.1f}H{_WIDTH - _RIGHT}"
             texts += _text(self._left - 6, self._down(value) + 4, text, "end")
@@ -113,10 +105,7 @@ def _stroke(index: int) -> str:
 def _legend(index: int, name: str, points: Sequence[Point]) -> str:
     last = next((value for _, value in reversed(points) if _fits(value)), None)
     text = name if last is None else f"{name} {label(last, abs(last) / 1000)}"
-    return _key(f'<path d="M1 3H15" {_stroke(index)}/>', text)
-
-
-def _key(mark: str, text: str) -> str:
+    mark = f'<path d="M1 3H15" {_stroke(index)}/>'
     return f'<span><svg viewBox="0 0 16 6" aria-hidden="true">{mark}</svg>{escaped(text)}</span>'
 
 
@@ -141,10 +130,3 @@ def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
             piece = []
     if piece:
         yield piece
-
-
-def _area(axes: _Axes, area: Sequence[tuple[float, float, float]]) -> str:
-    if not area:
-        return ""
-    outline = [axes.place(at, low) for at, low, _ in area] + [axes.place(at, high) for at, _, high in reversed(area)]
-    return f'<path class="band" d="M{"L".join(outline)}Z"/>'

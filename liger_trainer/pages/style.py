@@ -25,7 +25,6 @@ svg text { font: 11px system-ui, sans-serif; fill: var(--faint); }
 svg path { fill: none; stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round; }
 svg path.grid { stroke: var(--rule); stroke-width: 1; }
 svg path.dots { stroke-width: 5; stroke-dasharray: none; }
-svg path.band { fill: var(--faint); fill-opacity: .25; stroke: none; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .9rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule);

@@ -8,9 +8,15 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.compute as pc
+import trl
 import yaml
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase, ProgressCallback, Trainer, default_data_collator
+from trl import get_peft_config
 
+from liger_trainer.callbacks.log_lines import LogLinesCallback
+from liger_trainer.callbacks.router_balance import NO_EXPERTS, RouterBalanceCallback, experts_of
 from liger_trainer.recipe.data import text_blocks
 from liger_trainer.recipe.experts import adapted_in_4_bits, check_adapted_experts, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, first_line
@@ -20,7 +26,6 @@ from liger_trainer.recipe.rewards import load_reward_functions
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PreTrainedTokenizerBase, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +100,6 @@ def _build_causal_lm(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
 ) -> Trainer:
     """The trainer of ``trainer: "causal_lm"``: plain text in blocks, every token a target."""
-    from transformers import default_data_collator
-
     model, peft_config = _model_and_adapters(recipe, tokenizer, resumed)
     if isinstance(model, str):
         model = load_model(recipe, model)
@@ -123,8 +126,6 @@ def _model_and_adapters(
         RecipeError: for 4-bit experts and a `chat_template_path`; TRL would train the tokens that it adds with its own
             adapters.
     """
-    from trl import get_peft_config
-
     scored = recipe.recipe.trainer == "reward"
     adapters = dataclasses.replace(recipe.model, lora_task_type="SEQ_CLS") if scored else recipe.model
     source, peft_config = model_source(recipe, tokenizer, resumed), get_peft_config(adapters)
@@ -151,8 +152,6 @@ def processing_class(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: 
 
 def chat_template(name: str | None) -> str | None:
     """``chat_template_path``, which may also be the name of a template that TRL ships."""
-    import trl
-
     if name is None or Path(name).exists():
         return name
     shipped = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
@@ -179,8 +178,6 @@ def check_targets(recipe: Recipe, trainer: Trainer) -> None:
     rows: Any = trainer.train_dataset
     if not hasattr(rows, "data") or "input_ids" not in rows.column_names:  # streamed, or tokenised later
         return
-    import pyarrow.compute as pc
-
     longest = pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py()
     if longest is not None and longest < 2:
         raise RecipeError(
@@ -266,8 +263,6 @@ def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
     """Adds the callback of ``router_balance``, before all others, so that every reporter sees its numbers."""
     if not recipe.recipe.router_balance:
         return
-    from liger_trainer.callbacks.router_balance import NO_EXPERTS, RouterBalanceCallback, experts_of
-
     model: Any = trainer.model
     if not any(experts_of(model)):
         raise RecipeError(
@@ -278,9 +273,5 @@ def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
 
 def _narrow_logs(trainer: Trainer) -> None:
     """Replaces the Trainer's progress bar by our log lines."""
-    from transformers import ProgressCallback
-
-    from liger_trainer.callbacks.log_lines import LogLinesCallback
-
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(LogLinesCallback())

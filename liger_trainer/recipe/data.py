@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset, Value, load_dataset, load_from_disk
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl import get_dataset
 
 from liger_trainer.recipe import quickstart, smoke
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.rewards import load_reward_functions
 from liger_trainer.recipe.schema import TEXT_FIELD, TRAINERS
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+from liger_trainer.trainers.checks.reward_functions import needed_columns
 
 BUILT_IN: dict[str, Callable[[], Any]] = {
     "pydoc_topics": quickstart.pydoc_topics,
@@ -73,8 +75,6 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
 
 def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
     """Training data and, if the source has any, evaluation data, before columns are renamed and checked."""
-    from datasets import Dataset, IterableDataset
-
     loaded = _load_source(recipe)
     if isinstance(loaded, (Dataset, IterableDataset)):
         return loaded, None
@@ -108,8 +108,6 @@ def _load_source(recipe: Recipe) -> Any:
 
 
 def _load_saved(folder: str) -> Any:
-    from datasets import load_from_disk
-
     try:
         return load_from_disk(folder)
     except (OSError, ValueError, TypeError) as error:
@@ -119,9 +117,6 @@ def _load_saved(folder: str) -> Any:
 
 
 def _load_from_hub(recipe: Recipe, key: str) -> Any:
-    from datasets import load_dataset
-    from trl import get_dataset
-
     data = recipe.data
     try:
         if data.dataset_name:
@@ -136,8 +131,6 @@ def _load_from_hub(recipe: Recipe, key: str) -> Any:
 
 
 def _load_files(files: list[str], key: str) -> Any:
-    from datasets import load_dataset
-
     missing = [file for file in files if not Path(file).is_file()]
     if missing:
         raise RecipeError(f"`{key}`: there is no file {missing[0]!r} (relative to {Path.cwd()}).")
@@ -228,8 +221,6 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
 
 
 def _reward_columns(recipe: Recipe) -> list[str]:
-    from liger_trainer.trainers.checks.reward_functions import needed_columns
-
     functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
     return sorted({name for function in functions for name in needed_columns(function)})
 
@@ -258,8 +249,6 @@ def _check_column(rows: Dataset, name: str, trainer: str) -> None:
 
 def _values(rows: Dataset, name: str) -> Iterator[Any]:
     """The values of a column; only the first if Arrow gives all of them the same type."""
-    from datasets import Value
-
     one_type = name == "input_ids" or isinstance(rows.features[name], Value)
     for batch in (rows.select(range(1)) if one_type else rows).select_columns(name).iter(1000):
         yield from batch[name]
@@ -296,8 +285,6 @@ def _check_alike(rows: Dataset, names: list[str]) -> None:
 
 def with_system_prompt(rows: Any, system_prompt: str | None) -> Any:
     """Makes conversations of prompts, each with `system_prompt` first; leaves `rows` alone if it is None."""
-    from accelerate import PartialState
-
     if system_prompt is None:
         return rows
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -317,8 +304,6 @@ def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTra
     Raises:
         RecipeError: if there is no such tokenizer, or the recipe names none.
     """
-    from transformers import AutoTokenizer
-
     ours = recipe.recipe
     if ours.tokenizer_vocab_size and not ours.tokenizer_name_or_path:
         if checkpoint and (Path(checkpoint) / "tokenizer_config.json").is_file():
@@ -361,8 +346,6 @@ def text_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -
     Raises:
         RecipeError: if the text does not fill one block.
     """
-    from accelerate import PartialState
-
     length, field = recipe.get("max_length"), recipe.get("dataset_text_field")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 

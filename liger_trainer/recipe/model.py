@@ -8,7 +8,22 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
@@ -16,9 +31,6 @@ from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.published_configs import PUBLISHED
 from liger_trainer.recipe.schema import mapping
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +107,6 @@ def config_of_values(values: Mapping[str, Any], source: Path, packaged: bool = F
 
 def check_weights(folder: str, given: str) -> None:
     """Checks that the safetensors files in `folder` are complete; a name on the Hub is no folder and has none."""
-    from safetensors import SafetensorError, safe_open
-
     for file in sorted(Path(folder).glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
@@ -134,8 +144,6 @@ def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed:
     It is saved because a reference model is loaded from the policy's source, because models are quantised and split as
     they are loaded, and because adapters are nothing without their base.
     """
-    from accelerate import PartialState
-
     folder = Path(str(recipe.training.output_dir)) / "initial_model"
     state = PartialState()
     if not resumed and state.is_main_process:
@@ -156,9 +164,6 @@ def saved_new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed:
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A model with random weights from ``model_config``; the vocabulary is the tokenizer's unless it is set."""
-    import torch
-    from transformers import AutoConfig
-
     settings = dict(recipe.recipe.model_config or {})
     config = AutoConfig.for_model(**settings)
     text = config.get_text_config()
@@ -184,8 +189,6 @@ def load_model(recipe: Recipe, source: str, **overrides: Any) -> Any:
 
 def config_of(recipe: Recipe, source: str) -> PreTrainedConfig:
     """The configuration of the model in `source`, as `model_source` gives it."""
-    from transformers import AutoConfig
-
     trusted = recipe.get("trust_remote_code")
     return AutoConfig.from_pretrained(source, revision=recipe.model.model_revision, trust_remote_code=trusted)
 
@@ -213,8 +216,6 @@ def attention(recipe: Recipe) -> str | None:
     ``"auto"`` is None where our attention is on, which takes the place of both. Where it is off, ``"auto"`` is flash
     attention if its package and a GPU are available, else None.
     """
-    import torch
-
     asked = recipe.model.attn_implementation
     if asked != "auto":
         return asked
@@ -230,8 +231,6 @@ def attention(recipe: Recipe) -> str | None:
 
 def lora_advice(error: Exception, recipe: Recipe) -> str:
     """The names that `lora_target_modules` may have, if `error` is PEFT's for names not found; else empty."""
-    import torch
-
     if "arget modules" not in str(error) or not recipe.model.use_peft:
         return ""
     config = config_of_recipe(recipe)
@@ -244,8 +243,6 @@ def lora_advice(error: Exception, recipe: Recipe) -> str:
 
 def make_config(settings: Mapping[str, Any], given: str) -> PreTrainedConfig:
     """The configuration that ``model_config`` describes; messages start with `given`."""
-    from transformers import AutoConfig
-
     _check_sizes(settings, given)
     try:
         return AutoConfig.for_model(**settings)
@@ -259,8 +256,6 @@ def read_config(name: str, key: str, revision: str = "main", trust_remote_code: 
     Raises:
         RecipeError: if there is no such folder, no such model on the Hub, or its configuration is wrong.
     """
-    from transformers import AutoConfig, PreTrainedConfig
-
     if name.startswith(("/", "./", "../", "~")) or Path(name).is_dir():
         if not Path(name).exists():
             raise RecipeError(f"{key}: there is no folder {name!r} (looked from {Path.cwd()}).")
@@ -318,12 +313,6 @@ def _reach_hub(name: str, revision: str) -> None:
 
 def model_class(config: PreTrainedConfig) -> Any:
     """The auto class for `config`; for a multimodal configuration that of the whole model, not of its text part."""
-    from transformers import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
-
     multimodal = config.get_text_config() is not config
     if multimodal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
@@ -332,8 +321,6 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 def check_causal(config: PreTrainedConfig, given: str) -> None:
     """Refuses an encoder, with or without a decoder; its tokens would learn to copy those after them."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-
     if config.is_encoder_decoder:
         kind, wrong = "an encoder with a decoder", type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     else:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from accelerate import PartialState
+
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
@@ -69,8 +71,6 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
         RecipeError: if ``output_dir`` is not empty and the recipe asks neither to resume nor to overwrite, or if the
             checkpoint to resume from is not a checkpoint.
     """
-    from accelerate import PartialState
-
     state = PartialState()
     folder = Path(str(recipe.training.output_dir))
     asked: Any = recipe.training.resume_from_checkpoint

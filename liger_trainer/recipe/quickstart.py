@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from itertools import permutations
+from pydoc_data.topics import topics
 
-if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
-    from transformers import PreTrainedTokenizerFast
+from datasets import Dataset, DatasetDict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
@@ -31,10 +33,6 @@ def pydoc_topics() -> Dataset:
     Returns:
         A dataset with the columns ``topic`` and ``text``, in the order of the topics' names.
     """
-    from pydoc_data.topics import topics
-
-    from datasets import Dataset
-
     return Dataset.from_list([{"topic": name, "text": topics[name].strip()} for name in sorted(topics)])
 
 
@@ -55,11 +53,6 @@ def sorting(kind: str) -> DatasetDict:
         The splits ``train`` and ``test``, nine tenths and one tenth of 3,024 rows: four different digits from 1 to 9 in
         every order. All kinds have the same rows.
     """
-    import random
-    from itertools import permutations
-
-    from datasets import Dataset, DatasetDict
-
     rows: list[dict[str, str]] = []
     chance = random.Random(0)
     for digits in permutations("123456789", 4):
@@ -91,9 +84,6 @@ def train_tokenizer(
     Raises:
         ValueError: if `vocab_size` is too small for the bytes and the special tokens.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     special = list(dict.fromkeys([PAD, BOS, EOS, TURN_START, TURN_END, *extra_special_tokens]))
     smallest = 256 + len(special)
     if vocab_size < smallest:

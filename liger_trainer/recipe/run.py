@@ -8,8 +8,13 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate import PartialState
+from transformers import Trainer, set_seed
+
+from liger_trainer.callbacks.non_finite import NonFiniteError
+from liger_trainer.callbacks.stop_on_signal import stopping_on_signals
 from liger_trainer.recipe.build import build_trainer
 from liger_trainer.recipe.checks import check_generation, check_schedule
 from liger_trainer.recipe.data import load_data, load_tokenizer
@@ -19,9 +24,10 @@ from liger_trainer.recipe.model import check_model
 from liger_trainer.recipe.output import owned_folder, prepare_output_dir, room_for
 from liger_trainer.recipe.rewards import check_reward_models
 from liger_trainer.recipe.summary import summarize
-
-if TYPE_CHECKING:
-    from transformers import Trainer
+from liger_trainer.trainers.checkpoints.resuming import CheckpointError
+from liger_trainer.trainers.checks.batches import BatchError
+from liger_trainer.trainers.checks.reward_functions import RewardError
+from liger_trainer.trainers.moe.router_z_loss import RouterLogitsError
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +52,6 @@ def run_recipe(recipe: Recipe) -> Trainer:
 
 def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     """[`run_recipe`] without its summary; returns the metrics of training and of the last evaluation too."""
-    from transformers import set_seed
-
     _check_before_loading(recipe)
     checkpoint = prepare_output_dir(recipe)
     train, evaluation = load_data(recipe)
@@ -87,8 +91,6 @@ def _check_before_loading(recipe: Recipe) -> None:
 
 def _after_warm_start(recipe: Recipe, warm_start: Recipe, resumed: bool) -> Recipe:
     """`recipe` with the model that its warm start has trained; a resumed run uses the one it started with."""
-    from accelerate import PartialState
-
     folder = str(warm_start.training.output_dir)
     if not resumed:
         logger.warning("The warm start: `trainer: sft` on %s.", warm_start.data.dataset_name or "its data")
@@ -109,8 +111,6 @@ def _after_warm_start(recipe: Recipe, warm_start: Recipe, resumed: bool) -> Reci
 
 
 def _train(recipe: Recipe, trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
-    from liger_trainer.callbacks.stop_on_signal import stopping_on_signals
-
     with stopping_on_signals(trainer):
         metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
     _check_not_stopped(trainer)
@@ -126,11 +126,6 @@ def _training_errors(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
         RecipeError: for a mistake that every process finds.
         TrainingError: for one in the data of this process.
     """
-    from liger_trainer.trainers.checkpoints.resuming import CheckpointError
-    from liger_trainer.trainers.checks.batches import BatchError
-    from liger_trainer.trainers.checks.reward_functions import RewardError
-    from liger_trainer.trainers.moe.router_z_loss import RouterLogitsError
-
     try:
         yield
     except CheckpointError as error:
@@ -159,8 +154,6 @@ def _save(trainer: Trainer, metrics: dict[str, float]) -> None:
 
 def _check_not_stopped(trainer: Any) -> None:
     """Refuses to finish a training that `non_finite` has stopped."""
-    from liger_trainer.callbacks.non_finite import NonFiniteError
-
     if trainer._guard is not None and trainer._guard.stopped:
         step = trainer.state.global_step
         folder = Path(str(trainer.args.output_dir), f"checkpoint-{step}")

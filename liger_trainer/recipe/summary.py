@@ -7,12 +7,14 @@ import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, pipeline, set_seed
+
+from liger_trainer.callbacks.run_report import REPORT
 from liger_trainer.recipe.load import Recipe
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 MEASURES = {  # keys that TRL's trainers log, with their names in the summary
     "reward": "mean reward",
@@ -24,11 +26,6 @@ MEASURES = {  # keys that TRL's trainers log, with their names in the summary
 
 def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Prints the summary of a finished run and draws its loss curve; call it on the main process."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    from liger_trainer.callbacks.run_report import REPORT
-
     folder = Path(str(recipe.training.output_dir))
     history = trainer.state.log_history
     console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
@@ -120,8 +117,6 @@ def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
     prompts = recipe.recipe.sample_prompts
     if not prompts:
         return []
-    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, set_seed
-
     set_seed(recipe.training.seed)
     generate: Any = pipeline(
         "text-generation",

@@ -14,8 +14,6 @@ from liger_trainer.head.fused_loss import head_log_probs
 from liger_trainer.kernels.head.log_probs import log_probs
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 
-"""The label of the positions to leave out."""
-
 _KERNEL_NAMES = {
     "entropy": "entropy",
     "log_sum_sq_probs": "sum_squared_probs",

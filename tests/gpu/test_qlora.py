@@ -9,12 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels.lora import nf4
 from tests.device import captured, no_host_sync, one_gpu
-from tests.quantised import library, quantise
+from tests.quantised import library, loading_in_4_bits, quantise
 from tests.trainers.parity import build, lora
 from tests.trainers.tiny import llama, logged, tokenizer
 
@@ -192,14 +192,13 @@ def test_losses_are_those_of_trl(kind, tmp_path):
     folder = str(tmp_path / "model")
     llama(hidden_size=256, intermediate_size=512).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    quantised = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    loading = {"quantization_config": quantised, "dtype": torch.bfloat16, "device_map": None}
-    case = {"model_init_kwargs": loading, "bf16": True, "use_cpu": False, "max_steps": 20, "learning_rate": 2e-4}
+    case = {
+        "model_init_kwargs": loading_in_4_bits(),
+        "bf16": True,
+        "use_cpu": False,
+        "max_steps": 20,
+        "learning_rate": 2e-4,
+    }
     curves = []
     for ours in (False, True):
         trainer = build(kind, ours, tmp_path / str(ours), folder, peft_config=lora(*TARGETS), **case)

@@ -16,9 +16,9 @@ NASTY = "</style><script>alert(1)</script>\"'&amp;<b>é\ud800\n  x"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def chart(points, **more):
+def chart(points):
     """The pieces and the dots of the only line."""
-    read = Page(page("t", [section("s", curves("c", {"line": points}, **more))]))
+    read = Page(page("t", [section("s", curves("c", {"line": points}))]))
     line, dots = read.strokes["c"]
     return places(line), places(dots)
 
@@ -27,7 +27,7 @@ def test_all_text_is_escaped():
     parts = [
         paragraph(NASTY),
         table([NASTY], [[NASTY], [3], [0.5], [None]]),
-        curves(NASTY, {NASTY: [(1, 2.0)]}, x=NASTY, band=(NASTY, [(1, 1.0, 2.0)])),
+        curves(NASTY, {NASTY: [(1, 2.0)]}),
     ]
     text = page(NASTY, [section(NASTY, *parts)])
     text.encode("utf-8")
@@ -38,8 +38,8 @@ def test_all_text_is_escaped():
     assert read.headings == [shown]
     assert read.rows == [[shown], [shown], ["3"], ["0.5"], ["None"]]
     assert list(read.charts) == [shown]
-    assert [line.startswith(shown) for line in read.charts[shown]] == [True, True]
-    assert read.text.count(shown) == 10  # tab, title, heading, paragraph, 2 cells; the chart's title, 2 keys, axis
+    assert [line.startswith(shown) for line in read.charts[shown]] == [True]
+    assert read.text.count(shown) == 8  # tab, title, heading, paragraph, 2 cells; the chart's title and key
 
 
 def test_nothing_is_fetched_and_nothing_runs():
@@ -99,8 +99,8 @@ def test_thousands_of_points_keep_their_spikes_gaps_and_ends():
 
 def test_the_legend_has_every_line_and_its_last_value():
     lines = {"a": [(1, 0.5), (2, 0.25), (3, math.nan)], "b": [(1, 12345.0)], "c": [(1, 2e-5)], "d": [(1, 0.0)]}
-    read = Page(page("t", [section("s", curves("c", lines, band=("noise", [(1, 0.0, 1.0), (2, 0.5, 1.0)])))]))
-    assert read.charts["c"] == ["a 0.2500", "b 12,345", "c 2.000e-5", "d 0", "noise"]
+    read = Page(page("t", [section("s", curves("c", lines))]))
+    assert read.charts["c"] == ["a 0.2500", "b 12,345", "c 2.000e-5", "d 0"]
     assert len(read.strokes["c"]) == 8  # a line and its dots each
 
 
@@ -109,11 +109,6 @@ def test_more_lines_than_colours_are_told_apart():
     caption = text[: text.index("</figcaption>")]
     styles = re.findall(r'd="M1 3H15" ([^/]*)/', caption)
     assert len(set(styles)) == 12
-
-
-def test_a_band_takes_part_in_the_scale():
-    (piece,), _ = chart([(1, 0.0), (2, 1.0)], band=("noise", [(1, -9.0, 9.0), (2, -9.0, 9.0), (3, math.nan, 1.0)]))
-    assert abs(piece[0][1] - piece[1][1]) < 20
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.mlp.swiglu import swiglu
 from liger_trainer.nn import LigerSwiGLUMLP
 from liger_trainer.tiling.tiled_mlp import tile_length, tiled_mlp
+from tests.device import peak_memory
 
 HIDDEN, INTERMEDIATE = 6, 10
 
@@ -422,22 +423,14 @@ def test_tiles_need_the_memory_of_a_tile(device):
     x.requires_grad_()
     leaves = [x, *mlp.parameters()]
 
-    def peak(run):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-
     def tiled(num_tiles=None):
         y = tiled_mlp(LigerSwiGLUMLP.forward, mlp, x, num_tiles)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
-    tiled(8)
     weights = sum(p.numel() for p in mlp.parameters())
     floor = 2 * x.numel() * 2 + weights * (4 + 2)  # y, dx; the summed and the rounded gradients
-    whole = peak(lambda: torch.autograd.grad(mlp(x), leaves, dy))
-    assert peak(tiled) <= floor + 640 * 2**20 < whole
+    whole = peak_memory(lambda: torch.autograd.grad(mlp(x), leaves, dy))
+    assert peak_memory(tiled) <= floor + 640 * 2**20 < whole
     expected = [mlp(x), *torch.autograd.grad(mlp(x), leaves, dy)]
     for ours, right in zip(tiled(), expected):
         assert (ours - right).norm() <= 5e-3 * right.norm()

@@ -71,6 +71,12 @@ def build(folder, model, ours=True, rows=None, **options):
     return causal(folder, model, liger_kernel_config=ONLY_THE_HEAD, **options)
 
 
+def evaluated(folder, make_model, name, **options):
+    """Our metrics and the stock trainer's, after the preprocessing of that name."""
+    options |= {"compute_metrics": compute_metrics, "preprocess_logits_for_metrics": PREPROCESS[name]}
+    return [build(folder, make_model(), ours, **options).evaluate() for ours in (True, False)]
+
+
 def numbers(metrics):
     return {
         key: value
@@ -83,38 +89,15 @@ def assert_equal_metrics(ours, stock, relative=1e-6):
     assert numbers(ours) == pytest.approx(numbers(stock), rel=relative, abs=relative)
 
 
-def tiny(family, dtype=torch.float32):
-    return TINY_MODELS[family]().to(dtype)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 @pytest.mark.parametrize("name", PREPROCESS)
 def test_metrics_of_the_stock_trainer(name, family, tmp_path):
-    results = [
-        build(
-            tmp_path,
-            tiny(family),
-            ours,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=PREPROCESS[name],
-        ).evaluate()
-        for ours in (True, False)
-    ]
-    assert_equal_metrics(*results)
+    assert_equal_metrics(*evaluated(tmp_path, TINY_MODELS[family], name))
 
 
 @pytest.mark.parametrize("name", ["argmax", "top-k", "log-probabilities"])
 def test_in_bf16(name, tmp_path):
-    results = [
-        build(
-            tmp_path,
-            tiny("llama", torch.bfloat16),
-            ours,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=PREPROCESS[name],
-        ).evaluate()
-        for ours in (True, False)
-    ]
+    results = evaluated(tmp_path, lambda: TINY_MODELS["llama"]().bfloat16(), name)
     loss = results[0].pop("eval_loss"), results[1].pop("eval_loss")
     assert loss[0] == pytest.approx(loss[1], rel=1e-3)
     assert_equal_metrics(*results)
@@ -122,17 +105,7 @@ def test_in_bf16(name, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"bf16": True}, {"eval_accumulation_steps": 1}, {"label_smoothing_factor": 0.1}])
 def test_settings_of_the_trainer(settings, tmp_path):
-    results = [
-        build(
-            tmp_path,
-            tiny("llama"),
-            ours,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=PREPROCESS["both"],
-            **settings,
-        ).evaluate()
-        for ours in (True, False)
-    ]
+    results = evaluated(tmp_path, TINY_MODELS["llama"], "both", **settings)
     assert_equal_metrics(*results, relative=1e-2 if "bf16" in settings else 1e-6)
 
 
@@ -163,16 +136,7 @@ def adapted(name="lm_head"):
 
 @pytest.mark.parametrize("target", ["lm_head", "v_proj"])
 def test_adapters(target, tmp_path):
-    results = [
-        build(
-            tmp_path,
-            adapted(target),
-            ours,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=PREPROCESS["both"],
-        ).evaluate()
-        for ours in (True, False)
-    ]
+    results = evaluated(tmp_path, lambda: adapted(target), "both")
     assert_equal_metrics(*results)
     assert results[0]["eval_perplexity"] > 1
 

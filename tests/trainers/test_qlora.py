@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig
 
 from liger_trainer.kernels.lora import lora as operators
-from tests.quantised import library
+from tests.quantised import library, loading_in_4_bits
 from tests.trainers.parity import build, lora
 from tests.trainers.tiny import llama, logged, tokenizer
 
@@ -30,14 +29,7 @@ def test_losses_are_those_of_trl(kind, folder, tmp_path, monkeypatch):
     """TRL keeps adapters of a quantised model in bf16, so equal is equal but for their rounding."""
     calls, native = [], operators._lora_linears
     monkeypatch.setattr(operators, "_lora_linears", lambda *args: calls.append(1) or native(*args))
-    quantised = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    loading = {"quantization_config": quantised, "dtype": torch.bfloat16, "device_map": None}
-    case = {"model_init_kwargs": loading, "bf16": True, "max_steps": 8, "learning_rate": 1e-3}
+    case = {"model_init_kwargs": loading_in_4_bits(), "bf16": True, "max_steps": 8, "learning_rate": 1e-3}
     case |= {"gradient_checkpointing": True, "own": {"activation_memory": "1GiB"}}
     curves = []
     for ours in (False, True):

@@ -13,7 +13,7 @@ from liger_trainer.kernels.parity import embedding as operators
 from liger_trainer.kernels.parity.embedding import embedding, embedding_backward_, embedding_reference, tied_embedding
 from tests.accuracy import seeded_randn as randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.device import peak_memory
+from tests.device import assert_replayed_without_host_sync, peak_memory
 
 
 def test_float64_runs_as_reference(device):
@@ -289,23 +289,10 @@ def test_no_host_sync_and_cuda_graph(device):
     def everything():
         embedding_backward_(there.zero_(), dy, ids, 7)
         hidden, head = tied_embedding(ids, weight)
-        return real_gradient(ids, weight, dy), torch.autograd.grad((hidden * dy).sum() + head.sum(), weight)[0]
+        (tied,) = torch.autograd.grad((hidden * dy).sum() + head.sum(), weight)
+        return real_gradient(ids, weight, dy), tied, there
 
-    expected = [x.clone() for x in (*everything(), there)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        everything()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        results = everything()
-    graph.replay()
-    assert all(map(torch.equal, (*results, there), expected))
+    assert_replayed_without_host_sync(everything)
 
 
 @pytest.mark.gpu
