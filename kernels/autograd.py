@@ -38,7 +38,7 @@ def refuse_second_derivative(backward: Any, functions: str) -> None:
     """Makes differentiating the operator `backward` raise a RuntimeError that names its public functions.
 
     Args:
-        backward: A `torch.library.custom_op` that mutates nothing.
+        backward: A `kernels.operator.operator`.
         functions: Names of the public functions whose gradient it computes.
     """
 
@@ -99,6 +99,6 @@ def pass_to_placeholder(operator: Any) -> None:
     For pairs of operators as in `kernels/mlp/gated_down.py`, where another operator made the placeholder.
 
     Args:
-        operator: A `torch.library.custom_op` that mutates nothing.
+        operator: A `kernels.operator.operator`.
     """
     operator.register_autograd(input_gradients)

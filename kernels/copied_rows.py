@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, use_triton
 
 _MAX_BLOCK = 1024
@@ -93,7 +94,7 @@ def sum_of_copies(d: torch.Tensor, copies: Copies) -> torch.Tensor:
     return sums.index_add_(0, copies.index, d.to(wide)).to(d.dtype)
 
 
-@torch.library.custom_op("liger_trainer::copied_rows", mutates_args=())
+@operator("liger_trainer::copied_rows")
 def _copied_rows(x: torch.Tensor, index: torch.Tensor, order: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
     return x[index].contiguous()  # its strides are those of x
 
@@ -103,7 +104,7 @@ def _(x, index, order, begins):
     return x.new_empty((index.shape[0], *x.shape[1:]))
 
 
-@torch.library.custom_op("liger_trainer::copied_rows_backward", mutates_args=())
+@operator("liger_trainer::copied_rows_backward")
 def _copied_rows_backward(dy: torch.Tensor, order: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
     return _launch(dy, order, begins)
 

@@ -36,6 +36,7 @@ from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.copied_rows import Copies, sum_of_copies
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import use_triton
 
 MAX_HEAD_DIM = 256
@@ -79,7 +80,7 @@ def _copied(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     return x if index is None else x.flatten(0, 1)[index][None]
 
 
-@torch.library.custom_op("liger_trainer::attention", mutates_args=())
+@operator("liger_trainer::attention")
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -134,7 +135,7 @@ def _lse_shape(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) ->
     return (batch, heads, length) if offsets is None and _flash_runs(q, offsets, softcap) else (heads, batch * length)
 
 
-@torch.library.custom_op("liger_trainer::attention_backward", mutates_args=())
+@operator("liger_trainer::attention_backward")
 def _attention_backward(
     d_out: torch.Tensor,
     q: torch.Tensor,

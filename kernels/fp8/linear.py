@@ -42,6 +42,7 @@ from liger_trainer.kernels.fp8.row_cast import (
     largest_magnitude,
 )
 from liger_trainer.kernels.fp8.shared_cast import Cast, cast_input, may_share
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import is_dtensor
 
 
@@ -87,7 +88,7 @@ def product_of_cast(cast: Cast, weight: torch.Tensor, bias: torch.Tensor | None,
     return scaled_product(codes, weight_codes, scales, weight_scales, bias, fast=True)
 
 
-@torch.library.custom_op("liger_trainer::fp8_input_gradient", mutates_args=())
+@operator("liger_trainer::fp8_input_gradient")
 def input_gradient(dy: torch.Tensor, weight: torch.Tensor, mode: str, largest: torch.Tensor | None) -> torch.Tensor:
     """``dy @ weight`` in fp8, for rows of a gradient, (M, N), and a weight (N, K), both in bf16: (M, K).
 
@@ -105,7 +106,7 @@ def _(dy, weight, mode, largest):
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op("liger_trainer::fp8_weight_gradient", mutates_args=())
+@operator("liger_trainer::fp8_weight_gradient")
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, mode: str, largest: torch.Tensor | None) -> torch.Tensor:
     """``dy.T @ x``, in fp8 unless `mode` has it in bf16, for rows (M, N) and (M, K), both in bf16: (N, K).
 
@@ -184,11 +185,11 @@ def _save(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mode
     return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
 
 
-fp8_linear_save = torch.library.custom_op("liger_trainer::fp8_linear_save", _save, mutates_args=())
+fp8_linear_save = operator("liger_trainer::fp8_linear_save")(_save)
 fp8_linear_save.register_fake(_save)
 
 
-@torch.library.custom_op("liger_trainer::fp8_linear", mutates_args=())
+@operator("liger_trainer::fp8_linear")
 def fp8_linear_product(
     placeholder: torch.Tensor,
     x: torch.Tensor,

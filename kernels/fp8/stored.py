@@ -28,6 +28,7 @@ from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.fp8.linear import scaled_product
 from liger_trainer.kernels.fp8.row_cast import E4M3_MAX, cast_rows, cast_scaled_rows
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
 _E4M3 = torch.float8_e4m3fn
@@ -101,7 +102,7 @@ def product_of_cast(
     return scaled_product(codes, weight.codes.view(_E4M3), scales, weight.scales, bias, fast=True).to(dtype)
 
 
-@torch.library.custom_op("liger_trainer::fp8_stored_linear", mutates_args=())
+@operator("liger_trainer::fp8_stored_linear")
 def _stored_linear(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -114,7 +115,7 @@ def _(x, codes, scales, bias):
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
-@torch.library.custom_op("liger_trainer::fp8_stored_input_gradient", mutates_args=())
+@operator("liger_trainer::fp8_stored_input_gradient")
 def _input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     rows = dy.reshape(-1, dy.shape[-1])
     if not rows.shape[0]:

@@ -35,12 +35,13 @@ from liger_trainer.kernels.head.loss_arguments import (
 )
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
 _Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # the fields of `RowStats`
 
 
-@torch.library.custom_op("liger_trainer::cross_entropy_forward", mutates_args=())
+@operator("liger_trainer::cross_entropy_forward")
 def _forward(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -129,7 +130,7 @@ def _(
     return (*RowStats.allocate(logits, target.numel(), entropy, predicted),)
 
 
-@torch.library.custom_op("liger_trainer::cross_entropy_reduce", mutates_args=())
+@operator("liger_trainer::cross_entropy_reduce")
 def _reduce(
     logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor
 ) -> torch.Tensor:

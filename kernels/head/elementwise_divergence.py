@@ -33,6 +33,7 @@ from liger_trainer.kernels.fast_math import has_lg2, log2
 from liger_trainer.kernels.head.logit_rows import row_config, row_layout, row_start, row_view
 from liger_trainer.kernels.head.loss_arguments import check_tokens, inverse_normalizer
 from liger_trainer.kernels.head.row_statistics import compute_dtype
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept, on_device, tl, triton, use_triton
 
 _FUNCTIONS = "kl_div, jsd and tvd"
@@ -216,7 +217,7 @@ def _empty(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-@torch.library.custom_op("liger_trainer::divergence_elements", mutates_args=())
+@operator("liger_trainer::divergence_elements")
 def _elements(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -237,7 +238,7 @@ def _(x, y, labels, divergence, beta, eps, ignore_index):
     return _empty(x, torch.float32)
 
 
-@torch.library.custom_op("liger_trainer::divergence_loss", mutates_args=())
+@operator("liger_trainer::divergence_loss")
 def _loss(
     scale: torch.Tensor,
     expected: torch.Tensor | None,
@@ -264,7 +265,7 @@ def _(scale, expected, x, y, labels, divergence, beta, eps, ignore_index):
     return x.new_empty((), dtype=torch.float32), x.new_empty(0) if expected is None else _empty(x, x.dtype)
 
 
-@torch.library.custom_op("liger_trainer::divergence_backward", mutates_args=())
+@operator("liger_trainer::divergence_backward")
 def _backward(
     grad: torch.Tensor,
     scale: torch.Tensor | None,

@@ -50,6 +50,7 @@ from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradi
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, compute_dtype
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
 from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv
 
 _T = torch.Tensor
@@ -129,7 +130,7 @@ def _run_chunks(
     return d_hidden, d_weight, d_bias.copy_(bias_sum)
 
 
-@torch.library.custom_op("liger_trainer::linear_cross_entropy_forward", mutates_args=())
+@operator("liger_trainer::linear_cross_entropy_forward")
 def loss_and_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -195,7 +196,7 @@ def _forward_backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[to
 loss_and_gradients.register_autograd(_forward_backward, setup_context=_forward_setup)
 
 
-@torch.library.custom_op("liger_trainer::linear_cross_entropy_rows", mutates_args=())
+@operator("liger_trainer::linear_cross_entropy_rows")
 def _rows(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -230,7 +231,7 @@ def _(
     return (*RowStats.allocate(hidden, target.numel(), entropy, predicted),)
 
 
-@torch.library.custom_op("liger_trainer::linear_cross_entropy_rows_backward", mutates_args=())
+@operator("liger_trainer::linear_cross_entropy_rows_backward")
 def _rows_backward(
     grad: torch.Tensor,
     hidden: torch.Tensor,

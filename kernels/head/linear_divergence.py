@@ -53,6 +53,7 @@ from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradi
 from liger_trainer.kernels.head.row_statistics import compute_dtype
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
 from liger_trainer.kernels.matmul import fp32_reductions, matmul_into, multiplies_into_fp32
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv
 
 _T = torch.Tensor
@@ -139,7 +140,7 @@ def _run_chunks(
     return d_hidden, d_weight, d_bias
 
 
-@torch.library.custom_op("liger_trainer::linear_divergence", mutates_args=())
+@operator("liger_trainer::linear_divergence")
 def _linear_divergence(
     hidden: torch.Tensor,
     weight: torch.Tensor,

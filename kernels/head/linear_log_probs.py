@@ -56,6 +56,7 @@ from liger_trainer.kernels.head.loss_arguments import (
 )
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, compute_dtype
 from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
+from liger_trainer.kernels.operator import operator
 
 _T = torch.Tensor
 _Statistics = tuple[_T, _T, _T, _T, _T, _T, _T, _T]  # all but `loss` of `RowStats`, `ExtraStats`, logits, dnll/dhidden
@@ -82,7 +83,7 @@ def forward_logits(
         yield others, tokens, torch.mm(hidden[others:], weight.t(), out=buffer[:, :vocab_size])
 
 
-@torch.library.custom_op("liger_trainer::linear_log_probs_rows", mutates_args=())
+@operator("liger_trainer::linear_log_probs_rows")
 def _rows(
     hidden: torch.Tensor,
     weight: torch.Tensor,

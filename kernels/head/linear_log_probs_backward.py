@@ -25,6 +25,7 @@ from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, ch
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, Shard, compute_dtype
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
 from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept
 
 if dist.is_available():
@@ -97,7 +98,7 @@ def _run_chunks(
     return d_hidden, d_weight, d_bias.copy_(bias_sum)
 
 
-@torch.library.custom_op("liger_trainer::linear_rows_gradients", mutates_args=())
+@operator("liger_trainer::linear_rows_gradients")
 def _gradients(
     grad: torch.Tensor,
     grad_entropy: torch.Tensor | None,
@@ -181,7 +182,7 @@ def recomputed_gradients(
     return list(where_needed(needs, *computed))
 
 
-@torch.library.custom_op("liger_trainer::linear_rows_attach", mutates_args=())
+@operator("liger_trainer::linear_rows_attach")
 def attach_gradients(
     loss: torch.Tensor,
     unit_gradient: torch.Tensor,

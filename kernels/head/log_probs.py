@@ -27,6 +27,7 @@ from liger_trainer.kernels.head.loss_arguments import (
     check_outputs,
 )
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.operator import operator
 
 LOG_PROBS_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
 
@@ -54,7 +55,7 @@ _T = torch.Tensor
 _Statistics = tuple[_T, _T, _T, _T, _T, _T]  # nll, entropy, lse and predicted of `RowStats`, and `ExtraStats`
 
 
-@torch.library.custom_op("liger_trainer::log_probs_rows", mutates_args=())
+@operator("liger_trainer::log_probs_rows")
 def _rows(
     logits: torch.Tensor,
     target: torch.Tensor,

@@ -10,9 +10,10 @@ import torch
 
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, Shard
+from liger_trainer.kernels.operator import operator
 
 
-@torch.library.custom_op("liger_trainer::logits_gradient", mutates_args=())
+@operator("liger_trainer::logits_gradient")
 def logits_gradient(
     grad: torch.Tensor,
     grad_entropy: torch.Tensor | None,

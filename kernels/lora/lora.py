@@ -37,6 +37,7 @@ from liger_trainer.kernels.lora.lora_products import (
     weights_of,
 )
 from liger_trainer.kernels.lora.nf4 import NF4Weight, check_weight, nf4_dequantize_reference
+from liger_trainer.kernels.operator import operator
 
 
 class LoRA(NamedTuple):
@@ -69,7 +70,7 @@ class LoRALayer(NamedTuple):
     adapters: Sequence[LoRA] = ()
 
 
-@torch.library.custom_op("liger_trainer::lora_linears", mutates_args=())
+@operator("liger_trainer::lora_linears")
 def _lora_linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -106,7 +107,7 @@ def _(x, weights, biases, lora_a, lora_b, masks, statistics, layouts, layers, sc
     return [*(x.new_empty((*x.shape[:-1], width)) for width in widths), x.new_empty((tokens, rank))]
 
 
-@torch.library.custom_op("liger_trainer::lora_linears_backward", mutates_args=())
+@operator("liger_trainer::lora_linears_backward")
 def _lora_linears_backward(
     dy: Sequence[torch.Tensor],
     x: torch.Tensor,

@@ -46,6 +46,7 @@ from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes, output_placeholder
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu, geglu_fused, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_reference
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import use_triton
 
 
@@ -77,11 +78,11 @@ def _placeholder(
     return output_placeholder(gate, base.shape[0])
 
 
-lora_down_save = torch.library.custom_op("liger_trainer::lora_down_save", _placeholder, mutates_args=())
+lora_down_save = operator("liger_trainer::lora_down_save")(_placeholder)
 lora_down_save.register_fake(_placeholder)
 
 
-@torch.library.custom_op("liger_trainer::lora_down_product", mutates_args=())
+@operator("liger_trainer::lora_down_product")
 def lora_down_product(
     placeholder: torch.Tensor,
     gate: torch.Tensor,

@@ -36,6 +36,7 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
 from liger_trainer.kernels.fp8.row_cast import cast_rows, codes_of, empty_cast, magnitude, scale_of
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import (
     cdiv,
     graph_is_kept,
@@ -410,7 +411,7 @@ def empty(x: torch.Tensor | None, like: torch.Tensor, needed: bool) -> torch.Ten
     return like.new_empty(x.shape if needed and x is not None else (0,))
 
 
-@torch.library.custom_op("liger_trainer::gated_activation", mutates_args=())
+@operator("liger_trainer::gated_activation")
 def gated_activation(
     gate: torch.Tensor,
     up: torch.Tensor | None,
@@ -433,7 +434,7 @@ def _(gate, up, activation, scalars, interleaved, inplace_backward):
     return empty_h(gate, up)
 
 
-@torch.library.custom_op("liger_trainer::gated_activation_backward", mutates_args=())
+@operator("liger_trainer::gated_activation_backward")
 def gated_activation_backward(
     dh: torch.Tensor,
     gate: torch.Tensor,

@@ -45,6 +45,7 @@ from liger_trainer.kernels.fp8.shared_cast import drop
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu_reference
+from liger_trainer.kernels.operator import operator
 
 
 def _placeholder(
@@ -65,7 +66,7 @@ def _placeholder(
     return output_placeholder(gate, weight.shape[0])
 
 
-gated_down_save = torch.library.custom_op("liger_trainer::gated_down_save", _placeholder, mutates_args=())
+gated_down_save = operator("liger_trainer::gated_down_save")(_placeholder)
 gated_down_save.register_fake(_placeholder)
 
 
@@ -74,7 +75,7 @@ def output_placeholder(gate: torch.Tensor, out_features: int) -> torch.Tensor:
     return gate.new_zeros(()).expand(*gate.shape[:-1], out_features)
 
 
-@torch.library.custom_op("liger_trainer::gated_down", mutates_args=())
+@operator("liger_trainer::gated_down")
 def gated_down(
     placeholder: torch.Tensor,
     gate: torch.Tensor,

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.mlp.gated_activation import launch_config, overwrites_saved
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, tl, triton, use_triton
 
 
@@ -52,7 +53,7 @@ def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
         kernel[(cdiv(numel, block),)](*tensors, numel, BLOCK=block, num_warps=num_warps)
 
 
-@torch.library.custom_op("liger_trainer::relu_squared", mutates_args=())
+@operator("liger_trainer::relu_squared")
 def _relu_squared(x: torch.Tensor, inplace_backward: bool) -> torch.Tensor:
     y = x.new_empty(x.shape)
     _launch(_forward_kernel, x.contiguous(), y)
@@ -64,7 +65,7 @@ def _(x, inplace_backward):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("liger_trainer::relu_squared_backward", mutates_args=())
+@operator("liger_trainer::relu_squared_backward")
 def _relu_squared_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     dx = x.new_empty(x.shape)
     _launch(_backward_kernel, dy.contiguous(), x.contiguous(), dx)

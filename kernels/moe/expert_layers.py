@@ -39,6 +39,7 @@ from liger_trainer.kernels.moe.activation import IDENTITY, Activation, activate,
 from liger_trainer.kernels.moe.grouped_matmul import grouped_rows, grouped_weight_gradient, rows_of_choices
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
 from liger_trainer.kernels.moe.token_rows import combine_rows
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ from liger_trainer.kernels.runtime import graph_is_kept
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("liger_trainer::moe_gate_up", mutates_args=())
+@operator("liger_trainer::moe_gate_up")
 def moe_gate_up(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -73,7 +74,7 @@ def _(hidden, weight, bias, lora_a, lora_b, expert_rows, scalings, top_k, transp
     return hidden.new_empty(expert_rows[0].shape[0], weight.shape[2 if transposed else 1])
 
 
-@torch.library.custom_op("liger_trainer::moe_gate_up_backward", mutates_args=())
+@operator("liger_trainer::moe_gate_up_backward")
 def _gate_up_backward(
     dpre: torch.Tensor,
     hidden: torch.Tensor | None,
@@ -186,11 +187,11 @@ def _placeholder(
     return pre.new_zeros(()).expand(top_k_weights.shape[0], weight.shape[2 if transposed else 1])
 
 
-moe_down_save = torch.library.custom_op("liger_trainer::moe_down_save", _placeholder, mutates_args=())
+moe_down_save = operator("liger_trainer::moe_down_save")(_placeholder)
 moe_down_save.register_fake(_placeholder)
 
 
-@torch.library.custom_op("liger_trainer::moe_down", mutates_args=())
+@operator("liger_trainer::moe_down")
 def moe_down(
     placeholder: torch.Tensor,
     pre: torch.Tensor,

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, use_triton
 
 EPS = 1e-20
@@ -219,7 +220,7 @@ def _config(lanes: int, numbers: int) -> tuple[int, int]:
     return rows, max(min(4, rows), min(8, lanes // 1024))
 
 
-@torch.library.custom_op("liger_trainer::moe_router", mutates_args=())
+@operator("liger_trainer::moe_router")
 def _route(
     logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
@@ -265,7 +266,7 @@ def _(logits, correction_bias, k, sigmoid, normalise, num_groups, top_groups, sc
     return logits.new_empty(size, dtype=dtype), logits.new_empty(size, dtype=torch.int64)
 
 
-@torch.library.custom_op("liger_trainer::moe_router_backward", mutates_args=())
+@operator("liger_trainer::moe_router_backward")
 def _route_backward(
     d_weights: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, sigmoid: bool, normalise: bool, scale: float
 ) -> torch.Tensor:

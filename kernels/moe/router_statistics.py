@@ -22,6 +22,7 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.moe.router import ordered, readable_rows
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
 
 
@@ -125,7 +126,7 @@ def _tile(num_experts: int) -> dict[str, int]:
     return {"BLOCK_ROWS": max(2048 // columns, 1), "BLOCK_EXPERTS": columns, "num_warps": 4}
 
 
-@torch.library.custom_op("liger_trainer::router_statistics", mutates_args=())
+@operator("liger_trainer::router_statistics")
 def router_statistics(layers: Sequence[torch.Tensor], mask: torch.Tensor | None, top_k: int) -> torch.Tensor:
     """The statistics of all layers together.
 
@@ -156,7 +157,7 @@ def _(layers, mask, top_k):
     return layers[0].new_empty((2 * layers[0].shape[1] + 1,), dtype=torch.float32)
 
 
-@torch.library.custom_op("liger_trainer::router_statistics_backward", mutates_args=())
+@operator("liger_trainer::router_statistics_backward")
 def router_statistics_backward(
     upstream: torch.Tensor, layers: Sequence[torch.Tensor], mask: torch.Tensor | None
 ) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, triton_drives
 
 require(DEVICE_ASSERTIONS)
@@ -147,7 +148,7 @@ def _launch_sort(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Ten
     return order, slots, offsets
 
 
-@torch.library.custom_op("liger_trainer::sort_by_expert", mutates_args=())
+@operator("liger_trainer::sort_by_expert")
 def _sort_by_expert(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if top_k_index.device.type == "cpu" and top_k_index.numel() and (least := int(top_k_index.min())) < 0:
         raise ValueError(f"`top_k_index` holds {least}; ids are 0 or more; from {num_experts} on they mean no expert.")
@@ -237,7 +238,7 @@ def _tile_kernel(
     tl.store(table_ptr + 2 * tiles + 1, tl.where(used, row, 0), mask=written)
 
 
-@torch.library.custom_op("liger_trainer::moe_tile_table", mutates_args=())
+@operator("liger_trainer::moe_tile_table")
 def _tile_table(offsets: torch.Tensor, block_rows: int, num_tiles: int) -> torch.Tensor:
     if not triton_drives(offsets.device):
         return _tile_table_reference(offsets, block_rows, num_tiles)

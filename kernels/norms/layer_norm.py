@@ -38,6 +38,7 @@ from liger_trainer.kernels.norms.launch import (
     memory_order,
     runs_on_triton,
 )
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
 
 
@@ -241,7 +242,7 @@ def launch_backward(
     return dx, dweight, dbias
 
 
-@torch.library.custom_op("liger_trainer::layer_norm", mutates_args=())
+@operator("liger_trainer::layer_norm")
 def _layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -259,7 +260,7 @@ def _(x, weight, bias, eps, dtype):
     return empty_in_order(x, order, dtype), empty_row_values(x, order), empty_row_values(x, order)
 
 
-@torch.library.custom_op("liger_trainer::layer_norm_backward", mutates_args=())
+@operator("liger_trainer::layer_norm_backward")
 def _layer_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -42,6 +42,7 @@ from liger_trainer.kernels.norms.launch import (
     memory_order,
     runs_on_triton,
 )
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
@@ -297,7 +298,7 @@ def check_casting(name: str, casting: str) -> None:
         raise ValueError(f"`casting` of {name} is {casting!r}; it must be one of {', '.join(map(repr, CASTINGS))}.")
 
 
-@torch.library.custom_op("liger_trainer::rms_norm", mutates_args=())
+@operator("liger_trainer::rms_norm")
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,7 +312,7 @@ def _(x, weight, eps, offset, casting, fp8=False):
     return empty_in_order(x, order, output_dtype(x, weight, casting)), empty_row_values(x, order)
 
 
-@torch.library.custom_op("liger_trainer::rms_norm_backward", mutates_args=())
+@operator("liger_trainer::rms_norm_backward")
 def _rms_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

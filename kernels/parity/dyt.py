@@ -30,6 +30,7 @@ from liger_trainer.kernels.norms.launch import (
     empty_in_order,
     memory_order,
 )
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton, use_triton
 
 _BLOCK = 1024  # largest number of columns in a tile
@@ -125,7 +126,7 @@ def _block(hidden_size: int) -> int:
     return min(_BLOCK, next_power_of_2(hidden_size))
 
 
-@torch.library.custom_op("liger_trainer::dyt", mutates_args=())
+@operator("liger_trainer::dyt")
 def _dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
     hidden_size, order = x.shape[-1], memory_order(x)
     y = empty_in_order(x, order, x.dtype)
@@ -154,7 +155,7 @@ def _(x, alpha, gamma, beta):
     return empty_in_order(x, memory_order(x), x.dtype)
 
 
-@torch.library.custom_op("liger_trainer::dyt_backward", mutates_args=())
+@operator("liger_trainer::dyt_backward")
 def _dyt_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.norms.launch import as_rows
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, graph_is_kept, is_expanded, on_device, tl, triton, use_triton
 
 
@@ -153,7 +154,7 @@ def _num_warps(x: torch.Tensor) -> int:
     return 2 if x.element_size() == 2 else 4
 
 
-@torch.library.custom_op("liger_trainer::embedding", mutates_args=())
+@operator("liger_trainer::embedding")
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int) -> torch.Tensor:
     vocab, cols = weight.shape
     out = weight.new_empty((*ids.shape, cols))
@@ -171,7 +172,7 @@ def _(ids, weight, padding_idx):
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-@torch.library.custom_op("liger_trainer::embedding_backward", mutates_args=())
+@operator("liger_trainer::embedding_backward")
 def _embedding_backward(dy: torch.Tensor, ids: torch.Tensor, vocab: int, padding_idx: int) -> torch.Tensor:
     gradient = dy.new_zeros((vocab, dy.shape[-1]))
     _add_rows(gradient, dy, ids, padding_idx, accumulate=False)

@@ -31,9 +31,10 @@ from liger_trainer.kernels.norms.layer_norm import (
     launch_forward,
     layer_norm_reference,
 )
+from liger_trainer.kernels.operator import operator
 
 
-@torch.library.custom_op("liger_trainer::fused_add_layer_norm", mutates_args=())
+@operator("liger_trainer::fused_add_layer_norm")
 def _fused_add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -54,7 +55,7 @@ def _(x, residual, weight, bias, eps, dtype):
     return y, new_residual, empty_row_values(x, order), empty_row_values(x, order)
 
 
-@torch.library.custom_op("liger_trainer::fused_add_layer_norm_backward", mutates_args=())
+@operator("liger_trainer::fused_add_layer_norm_backward")
 def _fused_add_layer_norm_backward(
     dy: torch.Tensor,
     new_residual_grad: torch.Tensor | None,

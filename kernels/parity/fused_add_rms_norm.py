@@ -32,9 +32,10 @@ from liger_trainer.kernels.norms.rms_norm import (
     output_dtype,
     rms_norm_reference,
 )
+from liger_trainer.kernels.operator import operator
 
 
-@torch.library.custom_op("liger_trainer::fused_add_rms_norm", mutates_args=())
+@operator("liger_trainer::fused_add_rms_norm")
 def _fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -50,7 +51,7 @@ def _(x, residual, weight, eps, offset, casting):
     return y, empty_in_order(x, order, x.dtype), empty_row_values(x, order)
 
 
-@torch.library.custom_op("liger_trainer::fused_add_rms_norm_backward", mutates_args=())
+@operator("liger_trainer::fused_add_rms_norm_backward")
 def _fused_add_rms_norm_backward(
     dy: torch.Tensor,
     new_residual_grad: torch.Tensor | None,

@@ -23,6 +23,7 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_double_backwa
 from liger_trainer.kernels.head.logit_rows import fold, row_config, row_layout, row_start, row_view
 from liger_trainer.kernels.head.loss_arguments import check_labels_on_cpu, check_target
 from liger_trainer.kernels.head.row_statistics import compute_dtype
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 
@@ -148,7 +149,7 @@ def _backward_kernel(
         tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < vocab_size)
 
 
-@torch.library.custom_op("liger_trainer::fused_ce_tvd", mutates_args=())
+@operator("liger_trainer::fused_ce_tvd")
 def _fused_ce_tvd(
     student: torch.Tensor, teacher: torch.Tensor, target: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -172,7 +173,7 @@ def _(student, teacher, target, ignore_index):
     return ce, tvd, saved
 
 
-@torch.library.custom_op("liger_trainer::fused_ce_tvd_backward", mutates_args=())
+@operator("liger_trainer::fused_ce_tvd_backward")
 def _fused_ce_tvd_backward(
     ce_grad: torch.Tensor,
     tvd_grad: torch.Tensor,

@@ -30,6 +30,7 @@ from liger_trainer.kernels.norms.launch import (
     empty_gradients,
     fit_config,
 )
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.parity.group_norm_kernels import (
     MAX_CHUNKS,
     channel_sums_kernel,
@@ -83,7 +84,7 @@ def _by_position(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(*tensor.shape[:2], tensor.shape[2:].numel()).contiguous()
 
 
-@torch.library.custom_op("liger_trainer::group_norm", mutates_args=())
+@operator("liger_trainer::group_norm")
 def _group_norm(
     x: torch.Tensor,
     num_groups: int,
@@ -155,7 +156,7 @@ def _(x, num_groups, weight, bias, eps, dtype):
     return _outputs(x, num_groups, dtype)
 
 
-@torch.library.custom_op("liger_trainer::group_norm_backward", mutates_args=())
+@operator("liger_trainer::group_norm_backward")
 def _group_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -37,6 +37,7 @@ from liger_trainer.kernels.norms.launch import (
 )
 from liger_trainer.kernels.norms.layer_norm import backward_config
 from liger_trainer.kernels.norms.rms_norm import check_casting, load_scale, normalise, rms_norm_reference
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, num_sms, on_device, tl, triton
 
 
@@ -185,7 +186,7 @@ def _modulated_rms_norm_backward_kernel(
         tl.store(dweight_ptr + tl.program_id(0) * H + cols, tl.sum(dweight, axis=0), mask=cols < H)
 
 
-@torch.library.custom_op("liger_trainer::modulated_rms_norm", mutates_args=())
+@operator("liger_trainer::modulated_rms_norm")
 def _modulated_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -228,7 +229,7 @@ def _(x, weight, scale, shift, eps, offset, casting):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("liger_trainer::modulated_rms_norm_backward", mutates_args=())
+@operator("liger_trainer::modulated_rms_norm_backward")
 def _modulated_rms_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -34,6 +34,7 @@ from liger_trainer.kernels.norms.launch import (
     memory_order,
     runs_on_triton,
 )
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
 
 
@@ -146,7 +147,7 @@ def backward_config(hidden_size: int) -> NormConfig:
     return NormConfig(rows=1, num_warps=num_warps, num_stages=3, programs_per_sm=max(1, 16 // num_warps))
 
 
-@torch.library.custom_op("liger_trainer::poly_norm", mutates_args=())
+@operator("liger_trainer::poly_norm")
 def _poly_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -185,7 +186,7 @@ def _(x, weight, bias, eps):
     return _outputs(x)
 
 
-@torch.library.custom_op("liger_trainer::poly_norm_backward", mutates_args=())
+@operator("liger_trainer::poly_norm_backward")
 def _poly_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -30,6 +30,7 @@ import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.norms.launch import as_rows, device_limits
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
 
 
@@ -346,7 +347,7 @@ def launch_backward(
             backward_kernel[(cdiv(num_rows, options["ROWS"]),)](*tensors, *strides, num_rows, num_cols, **options)
 
 
-@torch.library.custom_op("liger_trainer::row_softmax", mutates_args=())
+@operator("liger_trainer::row_softmax")
 def row_softmax(x: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
     """Softmax or sparsemax over the last dimension, contiguous. Call `softmax` or `sparsemax`, which check `x`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -360,7 +361,7 @@ def _(x: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("liger_trainer::row_softmax_backward", mutates_args=())
+@operator("liger_trainer::row_softmax_backward")
 def _row_softmax_backward(dy: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if dx.numel():
@@ -390,7 +391,7 @@ row_softmax.register_autograd(_backward, setup_context=_setup_context)
 refuse_second_derivative(_row_softmax_backward, "softmax and sparsemax")
 
 
-@torch.library.custom_op("liger_trainer::causal_softmax", mutates_args=())
+@operator("liger_trainer::causal_softmax")
 def _causal_softmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The causal softmax, contiguous, and the fp32 log-sum-exp of each row."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -405,7 +406,7 @@ def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("liger_trainer::causal_softmax_backward", mutates_args=())
+@operator("liger_trainer::causal_softmax_backward")
 def _causal_softmax_backward(dy: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():

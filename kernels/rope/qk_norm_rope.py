@@ -26,6 +26,7 @@ import torch
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import NormConfig, check_arguments, column_sum, fit_config
 from liger_trainer.kernels.norms.rms_norm import check_casting, output_dtype, rms_norm, rms_norm_reference
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
 from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference, runs_on_triton
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns, table_strides
@@ -107,7 +108,7 @@ def _results(
     return q_out, k_out, q_rstd, k_rstd
 
 
-@torch.library.custom_op("liger_trainer::qk_norm_rope", mutates_args=())
+@operator("liger_trainer::qk_norm_rope")
 def qk_norm_rope_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -166,7 +167,7 @@ def _gradients(
     return dq, dk, dq_weight, dk_weight
 
 
-@torch.library.custom_op("liger_trainer::qk_norm_rope_backward", mutates_args=())
+@operator("liger_trainer::qk_norm_rope_backward")
 def qk_norm_rope_backward(
     dq_out: torch.Tensor | None,
     dk_out: torch.Tensor | None,

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.rope_kernel import launch
 from liger_trainer.kernels.runtime import use_triton
 
@@ -47,7 +48,7 @@ def _empty_by_token(x: torch.Tensor, unsqueeze_dim: int, dtype: torch.dtype) -> 
     return _by_token(x.new_empty(_by_token(x, unsqueeze_dim).shape, dtype=dtype), unsqueeze_dim)
 
 
-@torch.library.custom_op("liger_trainer::rope", mutates_args=())
+@operator("liger_trainer::rope")
 def rotate(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -36,6 +36,7 @@ from liger_trainer.kernels.autograd import (
 )
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows
+from liger_trainer.kernels.operator import operator
 
 if dist.is_available():
     require(COLLECTIVES)
@@ -124,7 +125,7 @@ def _all_to_all(x: torch.Tensor, output_sizes: Sequence[int], input_sizes: Seque
     )
 
 
-@torch.library.custom_op("liger_trainer::expert_send", mutates_args=())
+@operator("liger_trainer::expert_send")
 def _send(
     hidden: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -146,7 +147,7 @@ def _(hidden, top_k_weights, expert_rows, send_sizes, recv_sizes, group):
     return hidden.new_empty(arriving, hidden.shape[1]), top_k_weights.new_empty(arriving, 1)
 
 
-@torch.library.custom_op("liger_trainer::expert_send_backward", mutates_args=())
+@operator("liger_trainer::expert_send_backward")
 def _send_backward(
     drows: torch.Tensor,
     dweights: torch.Tensor,
@@ -208,11 +209,11 @@ def _placeholder(
     return y.new_zeros(()).expand(expert_rows[0].shape[0] // top_k, y.shape[1])
 
 
-_bring_back_save = torch.library.custom_op("liger_trainer::expert_bring_back_save", _placeholder, mutates_args=())
+_bring_back_save = operator("liger_trainer::expert_bring_back_save")(_placeholder)
 _bring_back_save.register_fake(_placeholder)
 
 
-@torch.library.custom_op("liger_trainer::expert_bring_back_backward", mutates_args=())
+@operator("liger_trainer::expert_bring_back_backward")
 def _bring_back_backward(
     dout: torch.Tensor,
     order: torch.Tensor,
@@ -246,7 +247,7 @@ def _backward_bring_back(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
 _bring_back_save.register_autograd(_backward_bring_back, setup_context=_setup_bring_back)
 
 
-@torch.library.custom_op("liger_trainer::expert_bring_back", mutates_args=())
+@operator("liger_trainer::expert_bring_back")
 def _bring_back(
     placeholder: torch.Tensor,
     y: torch.Tensor,

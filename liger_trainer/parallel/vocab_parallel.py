@@ -40,6 +40,7 @@ from liger_trainer.kernels.head.loss_arguments import (
 )
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard, combine, compute_dtype
 from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.operator import operator
 
 if dist.is_available():
     require(COLLECTIVES)
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@torch.library.custom_op("liger_trainer::linear_partials", mutates_args=())
+@operator("liger_trainer::linear_partials")
 def linear_partials(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -85,7 +86,7 @@ def _(
     return partials, logits_buffer(hidden, weight, retain)
 
 
-@torch.library.custom_op("liger_trainer::logits_partials", mutates_args=())
+@operator("liger_trainer::logits_partials")
 def logits_partials(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -112,7 +113,7 @@ def _(
     return logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
 
 
-@torch.library.custom_op("liger_trainer::logits_rows_attach", mutates_args=())
+@operator("liger_trainer::logits_rows_attach")
 def attach_logits(
     loss: torch.Tensor,
     logits: torch.Tensor,

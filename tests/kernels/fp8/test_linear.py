@@ -180,13 +180,13 @@ def test_a_checkpoint_repeats_no_last_product(device, monkeypatch):
 @pytest.mark.parametrize("mode", ["rowwise_gw_hp", "tensorwise"])
 def test_opcheck(mode, device):
     x, weight, bias = (tensor.requires_grad_() for tensor in inputs(device, 6))
-    opcheck(operators.fp8_linear_save, (x, weight, bias, mode))
+    opcheck(operators.fp8_linear_save.custom, (x, weight, bias, mode))
     placeholder = randn(6, 48, device=device, **BF16).requires_grad_()
-    opcheck(operators.fp8_linear_product, (placeholder, x.detach(), weight.detach(), bias.detach(), mode, True))
+    opcheck(operators.fp8_linear_product.custom, (placeholder, x.detach(), weight.detach(), bias.detach(), mode, True))
     dy = placeholder.detach()
     largest = operators.largest_of_gradient(dy, mode)
-    opcheck(operators.input_gradient, (dy, weight.detach(), mode, largest))
-    opcheck(operators.weight_gradient, (dy, x.detach(), mode, largest))
+    opcheck(operators.input_gradient.custom, (dy, weight.detach(), mode, largest))
+    opcheck(operators.weight_gradient.custom, (dy, x.detach(), mode, largest))
 
 
 @pytest.mark.kernel

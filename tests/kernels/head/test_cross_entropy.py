@@ -177,15 +177,17 @@ def test_operators_pass_opcheck() -> None:
     logits, target = _case(6, 5)
     logits = logits.detach().float().requires_grad_()
     options = (IGNORE, 0.1, 0.1, 5.0, 1.0, 1.0)
-    torch.library.opcheck(operator._forward, (logits, target, None, *options, True, True, False))
+    torch.library.opcheck(operator._forward.custom, (logits, target, None, *options, True, True, False))
     nll, lse, logits = torch.rand(6), torch.rand(6), logits.detach()
     torch.library.opcheck(
-        logits_gradient, (torch.ones(6), None, logits, target, nll, lse, None, torch.rand(5), *options, 0, 5)
+        logits_gradient.custom, (torch.ones(6), None, logits, target, nll, lse, None, torch.rand(5), *options, 0, 5)
     )
-    torch.library.opcheck(logits_gradient, (torch.ones(6), nll, logits, target, nll, lse, lse, None, *options, 3, 70))
+    torch.library.opcheck(
+        logits_gradient.custom, (torch.ones(6), nll, logits, target, nll, lse, lse, None, *options, 3, 70)
+    )
     buffer, one = torch.zeros_like(logits), torch.ones(())
     torch.library.opcheck(operator._gradient_, (logits, buffer, target, None, one, *options, True, True))
-    torch.library.opcheck(operator._reduce, (logits.requires_grad_(), buffer, nll, one, one))
+    torch.library.opcheck(operator._reduce.custom, (logits.requires_grad_(), buffer, nll, one, one))
     torch.library.opcheck(_rescale.rescale_, (torch.ones(6), torch.tensor(2.0), torch.tensor(1.0)))
 
 

@@ -264,11 +264,11 @@ def test_operators_pass_opcheck(device: str) -> None:
     labels = torch.tensor([0, IGNORE, 1, 2], device=device)
     rest = (teacher, labels, "jsd", 0.3, 0.0, IGNORE)
     scale, grad = torch.full((), 0.5, device=device), torch.rand(4, 19, device=device)
-    torch.library.opcheck(elementwise_divergence._elements, (leaf, *rest))
-    torch.library.opcheck(elementwise_divergence._backward, (grad, None, leaf.detach(), *rest))
-    torch.library.opcheck(elementwise_divergence._backward, (scale, scale, leaf.detach(), *rest))
+    torch.library.opcheck(elementwise_divergence._elements.custom, (leaf, *rest))
+    torch.library.opcheck(elementwise_divergence._backward.custom, (grad, None, leaf.detach(), *rest))
+    torch.library.opcheck(elementwise_divergence._backward.custom, (scale, scale, leaf.detach(), *rest))
     for expected in (None, torch.ones((), device=device)):  # as it comes: else the backward writes over an output
-        torch.library.opcheck(elementwise_divergence._loss, (scale, expected, leaf, *rest))
+        torch.library.opcheck(elementwise_divergence._loss.custom, (scale, expected, leaf, *rest))
 
 
 @pytest.mark.kernel

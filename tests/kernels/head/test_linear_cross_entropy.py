@@ -298,13 +298,13 @@ def test_operators_pass_opcheck() -> None:
     options = (IGNORE, 0.1, 0.1, 5.0, 1.0, 1.0, FIVE_TOKENS)
     one = torch.ones(())
     torch.library.opcheck(
-        operator.loss_and_gradients,
+        operator.loss_and_gradients.custom,
         (hidden, weight, target, bias, None, one, one, *options, True, True, True, True, True),
     )
-    torch.library.opcheck(operator._rows, (hidden, weight, target, bias, None, *options, True, True))
+    torch.library.opcheck(operator._rows.custom, (hidden, weight, target, bias, None, *options, True, True))
     fixed = [tensor.detach() for tensor in (hidden, weight, target, bias)]
     rows = torch.rand(TOKENS)
-    torch.library.opcheck(operator._rows_backward, (rows, *fixed, None, rows, rows, *options, True, True, True))
+    torch.library.opcheck(operator._rows_backward.custom, (rows, *fixed, None, rows, rows, *options, True, True, True))
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,13 @@ def test_operators_pass_opcheck() -> None:
     logits, target = (torch.randn(TOKENS, 64), _logits()[1])
     options, shard = (IGNORE, 0.1, 0.1, 5.0, 1.0, 1.0), (3, 70)
     hidden, weight = torch.randn(TOKENS, HIDDEN), torch.randn(64, HIDDEN)
-    torch.library.opcheck(vocab_parallel.linear_partials, (hidden, weight, target, None, *options, 1024, 3, *shard))
-    torch.library.opcheck(vocab_parallel.logits_partials, (logits, target, *options, *shard))
+    torch.library.opcheck(
+        vocab_parallel.linear_partials.custom, (hidden, weight, target, None, *options, 1024, 3, *shard)
+    )
+    torch.library.opcheck(vocab_parallel.logits_partials.custom, (logits, target, *options, *shard))
     some = torch.rand(TOKENS)
     leaf = logits.clone().requires_grad_()
-    torch.library.opcheck(vocab_parallel.attach_logits, (some, leaf, target, some, some, *options, *shard))
+    torch.library.opcheck(vocab_parallel.attach_logits.custom, (some, leaf, target, some, some, *options, *shard))
 
 
 def test_double_backward_is_refused() -> None:

@@ -184,12 +184,12 @@ def test_opcheck(pending, four_bits, device):
         weight = moved(random_weight(*w.shape, nested=True), device)
         base, statistics = weight.packed, (weight.statistics, weight.layout)
     arguments = gate, up, base, None, *added, *options, *statistics, factors, [0.5], "silu", scalars(), False
-    torch.library.opcheck(operators.lora_down_save, arguments)
+    torch.library.opcheck(operators.lora_down_save.custom, arguments)
     placeholder = seeded_randn(2, 5, HIDDEN, device=device).requires_grad_()
     # The gradients of the operands come from the other operator, so each is checked on its own.
     operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments[:-1]]
     operands[5:9] = [[each.detach() for each in some] for some in operands[5:9]]
-    torch.library.opcheck(operators.lora_down_product, (placeholder, *operands))
+    torch.library.opcheck(operators.lora_down_product.custom, (placeholder, *operands))
 
 
 @pytest.mark.kernel

@@ -459,13 +459,15 @@ def test_opcheck(device):
     gate_up = randn(3, 8, device=device).requires_grad_()
     dh, halves = randn(3, 7, seed=2, device=device), [x.detach() for x in gate_up.chunk(2, -1)]
     plain, scaled = operators.scalars(), operators.scalars(1.5, 0.5, 2.0, 1.0)
-    opcheck(operators.gated_activation, (gate, up, "silu", scaled, False, False))
-    opcheck(operators.gated_activation, (*halves, "gelu_tanh", plain, False, False))
-    opcheck(operators.gated_activation, (gate_up, None, "gelu", plain, False, False))
-    opcheck(operators.gated_activation, (gate_up, None, "silu", scaled, True, False))
-    opcheck(operators.gated_activation_backward, (dh, gate.detach(), up.detach(), "silu", scaled, False, True, False))
+    opcheck(operators.gated_activation.custom, (gate, up, "silu", scaled, False, False))
+    opcheck(operators.gated_activation.custom, (*halves, "gelu_tanh", plain, False, False))
+    opcheck(operators.gated_activation.custom, (gate_up, None, "gelu", plain, False, False))
+    opcheck(operators.gated_activation.custom, (gate_up, None, "silu", scaled, True, False))
+    opcheck(
+        operators.gated_activation_backward.custom, (dh, gate.detach(), up.detach(), "silu", scaled, False, True, False)
+    )
     fused = (dh[:, :4], gate_up.detach(), None)
-    opcheck(operators.gated_activation_backward, (*fused, "silu", scaled, True, True, False))
+    opcheck(operators.gated_activation_backward.custom, (*fused, "silu", scaled, True, True, False))
     results = [torch.empty_like(x) for x in (gate, up, dh)]
     opcheck(operators.gated_activation_backward_, (dh, gate.detach(), up.detach(), *results, "silu", plain, False))
     results = torch.empty_like(gate_up), None, torch.empty(3, 4, device=device)

@@ -188,9 +188,9 @@ def test_a_padded_token_gets_no_gradient(device):
 def test_opcheck(device):
     tensors = [seeded_randn(6, 5, seed=seed, device=device).requires_grad_() for seed in range(2)]
     mask = torch.ones(6, device=device)
-    opcheck(operators.router_statistics, (tensors, mask, 2))
+    opcheck(operators.router_statistics.custom, (tensors, mask, 2))
     detached = [logits.detach() for logits in tensors]
-    opcheck(operators.router_statistics_backward, (torch.randn(11, device=device), detached, mask))
+    opcheck(operators.router_statistics_backward.custom, (torch.randn(11, device=device), detached, mask))
 
 
 # Real sizes. That the losses are those of transformers is shown above, with the reference.

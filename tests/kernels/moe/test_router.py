@@ -221,10 +221,10 @@ def test_opcheck():
     logits = seeded_randn(4, 6, device=DEVICE).requires_grad_()
     bias = seeded_randn(6, device=DEVICE)
     for options in ((None, 2, False, True, 1, 1, 1.0), (bias, 3, True, True, 3, 2, 2.5)):
-        torch.library.opcheck(operators._route, (logits, *options, torch.float32))
+        torch.library.opcheck(operators._route.custom, (logits, *options, torch.float32))
     index = torch.tensor([[0, 2]] * 4, device=DEVICE)
     torch.library.opcheck(
-        operators._route_backward, (seeded_randn(4, 2, device=DEVICE), logits.detach(), index, True, True, 2.5)
+        operators._route_backward.custom, (seeded_randn(4, 2, device=DEVICE), logits.detach(), index, True, True, 2.5)
     )
 
 

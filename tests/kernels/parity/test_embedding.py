@@ -223,8 +223,8 @@ def test_tied_with_one_use_only_or_recorded(device):
 def test_opcheck(device):
     ids, weight = randint(5, 3, 4, device=device), randn(5, 6, device=device).requires_grad_()
     dy = randn(3, 4, 6, seed=1, device=device)
-    opcheck(operators._embedding, (ids, weight, -1))
-    opcheck(operators._embedding_backward, (dy.requires_grad_(), ids, 5, 2))
+    opcheck(operators._embedding.custom, (ids, weight, -1))
+    opcheck(operators._embedding_backward.custom, (dy.requires_grad_(), ids, 5, 2))
     opcheck(operators._embedding_backward_, (randn(5, 6, device=device), dy.detach(), ids, 2))
 
 

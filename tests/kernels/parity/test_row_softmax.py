@@ -321,18 +321,18 @@ def test_empty(name, device):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_opcheck(sparse, causal, device):
     x = torch.randn(2, 5, 5, device=device)
-    opcheck(module.row_softmax, (x.requires_grad_(), sparse, causal))
-    opcheck(module.row_softmax, (x.detach().mT.requires_grad_(), sparse, causal))
+    opcheck(module.row_softmax.custom, (x.requires_grad_(), sparse, causal))
+    opcheck(module.row_softmax.custom, (x.detach().mT.requires_grad_(), sparse, causal))
     y = module.row_softmax(x.detach(), sparse, causal)
-    opcheck(module._row_softmax_backward, (x.detach().mT, y, sparse, causal))
+    opcheck(module._row_softmax_backward.custom, (x.detach().mT, y, sparse, causal))
 
 
 @pytest.mark.kernel
 def test_opcheck_of_causal_softmax(device):
     x = torch.randn(2, 5, 5, device=device, dtype=torch.bfloat16)
-    opcheck(module._causal_softmax, (x.mT.requires_grad_(),))
+    opcheck(module._causal_softmax.custom, (x.mT.requires_grad_(),))
     y, lse = module._causal_softmax(x.detach())
-    opcheck(module._causal_softmax_backward, (y.mT, x.detach(), lse))
+    opcheck(module._causal_softmax_backward.custom, (y.mT, x.detach(), lse))
 
 
 @pytest.mark.kernel

@@ -339,9 +339,9 @@ def test_vision_tables_of_llama4(device):
 @pytest.mark.kernel
 def test_opcheck(device):
     q, k, cos, sin = inputs("neighbours to halves", device=device)
-    opcheck(rotate, (q, k, cos, sin, 1, False, torch.float32, "interleaved to halves", "shared"))
+    opcheck(rotate.custom, (q, k, cos, sin, 1, False, torch.float32, "interleaved to halves", "shared"))
     q, k, cos, sin = inputs("axes", device=device)
-    opcheck(rotate, (q, k, cos, sin, 1, False, torch.float32, "halves", "planes", [1, 3, 2]))
+    opcheck(rotate.custom, (q, k, cos, sin, 1, False, torch.float32, "halves", "planes", [1, 3, 2]))
 
 
 @pytest.mark.kernel

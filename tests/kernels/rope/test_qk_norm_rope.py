@@ -296,14 +296,16 @@ def test_empty(shape, device):
 @pytest.mark.kernel
 def test_opcheck(device):
     arguments = inputs(SHAPES[2], device=device)
-    opcheck(qk_norm_rope_forward, (*arguments, 1e-6, 1.0, "gemma"))
+    opcheck(qk_norm_rope_forward.custom, (*arguments, 1e-6, 1.0, "gemma"))
     with torch.no_grad():
         q_out, k_out, q_rstd, k_rstd = qk_norm_rope_forward(*arguments, 1e-6, 1.0, "gemma")
     saved = [x.detach() for x in (*arguments[:4], q_rstd, k_rstd, *arguments[4:])]
     utilities = ("test_schema", "test_faketensor")
-    opcheck(qk_norm_rope_backward, (q_out, k_out, *saved, 1.0, "gemma", [True] * 4), test_utils=utilities)
+    opcheck(qk_norm_rope_backward.custom, (q_out, k_out, *saved, 1.0, "gemma", [True] * 4), test_utils=utilities)
     opcheck(
-        qk_norm_rope_backward, (q_out, None, *saved, 1.0, "gemma", [True, False, False, False]), test_utils=utilities
+        qk_norm_rope_backward.custom,
+        (q_out, None, *saved, 1.0, "gemma", [True, False, False, False]),
+        test_utils=utilities,
     )
 
 

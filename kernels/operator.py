@@ -1,0 +1,82 @@
+"""Our operators: custom operators of torch, without their dispatch in eager mode.
+
+`torch.library` gives an operator to the compiler, to dispatch modes such as that of selective checkpointing, and to
+tensor subclasses. Its way to the function takes the host some 10 us longer than an autograd function's, in every call:
+for a small model a tenth of the step. So where nobody looks on, the function is called at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import DISPATCH_MODES
+
+require(DISPATCH_MODES)
+
+R = TypeVar("R")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Operator(Generic[R]):
+    """An operator that changes none of its inputs; `operator` makes it of a function.
+
+    Attributes:
+        custom: The `torch.library.custom_op`, which dispatches.
+        derivative: The autograd function that calls and differentiates `function`; None if it has no derivative.
+    """
+
+    def __init__(self, name: str, function: Callable[..., R]) -> None:
+        self.custom = torch.library.custom_op(name, function, mutates_args=())
+        self.register_fake = self.custom.register_fake
+        self.name = name
+        self.function = function
+        self.derivative: type[torch.autograd.Function] | None = None
+        self.arguments = len(inspect.signature(function).parameters)
+        self.has_lists = "Tensor[]" in torch.library.infer_schema(function, mutates_args=())
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[[Any, Any, Any], None] | None = None
+    ) -> None:
+        """Gives the operator its derivative, as `torch.library.register_autograd`."""
+        self.custom.register_autograd(backward, setup_context=setup_context)
+        function = self.function
+
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = function(*arguments)
+            if setup_context is not None:
+                setup_context(ctx, arguments, output)
+            return output
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self.derivative = type(self.name, (torch.autograd.Function,), methods)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """The function's result, recorded for autograd if an input needs a gradient."""
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+        if (
+            _is_watched()
+            or any(type(tensor) not in _PLAIN for tensor in tensors)
+            or self.has_lists  # which autograd functions do not look into
+            or len(args) < self.arguments  # torch fills in keywords and defaults
+        ):
+            return self.custom(*args, **kwargs)
+        if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+            return self.function(*args)
+        if self.derivative is None:
+            return self.custom(*args)  # whose backward is an error
+        return self.derivative.apply(*args)
+
+
+def operator(name: str) -> Callable[[Callable[..., R]], Operator[R]]:
+    """Makes a function an operator, ``"liger_trainer::name"``. All inputs are annotated, as for `torch.library`."""
+    return lambda function: Operator(name, function)
+
+
+def _is_watched() -> bool:
+    """Whether a compiler or a dispatch mode has to see operators."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
