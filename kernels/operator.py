@@ -8,7 +8,7 @@ for a small model a tenth of the step. So where nobody looks on, the function is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,21 +23,23 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Operator(Generic[R]):
-    """An operator that changes none of its inputs; `operator` makes it of a function.
+    """A function that torch knows as an operator; `operator` makes it.
 
     Attributes:
         custom: The `torch.library.custom_op`, which dispatches.
         derivative: The autograd function that calls and differentiates `function`; None if it has no derivative.
     """
 
-    def __init__(self, name: str, function: Callable[..., R]) -> None:
-        self.custom = torch.library.custom_op(name, function, mutates_args=())
+    def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
+        self.custom = torch.library.custom_op(name, function, mutates_args=mutates)
         self.register_fake = self.custom.register_fake
         self.name = name
         self.function = function
         self.derivative: type[torch.autograd.Function] | None = None
-        self.arguments = len(inspect.signature(function).parameters)
-        self.has_lists = "Tensor[]" in torch.library.infer_schema(function, mutates_args=())
+        parameters = inspect.signature(function).parameters
+        self.defaults = tuple(parameter.default for parameter in parameters.values())
+        self.mutated = [place for place, name in enumerate(parameters) if name in mutates]
+        self.has_lists = "Tensor[]" in torch.library.infer_schema(function, mutates_args=mutates)
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, Any, Any], None] | None = None
@@ -62,19 +64,37 @@ class Operator(Generic[R]):
             _is_watched()
             or any(type(tensor) not in _PLAIN for tensor in tensors)
             or self.has_lists  # which autograd functions do not look into
-            or len(args) < self.arguments  # torch fills in keywords and defaults
+            or kwargs
         ):
             return self.custom(*args, **kwargs)
-        if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-            return self.function(*args)
-        if self.derivative is None:
-            return self.custom(*args)  # whose backward is an error
-        return self.derivative.apply(*args)
+        arguments = (*args, *self.defaults[len(args) :])
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            if self.derivative is None:
+                return self.custom(*args)  # whose backward is an error
+            return self.derivative.apply(*arguments)
+        result = self.function(*arguments)
+        for place in self.mutated:
+            _note_change(arguments[place])
+        return result
 
 
-def operator(name: str) -> Callable[[Callable[..., R]], Operator[R]]:
-    """Makes a function an operator, ``"liger_trainer::name"``. All inputs are annotated, as for `torch.library`."""
-    return lambda function: Operator(name, function)
+def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], Operator[R]]:
+    """Makes a function an operator.
+
+    Args:
+        name: ``"liger_trainer::..."``.
+        mutates: The arguments that it writes to. Such an operator has no derivative.
+
+    Returns:
+        A decorator. All arguments of its function are annotated, as for `torch.library`.
+    """
+    return lambda function: Operator(name, function, mutates)
+
+
+def _note_change(tensor: torch.Tensor | None) -> None:
+    """Lets autograd find that a saved tensor was overwritten, as torch's dispatch does."""
+    if tensor is not None and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _is_watched() -> bool:

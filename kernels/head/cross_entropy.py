@@ -99,7 +99,7 @@ def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple
 _forward.register_autograd(_backward_of_forward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("liger_trainer::cross_entropy_gradient_", mutates_args={"gradient"})
+@operator("liger_trainer::cross_entropy_gradient_", mutates=("gradient",))
 def _gradient_(
     logits: torch.Tensor,
     gradient: torch.Tensor,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.autograd import refuse_double_backward
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, graph_is_kept, num_sms, on_device, tl, triton, use_triton
 
 _FP16_MAX_EXPECTED_GRAD = 4096.0
@@ -32,7 +33,7 @@ def _rescale_kernel(tensor_ptr, upstream_ptr, expected_ptr, numel, BLOCK: tl.con
         tl.store(tensor_ptr + offsets, (value * ratio).to(tensor_ptr.dtype.element_ty), mask=mask)
 
 
-@torch.library.custom_op("liger_trainer::rescale_", mutates_args={"tensor"})
+@operator("liger_trainer::rescale_", mutates=("tensor",))
 def rescale_(tensor: torch.Tensor, upstream: torch.Tensor, expected: torch.Tensor) -> None:
     """Multiplies `tensor` in place by `upstream / expected`; does not touch it if the two are equal.
 

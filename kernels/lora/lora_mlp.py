@@ -212,7 +212,7 @@ def _gradients_with_updates(
     return dgate.view(gate.shape), dup.view(up.shape), dh
 
 
-@torch.library.custom_op("liger_trainer::lora_gated_backward_", mutates_args=("dh", "gate", "up"))
+@operator("liger_trainer::lora_gated_backward_", mutates=("dh", "gate", "up"))
 def _lora_gated_backward_(
     dh: torch.Tensor,
     gate: torch.Tensor,

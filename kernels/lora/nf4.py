@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
 _BYTES_A_THREAD = 4  # of the packed matrix: 8 results, 16 bytes in half precision
@@ -139,7 +140,7 @@ def _dequantize_kernel(
     tl.store(out_ptr + offsets, tl.interleave(first, second).to(out_ptr.dtype.element_ty), mask=offsets < numel)
 
 
-@torch.library.custom_op("liger_trainer::nf4_dequantize_", mutates_args=("out",))
+@operator("liger_trainer::nf4_dequantize_", mutates=("out",))
 def dequantize_(
     out: torch.Tensor, packed: torch.Tensor, statistics: Sequence[torch.Tensor], layout: Sequence[int]
 ) -> None:
@@ -281,7 +282,7 @@ def _dequantized(weight: NF4Weight, dtype: torch.dtype) -> Iterator[torch.Tensor
         yield _write(weight, buffer.memory[:numel].view(weight.shape))
 
 
-@torch.library.custom_op("liger_trainer::nf4_matmul_", mutates_args=("out",))
+@operator("liger_trainer::nf4_matmul_", mutates=("out",))
 def _matmul_(
     out: torch.Tensor,
     rows: torch.Tensor,

@@ -319,12 +319,12 @@ _LONGEST_CAST = 28672
 
 
 def cast_config(cols: int) -> tuple[int, int, int]:
-    """(blocks of columns, their width, warps) of the casting kernel: 16 bytes per thread, block and tensor.
+    """(blocks of columns, their width, warps) of the casting kernel: 8 bytes per thread, block and tensor.
 
     In one block, rounded up to a power of two, a row of 10240 columns would be computed as one of 16384.
     """
     block = min(2048 if cols <= 16384 else 4096, next_power_of_2(cols))
-    return cdiv(cols, block), block, max(1, block // 256)
+    return cdiv(cols, block), block, min(16, max(1, block // 128))
 
 
 def cast_of_h(
@@ -460,7 +460,7 @@ def _(dh, gate, up, activation, scalars, interleaved, need_gate, need_up):
 refuse_second_derivative(gated_activation_backward, FUNCTIONS)
 
 
-@torch.library.custom_op("liger_trainer::gated_activation_backward_", mutates_args=("dgate", "dup", "h"))
+@operator("liger_trainer::gated_activation_backward_", mutates=("dgate", "dup", "h"))
 def gated_activation_backward_(
     dh: torch.Tensor,
     gate: torch.Tensor,

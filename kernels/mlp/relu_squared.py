@@ -80,7 +80,7 @@ def _(dy, x):
 refuse_second_derivative(_relu_squared_backward, "relu_squared")
 
 
-@torch.library.custom_op("liger_trainer::relu_squared_backward_", mutates_args=("x",))
+@operator("liger_trainer::relu_squared_backward_", mutates=("x",))
 def _relu_squared_backward_(dy: torch.Tensor, x: torch.Tensor) -> None:
     """Overwrites x with its gradient."""
     dx = x.contiguous()

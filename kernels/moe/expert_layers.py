@@ -227,7 +227,7 @@ def _(
 pass_to_placeholder(moe_down)
 
 
-@torch.library.custom_op("liger_trainer::moe_down_backward_", mutates_args=("dpre",))
+@operator("liger_trainer::moe_down_backward_", mutates=("dpre",))
 def _down_backward_(
     dpre: torch.Tensor,
     dout: torch.Tensor,

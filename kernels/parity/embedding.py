@@ -184,7 +184,7 @@ def _(dy, ids, vocab, padding_idx):
     return dy.new_empty((vocab, dy.shape[-1]))
 
 
-@torch.library.custom_op("liger_trainer::embedding_backward_", mutates_args=("grad_weight",))
+@operator("liger_trainer::embedding_backward_", mutates=("grad_weight",))
 def _embedding_backward_(grad_weight: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, padding_idx: int) -> None:
     _add_rows(grad_weight, dy, ids, padding_idx, accumulate=True)
 

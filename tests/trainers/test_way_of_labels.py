@@ -26,8 +26,14 @@ ROOT = Path(liger_trainer.__file__).resolve().parent.parent
 OURS = tuple(str(ROOT / folder) + "/" for folder in ("liger_trainer", "kernels"))
 
 
+DISPATCH = str(ROOT / "kernels" / "operator.py")  # what torch's own dispatch of an operator does
+
+
 def is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(OURS) and Path(code.co_filename).resolve().is_relative_to(ROOT)
+    if not code.co_filename.startswith(OURS):
+        return False
+    file = Path(code.co_filename).resolve()
+    return file.is_relative_to(ROOT) and str(file) != DISPATCH
 
 
 def holds_labels(value: Any) -> bool:

@@ -186,9 +186,9 @@ def test_operators_pass_opcheck() -> None:
         logits_gradient.custom, (torch.ones(6), nll, logits, target, nll, lse, lse, None, *options, 3, 70)
     )
     buffer, one = torch.zeros_like(logits), torch.ones(())
-    torch.library.opcheck(operator._gradient_, (logits, buffer, target, None, one, *options, True, True))
+    torch.library.opcheck(operator._gradient_.custom, (logits, buffer, target, None, one, *options, True, True))
     torch.library.opcheck(operator._reduce.custom, (logits.requires_grad_(), buffer, nll, one, one))
-    torch.library.opcheck(_rescale.rescale_, (torch.ones(6), torch.tensor(2.0), torch.tensor(1.0)))
+    torch.library.opcheck(_rescale.rescale_.custom, (torch.ones(6), torch.tensor(2.0), torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize(("target_name", "dtype"), on_targets((torch.bfloat16,), (torch.float32,)))

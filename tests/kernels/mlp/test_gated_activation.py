@@ -469,9 +469,11 @@ def test_opcheck(device):
     fused = (dh[:, :4], gate_up.detach(), None)
     opcheck(operators.gated_activation_backward.custom, (*fused, "silu", scaled, True, True, False))
     results = [torch.empty_like(x) for x in (gate, up, dh)]
-    opcheck(operators.gated_activation_backward_, (dh, gate.detach(), up.detach(), *results, "silu", plain, False))
+    opcheck(
+        operators.gated_activation_backward_.custom, (dh, gate.detach(), up.detach(), *results, "silu", plain, False)
+    )
     results = torch.empty_like(gate_up), None, torch.empty(3, 4, device=device)
-    opcheck(operators.gated_activation_backward_, (*fused, *results, "silu", scaled, True))
+    opcheck(operators.gated_activation_backward_.custom, (*fused, *results, "silu", scaled, True))
 
 
 @pytest.mark.kernel

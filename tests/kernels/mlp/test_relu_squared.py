@@ -101,7 +101,7 @@ def test_opcheck(device):
     x, dy = randn(3, 7, device=device).requires_grad_(), randn(7, 3, seed=1, device=device).mT
     opcheck(operators._relu_squared.custom, (x, False))
     opcheck(operators._relu_squared_backward.custom, (dy, x.detach()))
-    opcheck(operators._relu_squared_backward_, (dy, x.detach().clone()))
+    opcheck(operators._relu_squared_backward_.custom, (dy, x.detach().clone()))
 
 
 @pytest.mark.kernel

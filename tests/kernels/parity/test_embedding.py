@@ -225,7 +225,7 @@ def test_opcheck(device):
     dy = randn(3, 4, 6, seed=1, device=device)
     opcheck(operators._embedding.custom, (ids, weight, -1))
     opcheck(operators._embedding_backward.custom, (dy.requires_grad_(), ids, 5, 2))
-    opcheck(operators._embedding_backward_, (randn(5, 6, device=device), dy.detach(), ids, 2))
+    opcheck(operators._embedding_backward_.custom, (randn(5, 6, device=device), dy.detach(), ids, 2))
 
 
 @pytest.mark.kernel
