@@ -55,7 +55,7 @@ def _of_layers(case: Case) -> list[Trap]:
     if applied:
         return [Trap(f"{_NO_LAYER}: {ENDS}", '`liger_kernel_config: {"fp8_all_layers": true}`')]
     if ADAPTED in reasons:
-        return [Trap(f"{_NO_LAYER}: {ADAPTED}", f"{_LEAVE_OUT}, or `use_peft: false`")]
+        return [] if case.values["fp8_base"] else [Trap(f"{_NO_LAYER}: {ADAPTED}", "`fp8_base: true`")]
     return [Trap(f"{_NO_LAYER}: {reasons[0] if reasons else 'it has no linear layers'}", _LEAVE_OUT)]
 
 

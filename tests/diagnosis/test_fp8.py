@@ -20,7 +20,7 @@ CASES = {
         {"liger_kernel_config": {"fp8_all_layers": True}},
         "the first and the last layer stay",
     ),
-    "adapters": ({"use_peft": True, "lora_target_modules": ["all-linear"]}, {"use_peft": False}, "it has adapters"),
+    "adapters": ({"use_peft": True, "lora_target_modules": ["all-linear"]}, {"fp8_base": True}, "it has adapters"),
     "experts": ({"model": EXPERTS}, {"fp8": None}, "experts stay in bf16"),
     "tokens": ({"per_device_train_batch_size": 1}, {"per_device_train_batch_size": 2}, "at most 1,024 tokens"),
     "pairs": ({"trainer": "dpo", "max_length": 511}, {"max_length": 512}, "at most 2,044 tokens"),
