@@ -183,7 +183,7 @@ def _parser(classes: Sequence[Any]) -> tuple[TrlParser, dict[str, Action]]:
             return action
 
         def error(self, message: str) -> typing.NoReturn:
-            raise RecipeError(f"On the command line: {message}.")
+            raise RecipeError(f"On the command line: {message.rstrip('.')}.")
 
     return Parser(tuple(classes), allow_abbrev=False, add_help=False), actions
 
