@@ -62,7 +62,7 @@ class Operator(Generic[R]):
         tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
         if (
             _is_watched()
-            or any(type(tensor) not in _PLAIN for tensor in tensors)
+            or any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors)
             or self.has_lists  # which autograd functions do not look into
             or kwargs
         ):

@@ -111,6 +111,12 @@ def test_defaults_are_filled_in(pair, dispatched):
     assert not dispatched
 
 
+def test_tensors_without_memory_get_the_fake(dispatched):
+    result = product(torch.empty(3, device="meta", requires_grad=True), torch.empty(3, device="meta"), 2.0)
+    assert result.is_meta
+    assert len(dispatched) == 1
+
+
 def test_changed_inputs_are_noticed():
     x = torch.randn(3, requires_grad=True)
     saved = torch.randn(3)
