@@ -1,8 +1,8 @@
 """Our operators: custom operators of torch, without their dispatch in eager mode.
 
 `torch.library` gives an operator to the compiler, to dispatch modes such as that of selective checkpointing, and to
-tensor subclasses. Its way to the function takes the host some 10 us longer than an autograd function's, in every call:
-for a small model a tenth of the step. So where nobody looks on, the function is called at once.
+tensor subclasses. Its way to the function takes the host longer than an autograd function's, in every call, and with
+a small model the GPU waits for the host. So the function is called at once when none of these has to see it.
 """
 
 from __future__ import annotations

@@ -167,6 +167,6 @@ SHARED_MEMORY = Feature(
 )
 
 DISPATCH_MODES = Feature(
-    "calling operators without torch's dispatch where nobody looks on",
+    "calling operators without torch's dispatch in eager mode",
     Private("torch._C:_len_torch_dispatch_stack"),
 )

@@ -1,4 +1,4 @@
-"""Operators: called past torch's dispatch, with the same results, unless somebody looks on."""
+"""Operators: called past torch's dispatch, with the same results, unless something has to see them."""
 
 import pytest
 import torch

@@ -132,10 +132,10 @@ def test_the_model_without_its_adapters_and_in_a_generation():
 
 def test_frozen_layers_without_adapters_are_stored_if_they_are_large(monkeypatch):
     model = adapted(target_modules=["q_proj", "v_proj"])
-    few = f"no adapters and fewer than {fp8_base._LEAST_FEATURES} features"
+    few = f"no adapters and fewer than {fp8_base.LEAST_FEATURES} features"
     count = len(layers_of(model))
     assert counts(store_base_in_fp8(model, CPU)) == {STORED: 2 * count, few: 5 * count}
-    monkeypatch.setattr(fp8_base, "_LEAST_FEATURES", 64)
+    monkeypatch.setattr(fp8_base, "LEAST_FEATURES", 64)
     assert counts(store_base_in_fp8(model, CPU))[STORED] > 5 * count
     batch, rounded = tiny_batch("llama", model), on_rounded_weights(model)
     apply_liger_kernel(model)

@@ -25,12 +25,11 @@ from liger_trainer.kernels.fp8.linear import MULTIPLE
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding, rows
-from liger_trainer.patching.fp8 import decoder_layers
+from liger_trainer.patching.fp8 import LEAST_FEATURES, decoder_layers
 from liger_trainer.patching.lora.fp8_linear import Fp8Linear
 from liger_trainer.patching.lora.operands import is_lora_linear
 from liger_trainer.patching.report import KernelReportRow
 
-_LEAST_FEATURES = 1024  # of a layer without adapters
 _KERNEL = "fp8 (e4m3), a scale for each row"
 
 
@@ -81,8 +80,8 @@ def _linears(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]
         elif isinstance(child, Fp8Linear):
             yield layer, name, child, ""
         elif isinstance(child, nn.Linear):
-            small = min(child.weight.shape) < _LEAST_FEATURES
-            yield layer, name, child, f"no adapters and fewer than {_LEAST_FEATURES} features" if small else ""
+            small = min(child.weight.shape) < LEAST_FEATURES
+            yield layer, name, child, f"no adapters and fewer than {LEAST_FEATURES} features" if small else ""
         else:
             yield from _linears(child)
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.kernels.lora.lora import LoRA, LoRALayer, lora_linears
-from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding
-from liger_trainer.patching.lora.operands import is_operand, is_plain_linear, is_unhooked
+from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears
+from liger_trainer.patching.finding import Finding, reason_to_leave
+from liger_trainer.patching.lora.operands import adapter, is_operand, is_plain_dropout, is_plain_linear
 from liger_trainer.patching.probe import Agreement, Probe, dummy_module, projection
 
 _RANK, _FEATURES = 3, 24  # of the dummy module: its rank, and the features of its input and of a head
+_NO_DROPOUT = nn.Identity()  # where LitGPT has a function that returns its argument
 
 
 def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -35,11 +35,9 @@ def find_litgpt_lora(module: nn.Module, enabled: Callable[[str], bool], probe: P
     if {"lora_A", "lora_B"} != module._parameters.keys() or not isinstance(getattr(module, "linear", None), nn.Linear):
         return None
     target = type(module).__name__
-    foreign = overriding_forward(module)
-    if not enabled("lora"):
-        return Finding("lora", target, module, reason=SWITCHED_OFF)
-    if foreign is not None:
-        return Finding("lora", target, module, reason=f"its forward is already overridden by {foreign}")
+    reason = reason_to_leave(module, enabled("lora"))
+    if reason:
+        return Finding("lora", target, module, reason=reason)
     agreement = _proof(module, probe)
     if not agreement.equal:
         return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
@@ -48,19 +46,15 @@ def find_litgpt_lora(module: nn.Module, enabled: Callable[[str], bool], probe: P
 
 def _layer(module: Any, x: torch.Tensor) -> LoRALayer | None:
     """The operands of `module` for `x`; None if its own forward must run."""
-    linear, a, b, dropout = module.linear, module.lora_A, module.lora_B, module.lora_dropout
+    linear, a, b = module.linear, module.lora_A, module.lora_B
+    dropout = module.lora_dropout if isinstance(module.lora_dropout, nn.Module) else _NO_DROPOUT
     if module.merged or not (is_plain_linear(linear, x) and is_operand(a, x) and is_operand(b, x)):
         return None
-    mask, scaling = None, module.scaling
-    if isinstance(dropout, nn.Module):  # else it is LitGPT's function that drops nothing
-        if type(dropout) is not nn.Dropout or dropout.inplace or dropout.p == 1 or not is_unhooked(dropout):
-            return None
-        if dropout.training and dropout.p > 0:
-            mask = torch.native_dropout(x.detach(), dropout.p, True)[1]
-            scaling = scaling / (1 - dropout.p)
+    if not is_plain_dropout(dropout):
+        return None
     if hasattr(module, "enable_lora"):
         b = _block_diagonal(module, b)
-    return LoRALayer(linear.weight, linear.bias, (LoRA(a, b, scaling, mask),))
+    return LoRALayer(linear.weight, linear.bias, (adapter(a, b, module.scaling, dropout, x),))
 
 
 def _block_diagonal(module: Any, b: torch.Tensor) -> torch.Tensor:

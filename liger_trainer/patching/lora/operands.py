@@ -158,18 +158,32 @@ def is_plain_adapter(module: Any, name: str, x: torch.Tensor) -> bool:
         # Of any dtype: PEFT casts x to that of the adapter.
         if type(weight) not in _PLAIN or not weight.is_floating_point() or weight.device != x.device:
             return False
+    return is_plain_dropout(dropout)
+
+
+def is_plain_dropout(dropout: nn.Module) -> bool:
+    """Whether an adapter's `dropout` need not be called: none at all, or one that [`adapter`] draws."""
     if not is_unhooked(dropout):
         return False
     return type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.inplace and dropout.p < 1)
 
 
+def adapter(a: torch.Tensor, b: torch.Tensor, scaling: float, dropout: Any, x: torch.Tensor) -> LoRA:
+    """The adapter of A and B, with the mask that its plain `dropout` draws for `x`."""
+    if not _is_active(dropout):
+        return LoRA(a, b, scaling)
+    mask = torch.native_dropout(x.detach(), dropout.p, True)[1]
+    return LoRA(a, b, scaling / (1 - dropout.p), mask)
+
+
 def _adapters(module: Any, x: torch.Tensor) -> tuple[LoRA, ...]:
-    adapters = []
-    for name in active_adapters(module):
-        dropout, scaling, mask = module.lora_dropout[name], module.scaling[name], None
-        if _is_active(dropout):
-            mask = torch.native_dropout(x.detach(), dropout.p, True)[1]
-            scaling = scaling / (1 - dropout.p)
-        a, b = module.lora_A[name].weight, module.lora_B[name].weight
-        adapters.append(LoRA(a, b, scaling, mask))
-    return tuple(adapters)
+    return tuple(
+        adapter(
+            module.lora_A[name].weight,
+            module.lora_B[name].weight,
+            module.scaling[name],
+            module.lora_dropout[name],
+            x,
+        )
+        for name in active_adapters(module)
+    )
