@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
@@ -21,7 +22,7 @@ from torch import nn
 
 from liger_trainer.recompute.budget import Call, Plan, Step, choose, merged, most, proved
 from liger_trainer.recompute.keeping import Proof, keeping_contexts
-from liger_trainer.recompute.layers import Checkpoint, is_reentrant, replace_checkpoints
+from liger_trainer.recompute.layers import Checkpoint, Layers, is_reentrant, layers_of, replace_checkpoints
 from liger_trainer.recompute.passes import Pass, current_pass
 from liger_trainer.recompute.recording import Memory, StepRecorder
 
@@ -67,6 +68,8 @@ class ActivationMemory:
         self._start()
 
     def _start(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None  # whose `_layers` are known
+        self._layers: Layers = weakref.WeakKeyDictionary()
         self.record: Step | None = None
         self.limit = math.inf  # of what is allocated
         self._first: int | None = None
@@ -107,7 +110,9 @@ class ActivationMemory:
 
     def attach(self, model: nn.Module) -> None:
         """Has the checkpointed layers of `model` ask what they keep."""
-        replace_checkpoints(model, self._checkpoint)
+        if self._model is None or self._model() is not model:  # to walk through all modules takes milliseconds
+            self._model, self._layers = weakref.ref(model), layers_of(model)
+        replace_checkpoints(self._layers, self._checkpoint)
 
     def end(self) -> None:
         """To be called after the backward of a micro-batch."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,9 @@ from liger_trainer.compat.transformers import CHECKPOINTED_LAYERS
 
 Checkpoint = Callable[..., Any]
 """``checkpoint(function, *args, **kwargs)``, as `torch.utils.checkpoint.checkpoint`."""
+
+Layers = weakref.WeakKeyDictionary[nn.Module, tuple[str, str]]
+"""Modules, each with its name and the attribute that holds the function which checkpoints it."""
 
 _OF_TRANSFORMERS = "_gradient_checkpointing_func"
 _OF_FSDP = "checkpoint_fn"
@@ -41,31 +45,39 @@ def _itself(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def checkpointed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The name of each checkpointed layer, the module, and its attribute with the function that checkpoints it."""
-    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    for name, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            yield name, module, _OF_TRANSFORMERS
-        elif wrappers is not None and isinstance(module, wrappers.CheckpointWrapper):
-            require(CHECKPOINT_WRAPPERS)
-            yield name, module, _OF_FSDP
-
-
-def replace_checkpoints(model: nn.Module, instead: Callable[..., Any]) -> int:
-    """Has the checkpointed layers of `model` call `instead`, where they do not yet; returns the number of layers.
+def layers_of(model: nn.Module) -> Layers:
+    """The layers of `model` that transformers can checkpoint, or FSDP does.
 
     Args:
-        model: With its wrappers. Its own functions come back whenever somebody enables checkpointing again.
+        model: With its wrappers.
+    """
+    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    found: Layers = weakref.WeakKeyDictionary()
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            found[module] = name, _OF_TRANSFORMERS
+        elif wrappers is not None and isinstance(module, wrappers.CheckpointWrapper):
+            require(CHECKPOINT_WRAPPERS)
+            found[module] = name, _OF_FSDP
+    return found
+
+
+def replace_checkpoints(layers: Layers, instead: Callable[..., Any]) -> None:
+    """Has the `layers` that are checkpointed call `instead`, where they do not yet.
+
+    Their own functions come back whenever somebody enables checkpointing again.
+
+    Args:
+        layers: Of [`layers_of`].
         instead: Called with the layer's name, the function that the layer had, and that function's arguments.
     """
-    layers = list(checkpointed_layers(model))
-    for name, module, attribute in layers:
+    for module, (name, attribute) in layers.items():
+        if attribute == _OF_TRANSFORMERS and not module.gradient_checkpointing:
+            continue
         checkpoint = getattr(module, attribute)
         if not isinstance(checkpoint, Replaced) or checkpoint.instead != instead:
             own = checkpoint.checkpoint if isinstance(checkpoint, Replaced) else checkpoint
             setattr(module, attribute, Replaced(name, own, instead))
-    return len(layers)
 
 
 def is_reentrant(checkpoint: Checkpoint) -> bool:
