@@ -262,23 +262,7 @@ def run_provider(
 
 
 def _record(task: Task, provider: str) -> TrainingRecord:
-    return TrainingRecord(
-        task.model,
-        task.layers,
-        task.trainer,
-        task.batch,
-        task.length,
-        task.checkpointing,
-        provider,
-        lora=task.lora,
-        gpus=task.gpus,
-        accelerate_config=Path(task.accelerate_config).stem,
-        quantize=task.quantize,
-        documents=task.documents,
-        padding=task.padding,
-        labelled=task.labelled,
-        dtype=task.dtype,
-        lengths=task.lengths,
-        prompt=task.prompt,
-        group_size=task.group_size,
-    )
+    known = {field.name for field in dataclasses.fields(TrainingRecord)}
+    own = {name: value for name, value in dataclasses.asdict(task).items() if name in known}
+    own["accelerate_config"] = Path(task.accelerate_config).stem
+    return TrainingRecord(**own, provider=provider)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--rounds", type=positive, metavar="N", help="samples of each provider; default: 12")
     parser.add_argument("--seconds", type=positive, metavar="S", help="time limit of an operation; default: 60")
     parser.add_argument("--no_accuracy", action="store_true", help="skip the comparison with float64")
-    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
     training = parser.add_argument_group("training", "only for `bench training` and `bench longest`")
     training.add_argument(
         "--trainer",
@@ -144,14 +142,14 @@ def add_parser(commands: Any) -> None:
         "default: adamw_torch_fused",
     )
     training.add_argument("--no_checkpointing", action="store_true", help="no gradient checkpointing")
+    parser.set_defaults(function=lambda arguments, _: bench(arguments))
 
 
-def bench(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def bench(arguments: argparse.Namespace) -> int:
     """Measures the requested operations, or lists all of them; returns the exit code.
 
     Args:
-        arguments: The parsed command line.
-        argv: The command line, which is recorded with the results.
+        arguments: The parsed command line; `argv`, as it was written, is recorded with the results.
 
     Raises:
         BenchmarkError: for a mistake in the arguments.
@@ -159,7 +157,7 @@ def bench(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from liger_trainer.benchmarks.registry import BenchmarkError, load_operations
 
     load_operations(arguments.provider_file)
-    command = shlex.join(["liger-trainer", *argv])
+    command = shlex.join(["liger-trainer", *arguments.argv])
     if not arguments.operations:
         return _list_operations()
     if arguments.operations in (["training"], ["longest"]):

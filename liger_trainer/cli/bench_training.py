@@ -53,6 +53,8 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
     Raises:
         BenchmarkError: for an unknown provider, model, device or configuration.
     """
+    if arguments.operations == ["longest"]:
+        _check_longest(arguments)
     providers = _training_providers(arguments)
     device = Device(find_device(arguments.device))
     run = Run.begin(command, Machine(device.name()))
@@ -68,6 +70,17 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
 
         draw_alignment(run.training, device.name(), arguments.output / "alignment.png")
     return 0
+
+
+def _check_longest(arguments: argparse.Namespace) -> None:
+    steps = ("lengths", "prompt", "group", "documents", "padding", "quantize", "optim", "activation_memory")
+    option = next((name for name in steps if getattr(arguments, name)), "labelled" if arguments.labelled < 1 else None)
+    if option is not None:
+        raise BenchmarkError(f"`--{option}` is for `bench training`; leave it out.")
+    if len(arguments.length or []) > 1:
+        raise BenchmarkError("`longest` starts at one length; give `--length` one number.")
+    if arguments.accelerate_config or max(arguments.gpus or [1]) > 1:
+        raise BenchmarkError("`longest` runs on one GPU; leave `--gpus` and `--accelerate_config` out.")
 
 
 def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
@@ -113,8 +126,6 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         raise BenchmarkError(
             f"`--batch` is {batch}, but a prompt has {group_size} completions; give a multiple of {group_size}."
         )
-    if searching and len(arguments.length or []) > 1:
-        raise BenchmarkError("`longest` starts at one length; give `--length` one number.")
     _check_quantize(arguments)
     if arguments.dtype == "float16" or (searching and arguments.dtype != "bfloat16"):
         allowed = "bfloat16" if searching else "bfloat16 or float32"
@@ -141,7 +152,7 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         group_size=group_size,
     )
     for tokens in arguments.length or [length]:
-        _check_rows(dataclasses.replace(task, length=tokens), searching)
+        _check_rows(dataclasses.replace(task, length=tokens))
     return task
 
 
@@ -154,8 +165,6 @@ def _check_lengths(arguments: argparse.Namespace, trainer: str) -> None:
     option = next((name for name, value in given.items() if value), None)
     if option is None:
         return
-    if arguments.operations == ["longest"]:
-        raise BenchmarkError(f"`{option}` is for `bench training`; leave it out.")
     if trainer not in ALIGNMENT:
         raise BenchmarkError(f"`{option}` goes with `--trainer` {', '.join(ALIGNMENT)}, not with {trainer!r}.")
     if not arguments.lengths:
@@ -172,13 +181,11 @@ def _check_lengths(arguments: argparse.Namespace, trainer: str) -> None:
         raise BenchmarkError(f"`--lengths` is {arguments.lengths}; a row without `--prompt` has 2 tokens or more.")
 
 
-def _check_rows(task: Task, searching: bool) -> None:
+def _check_rows(task: Task) -> None:
     given = {"--documents": task.documents, "--padding": task.padding, "--labelled": task.labelled < 1}
     option = next((name for name, value in given.items() if value), None)
     if option is None:
         return
-    if searching:
-        raise BenchmarkError(f"`{option}` is for `bench training`; leave it out.")
     if task.trainer not in ("causal_lm", "sft"):
         raise BenchmarkError(f"`{option}` goes with `--trainer causal_lm` or `sft`, not with {task.trainer!r}.")
     if task.documents and task.padding:
@@ -207,8 +214,6 @@ def _check_padding(task: Task) -> None:
 def _check_quantize(arguments: argparse.Namespace) -> None:
     if not arguments.quantize:
         return
-    if arguments.operations == ["longest"]:
-        raise BenchmarkError("`--quantize` is for `bench training`; leave it out.")
     if not arguments.lora:
         raise BenchmarkError("`--quantize` freezes the base, so there is nothing to train; give `--lora` a rank too.")
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -223,8 +228,6 @@ def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
     name = arguments.accelerate_config or (default if gpus > 1 else "")
     if not name:
         return ""
-    if arguments.operations == ["longest"]:
-        raise BenchmarkError("`longest` runs on one GPU; leave `--gpus` and `--accelerate_config` out.")
     there = gpus if device.module is None else device.module.device_count()
     if gpus > there:
         raise BenchmarkError(f"`--gpus` is {gpus}, but this machine has {there}.")
@@ -261,8 +264,6 @@ def _with_optimizers(arguments: argparse.Namespace, providers: list[str]) -> lis
     """The providers, each once for every `--optim` that it has; for the default one, under its own name."""
     if not arguments.optim:
         return providers
-    if arguments.operations == ["longest"]:
-        raise BenchmarkError("`--optim` is for `bench training`; leave it out.")
     optimizers = [closest(name, optimizers_of("liger_trainer"), "optimizer") for name in arguments.optim]
     found = [
         name + ("" if optim == DEFAULT_OPTIM else OPTIM + optim)
@@ -280,8 +281,6 @@ def _with_budgets(arguments: argparse.Namespace, providers: list[str]) -> list[s
     sizes = arguments.activation_memory
     if not sizes:
         return providers
-    if arguments.operations == ["longest"]:
-        raise BenchmarkError("`--activation_memory` is for `bench training`; leave it out.")
     if arguments.no_checkpointing:
         raise BenchmarkError("`--activation_memory` needs checkpointing; leave `--no_checkpointing` out.")
     if arguments.warmup < 2 or (arguments.steps or arguments.warmup + 3) < arguments.warmup + 3:

@@ -29,24 +29,24 @@ def temperature(text: str) -> float:
 
 def add_parser(commands: Any) -> None:
     """Adds the subcommand."""
-    chat = commands.add_parser(
+    parser = commands.add_parser(
         "chat",
         help="talk to the model of a run",
         description="Answers messages with the model of a run, whole or with adapters. `/reset` forgets the "
         "conversation, `/exit` or Ctrl-C ends it. Without a terminal, each line of the input is a message, and each "
         "line of the output its answer, in which a line break is written as \\n.",
     )
-    chat.add_argument("run", metavar="RUN", help="the output folder of a run, a checkpoint, or a folder with a model")
-    chat.add_argument(
+    parser.add_argument("run", metavar="RUN", help="the output folder of a run, a checkpoint, or a folder with a model")
+    parser.add_argument(
         "--max_new_tokens", type=positive, default=512, metavar="N", help="tokens of an answer, at most (default: 512)"
     )
-    chat.add_argument(
+    parser.add_argument(
         "--temperature", type=temperature, metavar="T", help="0 takes the likeliest token; default: the model's own"
     )
-    chat.add_argument("--system", metavar="TEXT", help="the system message")
-    chat.add_argument("--base_model", metavar="MODEL", help="the base model, if it is not where the adapters say")
-    chat.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    chat.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--base_model", metavar="MODEL", help="the base model, if it is not where the adapters say")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.set_defaults(function=lambda arguments, _: chat(arguments))
 
 
 def chat(arguments: Namespace) -> int:

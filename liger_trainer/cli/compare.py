@@ -25,7 +25,7 @@ _SHOWN = 8  # parts of the model in the terminal
 
 def add_parser(commands: Any) -> None:
     """Adds the subcommand."""
-    compare = commands.add_parser(
+    parser = commands.add_parser(
         "compare",
         help="the stock trainer against ours, with a verdict",
         description="Trains a few steps with the stock trainer, with the stock trainer and its sums in another order, "
@@ -35,21 +35,21 @@ def add_parser(commands: Any) -> None:
         usage="liger-trainer compare RECIPE [--steps N] [--output_dir DIR] [--smoke] [--key value ...]",
         allow_abbrev=False,
     )
-    compare.add_argument(
+    parser.add_argument(
         "recipe", metavar="RECIPE", help="a YAML file, the name of a shipped recipe, or a model to fine-tune on text"
     )
-    compare.add_argument(
+    parser.add_argument(
         "--steps", type=positive, metavar="N", help=f"steps of each run (default: {STEPS}, with --smoke {SMOKE_STEPS})"
     )
-    compare.add_argument(
+    parser.add_argument(
         "--output_dir",
         metavar="DIR",
         help="a new folder for the results; default: outputs/compare_RECIPE, with --smoke a temporary one",
     )
-    compare.add_argument(
+    parser.add_argument(
         "--smoke", action="store_true", help="a tiny random model of the same family, on generated data, offline"
     )
-    compare.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    parser.set_defaults(function=compare)
 
 
 def compare(arguments: Namespace, options: Sequence[str]) -> int:

@@ -5,17 +5,29 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedConfig
-
-from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.errors import UserError
-from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.patching.report import KernelReport
-from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
-from liger_trainer.recipe.model import config_of_values, model_class, published_config, read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from liger_trainer.patching.report import KernelReport
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "inspect",
+        help="what would be accelerated in a model",
+        description="Builds a model without its weights and shows which kernels it would get. Nothing is trained.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hub id, a model folder, a config.json, or a recipe")
+    parser.add_argument(
+        "--liger_kernel_config", metavar="JSON", help="switches by component, such as '{\"rope\": false}'"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.set_defaults(function=lambda arguments, _: inspect(arguments))
 
 
 def inspect(arguments: Namespace) -> int:
@@ -40,6 +52,12 @@ def kernel_report(
     Raises:
         RecipeError: if there is no such model.
     """
+    import torch
+
+    from liger_trainer.configs.kernel_config import KernelConfig
+    from liger_trainer.patching.apply import apply_liger_kernel
+    from liger_trainer.recipe.model import model_class
+
     switches = KernelConfig.parse(kernel_config)
     config = model_config(model, trust_remote_code)
     with torch.device("meta"):
@@ -50,6 +68,9 @@ def kernel_report(
 
 def model_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a model given by a Hub id, a folder, a ``config.json`` or a recipe."""
+    from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
+    from liger_trainer.recipe.model import config_of_values, published_config, read_config
+
     path = Path(model)
     if path.suffix in (".yaml", ".yml") or (model in shipped_recipes() and not path.exists()):
         source = find_recipe(model)

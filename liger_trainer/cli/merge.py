@@ -18,24 +18,28 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_parser(commands: Any) -> None:
     """Adds the subcommand."""
-    merge = commands.add_parser(
+    parser = commands.add_parser(
         "merge",
         help="merge a run's adapters into its model",
         description="Writes a plain transformers model with the adapters of a run in its weights, and proves that it "
         "computes the logits of the adapted model.",
     )
-    merge.add_argument("run", metavar="RUN", help="the output folder of a run, a checkpoint, or a folder with adapters")
-    merge.add_argument(
+    parser.add_argument(
+        "run", metavar="RUN", help="the output folder of a run, a checkpoint, or a folder with adapters"
+    )
+    parser.add_argument(
         "--output_dir",
         metavar="DIR",
         help="an empty or a new folder for the model; default: `merged` in RUN, or `merged-checkpoint-N` beside it",
     )
-    merge.add_argument("--dtype", choices=DTYPES, help="dtype of the saved weights; default: that of the base model")
-    merge.add_argument("--base_model", metavar="MODEL", help="the base model, if it is not where the adapters say")
-    merge.add_argument("--gguf", choices=TYPES, help="write a GGUF file too, with llama.cpp's converter")
-    merge.add_argument("--llama_cpp", metavar="DIR", help="a checkout of llama.cpp; default: the converter on the PATH")
-    merge.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    merge.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the saved weights; default: that of the base model")
+    parser.add_argument("--base_model", metavar="MODEL", help="the base model, if it is not where the adapters say")
+    parser.add_argument("--gguf", choices=TYPES, help="write a GGUF file too, with llama.cpp's converter")
+    parser.add_argument(
+        "--llama_cpp", metavar="DIR", help="a checkout of llama.cpp; default: the converter on the PATH"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.set_defaults(function=lambda arguments, _: merge(arguments))
 
 
 def merge(arguments: Namespace) -> int:

@@ -21,7 +21,7 @@ DEFAULT_GPU_MEMORY = "80GB"
 
 def add_parser(commands: Any) -> None:
     """Adds the subcommand."""
-    plan = commands.add_parser(
+    parser = commands.add_parser(
         "plan",
         help="how much memory a recipe takes, and how to run it",
         description="Estimates the memory of each GPU from the model's configuration, without its weights, for every "
@@ -29,23 +29,23 @@ def add_parser(commands: Any) -> None:
         usage="liger-trainer plan RECIPE --gpus N [--gpu_memory 141GB] [--smoke] [--key value ...]",
         allow_abbrev=False,
     )
-    plan.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
-    plan.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs to train on")
-    plan.add_argument(
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs to train on")
+    parser.add_argument(
         "--gpu_memory",
         type=memory_size,
         metavar="SIZE",
         help=f"memory of each GPU, such as 80GB or 24GiB; default: that of the first GPU here, or {DEFAULT_GPU_MEMORY}",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--prompt_length",
         type=positive,
         default=512,
         metavar="N",
         help="tokens of a prompt, for GRPO and RLOO, whose recipes do not set it (default: 512)",
     )
-    plan.add_argument("--smoke", action="store_true", help="plan the tiny model of `train --smoke`, offline")
-    plan.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    parser.add_argument("--smoke", action="store_true", help="plan the tiny model of `train --smoke`, offline")
+    parser.set_defaults(function=plan)
 
 
 def plan(arguments: Namespace, options: Sequence[str]) -> int:

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from liger_trainer.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "recipes", help="the shipped recipes", description="Lists the shipped recipes, or copies one to change it."
+    )
+    parser.add_argument("name", nargs="?", help="a recipe to copy into the current folder")
+    parser.set_defaults(function=lambda arguments, _: recipes(arguments.name))
 
 
 def recipes(name: str | None) -> int:

@@ -7,8 +7,39 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from liger_trainer.cli.argument_types import positive
 from liger_trainer.cli.run_recipe import prepare_environment, run_recipe_file
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "train",
+        help="train a recipe",
+        description="Trains a recipe. Every key of the recipe is also an option, which wins over the file.",
+        usage="liger-trainer train RECIPE [--smoke] [--accelerate_config NAME] [--num_processes N] [--key value ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a few offline steps of a tiny random model of the same family, on generated data",
+    )
+    parser.add_argument(
+        "--accelerate_config",
+        metavar="NAME",
+        help="single_gpu, ddp, fsdp1, fsdp2, zero2, zero3, or the path of an accelerate configuration",
+    )
+    parser.add_argument(
+        "--num_processes",
+        type=positive,
+        metavar="N",
+        help="processes to start; default: one for each GPU of this machine",
+    )
+    parser.set_defaults(function=train)
 
 
 def train(arguments: Namespace, options: Sequence[str]) -> int:
