@@ -12,7 +12,8 @@ for every model and on every device, and takes no more memory. Other ways measur
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,29 +31,20 @@ def split_sums(model: nn.Module) -> int:
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module.in_features > 1]
     for layer in layers:
         plain = type(layer).forward is nn.Linear.forward
-        layer.forward = _Halves(layer) if plain else _MaskedHalves(layer, layer.forward)  # type: ignore[method-assign]
+        forward = partial(_halves, layer) if plain else partial(_masked_halves, layer, layer.forward)
+        layer.forward = forward  # type: ignore[method-assign]
     return len(layers)
 
 
-class _Halves:
+def _halves(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The forward of a plain linear layer, whose weight is sliced."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.layer, self.half = layer, layer.in_features // 2
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        weight, half = self.layer.weight, self.half
-        first = functional.linear(input[..., :half], weight[:, :half], self.layer.bias)
-        return first + functional.linear(input[..., half:], weight[:, half:])
+    half = layer.in_features // 2
+    first = functional.linear(input[..., :half], layer.weight[:, :half], layer.bias)
+    return first + functional.linear(input[..., half:], layer.weight[:, half:])
 
 
-class _MaskedHalves:
-    """The forward of any other linear layer; its bias, which it adds twice, is taken off once."""
-
-    def __init__(self, layer: nn.Linear, forward: Any) -> None:
-        self.layer, self.forward, self.half = layer, forward, layer.in_features // 2
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        first = torch.arange(input.shape[-1], device=input.device) < self.half
-        total = self.forward(input * first) + self.forward(input * ~first)
-        return total if self.layer.bias is None else total - self.layer.bias
+def _masked_halves(layer: nn.Linear, forward: Callable, input: torch.Tensor) -> torch.Tensor:
+    """The `forward` of any other linear layer; its bias, which is added twice, is taken off once."""
+    first = torch.arange(input.shape[-1], device=input.device) < layer.in_features // 2
+    total = forward(input * first) + forward(input * ~first)
+    return total if layer.bias is None else total - layer.bias

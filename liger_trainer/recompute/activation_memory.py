@@ -14,17 +14,18 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from liger_trainer.recompute.budget import Call, Plan, Step, choose, merged, most, proved
+from liger_trainer.recompute.device_memory import DeviceMemory
 from liger_trainer.recompute.keeping import Proof, keeping_contexts
 from liger_trainer.recompute.layers import Checkpoint, Layers, is_reentrant, layers_of, replace_checkpoints
 from liger_trainer.recompute.passes import Pass, current_pass
-from liger_trainer.recompute.recording import Memory, StepRecorder
+from liger_trainer.recompute.recording import StepRecorder
 
 logger = logging.getLogger("liger_trainer")
 
@@ -33,16 +34,6 @@ _RECORDED = 1  # the second step
 _SHARES = 32  # a batch's tokens are rounded up to a multiple of a 32nd of the recorded one's
 _SHRINK = 0.92  # of the limit, when the allocator ran out of memory
 _WATCH_EVERY = 50  # steps, as the processes wait for each other
-
-
-class LimitedMemory(Memory, Protocol):
-    """The allocator of a device with a limit."""
-
-    def limit(self) -> float:
-        """Bytes that may be allocated."""
-
-    def ran_out(self) -> bool:
-        """Whether a block did not fit at first since the last call."""
 
 
 class ActivationMemory:
@@ -54,9 +45,7 @@ class ActivationMemory:
         memory: The device's allocator; only needed for ``"auto"``.
     """
 
-    def __init__(
-        self, budget: int | Literal["auto"], device: torch.device, memory: LimitedMemory | None = None
-    ) -> None:
+    def __init__(self, budget: int | Literal["auto"], device: torch.device, memory: DeviceMemory | None = None) -> None:
         assert budget != "auto" or memory is not None
         self.budget, self._device, self._memory = budget, device, memory
         self.kept = 0

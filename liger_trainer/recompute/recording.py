@@ -14,29 +14,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import OPERATOR_CALLS
 from liger_trainer.recompute.budget import Call, Candidate, Layer, Step
+from liger_trainer.recompute.device_memory import DeviceMemory
 from liger_trainer.recompute.keeping import NOT_COUNTED, memory_of, next_call, plain
 
 TorchDispatchMode, tree_leaves, *_ = require(OPERATOR_CALLS)
 
 _LEAST_SHARE = 0.002  # of the time of its layer, that a candidate must save
 _LEAST_COPIES = 0.5  # a candidate must take as long as this many copies of its result
-
-
-class Memory(Protocol):
-    """The allocator of a device."""
-
-    def allocated(self) -> int:
-        """Bytes that are allocated now."""
-
-    def take_peak(self) -> int:
-        """The most bytes that were allocated since the last call."""
 
 
 @dataclasses.dataclass
@@ -60,7 +51,7 @@ class StepRecorder:
         memory: Its allocator; None where memory is not measured.
     """
 
-    def __init__(self, device: torch.device, memory: Memory | None) -> None:
+    def __init__(self, device: torch.device, memory: DeviceMemory | None) -> None:
         self._device, self._memory = device, memory
         self._frames: list[_Frame] = []
         self._start = 0
