@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from liger_trainer.recipe.model import model_class
-from liger_trainer.recipe.smoke import FAMILIES
+from liger_trainer.recipe.tiny_models import FAMILIES
 
 VOCAB = 128
 COMMON: dict[str, Any] = {

@@ -30,14 +30,12 @@ from liger_trainer.comparing.rounding import split_sums
 from liger_trainer.comparing.stock import stock_recipe
 from liger_trainer.errors import UserError
 from liger_trainer.recipe.build import build_trainer
-from liger_trainer.recipe.checks import check_generation, check_schedule
 from liger_trainer.recipe.data import load_data, load_tokenizer
 from liger_trainer.recipe.experts import count_experts
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe, build_recipe, load_recipe
-from liger_trainer.recipe.model import check_model, config_of_recipe
-from liger_trainer.recipe.rewards import check_reward_models
-from liger_trainer.recipe.run import train_recipe
+from liger_trainer.recipe.model import config_of_recipe
+from liger_trainer.recipe.run import check_before_loading, train_recipe
 
 STOCK, AGAIN, OURS = "stock", "stock_again", "ours"
 SIDES = (STOCK, AGAIN, OURS)
@@ -168,10 +166,7 @@ def trainer_of(recipe: Recipe) -> Trainer:
     Raises:
         RecipeError: for a mistake in the recipe or its data, and for quantised experts, which only we can train.
     """
-    check_schedule(recipe.training, recipe.source)
-    check_generation(recipe.training, recipe.source)
-    check_model(recipe)
-    check_reward_models(recipe.more)
+    check_before_loading(recipe)
     if recipe.model.load_in_4bit and count_experts(config_of_recipe(recipe)):
         raise RecipeError(
             f"{recipe.source}: `load_in_4bit` is true for a mixture of experts, which the stock trainer cannot train; "

@@ -52,7 +52,7 @@ def run_recipe(recipe: Recipe) -> Trainer:
 
 def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     """[`run_recipe`] without its summary; returns the metrics of training and of the last evaluation too."""
-    _check_before_loading(recipe)
+    check_before_loading(recipe)
     checkpoint = prepare_output_dir(recipe)
     train, evaluation = load_data(recipe)
     if recipe.warm_start is not None:
@@ -68,8 +68,12 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     return trainer, metrics
 
 
-def _check_before_loading(recipe: Recipe) -> None:
-    """Checks everything that needs neither the data nor the weights."""
+def check_before_loading(recipe: Recipe) -> None:
+    """Checks everything that needs neither the data nor the weights.
+
+    Raises:
+        RecipeError: for a mistake in the recipe, or a launch that does not suit it.
+    """
     args = recipe.training
     if args.n_gpu > 1:
         raise RecipeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ class BatchError(ValueError):
     """A batch with a label or token id outside of the model's vocabulary."""
 
 
+@dataclasses.dataclass(frozen=True)
 class CheckedCollator:
     """Runs a collator and checks its batch; an id out of range would end in a device-side assert later.
 
@@ -26,13 +28,10 @@ class CheckedCollator:
         counts: Whether to add the number of labels to the batch (`labelled_bound`).
     """
 
-    def __init__(
-        self, collator: Callable, num_labels: int | None, num_tokens: int | None, counts: bool = False
-    ) -> None:
-        self.collator = collator
-        self.num_labels = num_labels
-        self.num_tokens = num_tokens
-        self.counts = counts
+    collator: Callable
+    num_labels: int | None
+    num_tokens: int | None
+    counts: bool = False
 
     def __call__(self, features: list[Any]) -> Any:
         """Collates `features`.
