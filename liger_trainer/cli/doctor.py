@@ -10,13 +10,10 @@ import logging
 import os
 import platform
 import sys
-from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from liger_trainer.compat.private import installed_version
-from liger_trainer.errors import UserError
 from liger_trainer.requirements import requirements
 
 Status = Literal["ok", "note", "warning", "error"]
@@ -30,38 +27,6 @@ class Finding:
     subject: str
     status: Status
     text: str
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the subcommand."""
-    parser = commands.add_parser(
-        "doctor",
-        help="what runs here, what does not, and why; or the silent traps of a recipe",
-        description="Checks versions, devices and known problems. With a model or a recipe, finds its silent traps, "
-        "each with its fix, from the configuration, the tokenizer and the first rows of the data; no weights are "
-        "loaded. Keys of the recipe are also options. The exit code is 1 if there are any.",
-        usage="liger-trainer doctor [MODEL_OR_RECIPE] [--smoke] [--key value ...]",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "subject",
-        metavar="MODEL_OR_RECIPE",
-        nargs="?",
-        help="a YAML file, the name of a shipped recipe, a Hub id, a model folder, or a config.json",
-    )
-    parser.add_argument("--smoke", action="store_true", help="check what `train --smoke` would train, offline")
-    parser.set_defaults(function=run)
-
-
-def run(arguments: Namespace, options: Sequence[str]) -> int:
-    """Looks for the traps of ``arguments.subject`` or, without one, at this machine; returns the exit code."""
-    if arguments.subject is not None:
-        from liger_trainer.cli.diagnose import diagnose
-
-        return diagnose(arguments, options)
-    if arguments.smoke:
-        raise UserError("`--smoke` needs a recipe: liger-trainer doctor RECIPE --smoke")
-    return doctor()
 
 
 def doctor() -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from liger_trainer._version import __version__
-from liger_trainer.cli import bench, chat, compare, doctor, inspect, merge, plan, recipes, train
+from liger_trainer.cli import bench, chat, compare, diagnose, doctor, inspect, merge, plan, recipes, train
 from liger_trainer.errors import UserError
 
 EXAMPLES = """examples:
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"liger-trainer {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    for command in (train, plan, compare, doctor, inspect, merge, chat, bench, recipes):
+    for command in (train, plan, compare, diagnose, inspect, merge, chat, bench, recipes):
         command.add_parser(commands)
     for known in commands.choices.values():
         known.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
