@@ -416,7 +416,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a recipe names a loss that is none", "recipes/llama3_8b_simpo.yaml", "^loss_type: .*$", 'loss_type: "simplo"',
          "cli/test_smoke::test_every_shipped_recipe", "simpo"),
         ("the command line does not win", "check_values",
-         r"parse_known_args\(list\(overrides\)\)", "parse_known_args([])",
+         r"parse_known_args\(others\)", "parse_known_args([])",
          "test_recipes::test_command_line_wins_over_the_file"),
         ("a key that is not known is passed by", "check_values",
          r"raise _unknown\(key, list\(actions\), str\(source\), trainer\)", "continue", "cli/::test_misspelt_key"),
