@@ -3,6 +3,9 @@
 `torch.library` gives an operator to the compiler, to dispatch modes such as that of selective checkpointing, and to
 tensor subclasses. Its way to the function takes the host longer than an autograd function's, in every call, and with
 a small model the GPU waits for the host. So the function is called at once when none of these has to see it.
+
+Autograd functions do not look into lists. So theirs is given all arguments as one, which it passes on, and beside it
+the tensors among them, those of lists too, for which it returns the gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ class Operator(Generic[R]):
     Attributes:
         custom: The `torch.library.custom_op`, which dispatches.
         derivative: The autograd function that calls and differentiates `function`; None if it has no derivative.
+        tensors: Which arguments are tensors, or None in place of one.
+        lists: Which arguments are lists of tensors.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
@@ -53,7 +58,6 @@ class Operator(Generic[R]):
         """Gives the operator its derivative, as `torch.library.register_autograd`."""
         self.custom.register_autograd(backward, setup_context=setup_context)
 
-        # Autograd sees the tensors, which include those of lists. `arguments` has them in their places.
         def forward(ctx: Any, arguments: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
             ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], arguments)
@@ -84,22 +88,24 @@ class Operator(Generic[R]):
         if recorded and torch.is_grad_enabled():
             if self.derivative is None:
                 return self.custom(*args)  # whose backward is an error
-            output = self.derivative.apply(arguments, *tensors)
-            return list(output) if self.returns_list else output
+            output: Any = self.derivative.apply(arguments, *tensors)
+            if self.returns_list:
+                output = list(output)
+            return output
         result = self.function(*arguments)
         for place in self.mutated:
             _note_change(arguments[place])
         return result
 
     def _flat(self, values: Sequence[Any]) -> list[Any]:
-        """Of a value for each argument, those of tensors and then those of lists of tensors."""
+        """Out of one value for each argument: those of tensors, then those of the tensors in lists."""
         flat = [values[place] for place in self.tensors]
         for place in self.lists:
             flat += values[place]
         return flat
 
     def _in_places(self, flags: Iterable[bool], arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The inverse of `_flat`, with False for arguments that are no tensors."""
+        """The inverse of `_flat`, with False for the arguments that are no tensors."""
         rest = iter(flags)
         values: list[Any] = [False] * len(arguments)
         for place in self.tensors:

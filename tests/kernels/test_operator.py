@@ -58,10 +58,7 @@ def scaled(
     exponent: float,
 ) -> list[torch.Tensor]:
     """``factor * weight * x ** exponent + bias`` for each weight and its factor."""
-    return [
-        factor * weight * x**exponent + (0 if bias is None else bias)
-        for weight, factor in zip(weights, factors)
-    ]
+    return [factor * weight * x**exponent + (0 if bias is None else bias) for weight, factor in zip(weights, factors)]
 
 
 scaled.register_fake(lambda x, weights, *rest: [torch.empty_like(x) for _ in weights])
@@ -285,9 +282,10 @@ def test_derivatives_are_given_what_torch_gives_them(listed):
 def test_lists_in_a_checkpoint(listed, reentrant, dispatched):
     x, weights, *rest = listed
     outputs = checkpoint(lambda x, *weights: tuple(scaled(x, weights, *rest)), x, *weights, use_reentrant=reentrant)
-    leaves = leaves_of(*listed)
     loss_of(outputs).backward()
-    torch.testing.assert_close([leaf.grad for leaf in leaves], list(torch.autograd.grad(loss_of(expected(*listed)), leaves)))
+    leaves = leaves_of(*listed)
+    gradients = torch.autograd.grad(loss_of(expected(*listed)), leaves)
+    torch.testing.assert_close(tuple(leaf.grad for leaf in leaves), gradients)
     assert not dispatched
 
 
@@ -335,8 +333,10 @@ def test_lists_without_gradients(listed, dispatched, context):
     seen_by_scaled.clear()
     with context():
         outputs = scaled(x, weights, factors, none, None, exponent)
-    assert type(outputs) is list and all(output.grad_fn is None for output in outputs)
-    assert not dispatched and not seen_by_scaled
+    assert type(outputs) is list
+    assert all(output.grad_fn is None for output in outputs)
+    assert not dispatched
+    assert not seen_by_scaled
 
 
 def test_lists_are_dispatched_to_who_looks_on(listed, dispatched):
