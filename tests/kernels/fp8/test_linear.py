@@ -4,7 +4,6 @@ from typing import get_args
 
 import pytest
 import torch
-from torch.library import opcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -175,18 +174,6 @@ def test_a_checkpoint_repeats_no_last_product(device, monkeypatch):
     calls = recorded_calls(monkeypatch, operators, "cast_rows")
     checkpoint(fp8_linear, x, weight, bias, use_reentrant=False).sum().backward()
     assert [len(of_input), len(calls)] == [1, 2]  # the weight in the forward, dy in the backward
-
-
-@pytest.mark.parametrize("mode", ["rowwise_gw_hp", "tensorwise"])
-def test_opcheck(mode, device):
-    x, weight, bias = (tensor.requires_grad_() for tensor in inputs(device, 6))
-    opcheck(operators.fp8_linear_save.custom, (x, weight, bias, mode))
-    placeholder = randn(6, 48, device=device, **BF16).requires_grad_()
-    opcheck(operators.fp8_linear_product.custom, (placeholder, x.detach(), weight.detach(), bias.detach(), mode, True))
-    dy = placeholder.detach()
-    largest = operators.largest_of_gradient(dy, mode)
-    opcheck(operators.input_gradient.custom, (dy, weight.detach(), mode, largest))
-    opcheck(operators.weight_gradient.custom, (dy, x.detach(), mode, largest))
 
 
 @pytest.mark.kernel

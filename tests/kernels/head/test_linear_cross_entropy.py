@@ -293,20 +293,6 @@ def test_compiles_to_one_graph_with_a_normaliser_and_outputs() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
 
 
-def test_operators_pass_opcheck() -> None:
-    hidden, weight, bias, target = small_head()
-    options = (IGNORE, 0.1, 0.1, 5.0, 1.0, 1.0, FIVE_TOKENS)
-    one = torch.ones(())
-    torch.library.opcheck(
-        operator.loss_and_gradients.custom,
-        (hidden, weight, target, bias, None, one, one, *options, True, True, True, True, True),
-    )
-    torch.library.opcheck(operator._rows.custom, (hidden, weight, target, bias, None, *options, True, True))
-    fixed = [tensor.detach() for tensor in (hidden, weight, target, bias)]
-    rows = torch.rand(TOKENS)
-    torch.library.opcheck(operator._rows_backward.custom, (rows, *fixed, None, rows, rows, *options, True, True, True))
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

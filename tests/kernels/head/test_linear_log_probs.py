@@ -224,21 +224,6 @@ def test_compiles_to_one_graph_for_any_number_of_tokens(trained: tuple[int, ...]
         torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_operators_pass_opcheck() -> None:
-    hidden, _, _, target = small_head()
-    weight, bias = torch.randn(64, HIDDEN), torch.randn(64)  # 64 columns: the padding of others is not initialised
-    options = (IGNORE, 0.0, 0.0, 5.0, 1.0, 1.0)
-    fixed = (hidden.detach(), weight, target, bias)
-    torch.library.opcheck(operator._rows.custom, (*fixed, *options, 5 * ROW, 3, True, True, True, True, False))
-    torch.library.opcheck(operator._rows.custom, (*fixed, *options, 5 * ROW, 0, False, False, False, False, True))
-    rows, retained = torch.rand(TOKENS), torch.rand(3, 64)
-    saved = (rows, rows, rows, retained, *options, 5 * ROW, 0, 64)
-    torch.library.opcheck(linear_log_probs_backward._gradients.custom, (rows, rows, *fixed, *saved, True, True, True))
-    torch.library.opcheck(linear_log_probs_backward._gradients.custom, (rows, None, *fixed, *saved, True, False, True))
-    attached = (rows, torch.empty(0), hidden, weight.requires_grad_(), target, bias, *saved, "")
-    torch.library.opcheck(linear_log_probs_backward.attach_gradients.custom, attached)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
