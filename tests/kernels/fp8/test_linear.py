@@ -5,16 +5,13 @@ from typing import get_args
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.fp8 import linear as operators
-from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.linear import fp8_linear, takes_fp8
 from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.kernels.mlp.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
 from tests.accuracy import errors, run
 from tests.accuracy import seeded_randn as randn
-from tests.calls import recorded_calls
 
 BF16 = {"dtype": torch.bfloat16}
 MODES = get_args(Fp8Mode)
@@ -166,14 +163,6 @@ def test_frozen_operands_get_no_gradient(device):
     assert x.grad is not None
     fp8_linear(x.detach(), weight.requires_grad_(), bias).sum().backward()
     assert weight.grad is not None
-
-
-def test_a_checkpoint_repeats_no_last_product(device, monkeypatch):
-    x, weight, bias = (tensor.requires_grad_() for tensor in inputs(device, 6))
-    of_input = recorded_calls(monkeypatch, shared_cast, "cast_rows")
-    calls = recorded_calls(monkeypatch, operators, "cast_rows")
-    checkpoint(fp8_linear, x, weight, bias, use_reentrant=False).sum().backward()
-    assert [len(of_input), len(calls)] == [1, 2]  # the weight in the forward, dy in the backward
 
 
 @pytest.mark.kernel
