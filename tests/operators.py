@@ -383,7 +383,7 @@ _LAYOUTS: dict[str, tuple[Argument, Callable[[torch.Tensor], torch.Tensor]]] = {
     "heads of a slice": (leaf(2, 5, 96), lambda x: x[..., :32].view(2, 5, 2, 16).transpose(1, 2)),
 }
 _FROZEN = {"dyt": (2,), "swiglu": (0,), "moe_experts": (2, 3), "moe_experts, GPT-OSS": (2, 3)}
-_FROZEN |= {"moe_experts, no gate": (2, 3), "linear_cross_entropy": (1,), "qk_norm_rope": (2, 3)}
+_FROZEN |= {"moe_experts, no gate": (2, 3), "linear_cross_entropy": (1,)}
 _STATISTICS = ("entropy", "predicted_tokens")
 _BIASED = (*_HEAD, leaf(70))
 _LOG_PROBS_OF_64 = (leaf(5, 16), leaf(64, 16), labels(64, 5), leaf(64))
@@ -466,6 +466,9 @@ VARIANTS: dict[str, Operator] = {
     "cross_entropy, class weights and statistics": Operator(
         lambda *given: ops.cross_entropy(*given[:2], class_weights=given[2], outputs=_STATISTICS).loss,
         (*_LOGITS, table(70)),
+    ),
+    "cross_entropy, expected, statistics": Operator(
+        lambda *given: ops.cross_entropy(*given, outputs=_STATISTICS, expected_grad=0.5).loss, _LOGITS
     ),
     "linear_cross_entropy, bias and statistics": Operator(
         lambda *head: ops.linear_cross_entropy(*head, outputs=_STATISTICS).loss, _BIASED

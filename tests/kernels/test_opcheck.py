@@ -15,6 +15,7 @@ from tests.operators import OPERATORS, VARIANTS, transposed
 # opcheck compares all results, and the padding of 70 columns of logits is not initialised. The last has no operator.
 LEFT_OUT = ("linear_log_probs", "grpo_loss_from_log_probs")
 ROWS = {name: row for name, row in OPERATORS.items() if not name.startswith(LEFT_OUT)} | VARIANTS
+# Rows whose operators run without Triton, and are checked so.
 WITHOUT_TRITON = ("linear_", "lora_linear", "moe_experts", "fp8_", "sort_by_expert", "tile_table")
 RULES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -28,6 +29,7 @@ def as_leaf(x: torch.Tensor) -> torch.Tensor:
 
 
 def kind(x: Any) -> Any:
+    """What of an argument the rules can depend on."""
     if isinstance(x, torch.Tensor):
         return x.is_contiguous() or x.stride(), x.dtype, x.requires_grad, x.numel() > 0
     return type(x) if isinstance(x, float | str) else x
@@ -52,15 +54,15 @@ def test_opcheck(name, device, monkeypatch):
     tensors = ROWS[name].tensors(device)
     outputs = ROWS[name].function(*tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    rules = RULES[:-1]  # what a backward calls is traced with the operator of the forward
+    rules = RULES[:-1]  # what a backward calls is traced with what it is the backward of
     upstream = [torch.full_like(output, 0.5) for output in outputs]
     needed = [tensor for tensor in tensors if tensor.requires_grad]
     torch.autograd.grad(outputs, needed, upstream, retain_graph=True)  # the next one may overwrite what was saved
     torch.autograd.grad(outputs, needed, [transposed(gradient) for gradient in upstream])
     monkeypatch.undo()
     assert calls
-    for operator, arguments, rules in calls:
-        what = f"{operator.name} {rules} {tree_map(kind, arguments)}"
+    for operator, arguments, asked in calls:
+        what = f"{operator.name} {asked} {tree_map(kind, arguments)}"
         if what not in kept:
-            torch.library.opcheck(operator.custom, arguments, test_utils=rules)
+            torch.library.opcheck(operator.custom, arguments, test_utils=asked)
             kept.add(what)
