@@ -16,7 +16,7 @@ from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head import rescale as _rescale
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from tests.device import no_host_sync
+from tests.device import assert_no_host_sync
 from tests.kernels.head.heads import (
     EXAMPLES,
     HIDDEN,
@@ -378,9 +378,7 @@ def test_nothing_synchronises(options: dict[str, Any]) -> None:
         inplace = cross_entropy((hidden @ weight.t()), target, inplace=True, **options)
         (2.0 * _sum(linear) + _sum(given) + _sum(inplace)).backward()
 
-    step()  # compiles the kernels and sets up cuBLAS, which may wait
-    with no_host_sync():
-        step()
+    assert_no_host_sync(step)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.head import linear_log_probs as operator
 from liger_trainer.kernels.head import linear_log_probs_backward
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
-from tests.device import no_host_sync
+from tests.device import assert_no_host_sync
 from tests.kernels.head.heads import (
     EXAMPLES,
     HIDDEN,
@@ -432,9 +432,7 @@ def test_nothing_synchronises(way: str) -> None:
             linear_log_probs(hidden, weight, target, bias, outputs=ALL_OUTPUTS, softcap=30.0, **budgets), entropy=False
         ).backward()
 
-    step()  # compiles the kernels and sets up cuBLAS, which may wait
-    with no_host_sync():
-        step()
+    assert_no_host_sync(step)
 
 
 @pytest.mark.gpu
