@@ -28,6 +28,13 @@ def no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def assert_no_host_sync(step: Callable[[], Any]) -> None:
+    """Runs `step` with `no_host_sync`, after a first time, in which compiling kernels and loading cuBLAS may wait."""
+    step()
+    with no_host_sync():
+        step()
+
+
 def as_if_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers, and our attention, read position ids back to find the documents of packed rows; not any more."""
     for module in (masking_utils, interface):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import torch
 
 from liger_trainer import functional as ops
-from liger_trainer.kernels.fp8.stored import Fp8Weight
+from liger_trainer.kernels.copied_rows import copied_rows, copies_of
+from liger_trainer.kernels.fp8.linear import fp8_linear
+from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear
+from liger_trainer.kernels.head.log_probs import LOG_PROBS_OUTPUTS
 from liger_trainer.kernels.lora.lora_products import Weight
+from liger_trainer.kernels.parity.row_softmax import causal_softmax
 
 Argument = Callable[[torch.Generator, torch.dtype], torch.Tensor]
 
@@ -321,3 +326,170 @@ OPERATORS: dict[str, Operator] = {
     ),
 }
 """Each public function under its own name; after a comma, the same with other options."""
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers; of a matrix or more, the last two dimensions are transposed in memory."""
+    return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad) if x.dim() > 1 else x
+
+
+def _changed(name: str, change: Callable[[torch.Tensor], torch.Tensor], *positions: int) -> Operator:
+    """The row `name`, with its arguments at `positions`, or all, changed."""
+    row = OPERATORS[name]
+    made = [
+        (lambda *how, make=make: change(make(*how))) if place in positions or not positions else make
+        for place, make in enumerate(row.arguments)
+    ]
+    return dataclasses.replace(row, arguments=tuple(made))
+
+
+def _by_token(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`function` of heads that lie beside each other in memory, as a projection leaves them."""
+    return lambda q, k, *tables: function(q.transpose(1, 2), k.transpose(1, 2), *tables, **options)
+
+
+def _lora_layers(x: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor, *parameters: torch.Tensor):
+    """A layer with a bias, and one with dropout and two adapters."""
+    first, second = (_adapted(*parameters[i : i + 3]) for i in (0, 3))
+    adapters = second.adapters[0]._replace(mask=chosen < 0.5), ops.LoRA(*parameters[6:])
+    return ops.lora_linears(x, (first._replace(bias=bias), second._replace(adapters=adapters)))
+
+
+def _down_in_4_bits(gate: torch.Tensor, up: torch.Tensor, chosen: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+    adapter = ops.LoRA(*parts[:2], mask=chosen < 0.5)
+    return ops.lora_down(gate, up, ops.LoRALayer(_in_4_bits(16, 24, *parts[2:]), None, (adapter,)))
+
+
+def _adapted_twice(hidden: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    """Experts with biases and, on each projection, two adapters."""
+    adapters = [ops.ExpertLoRA(*parameters[i : i + 2]) for i in (4, 6, 8, 10)]
+    named = {"gate_up_adapters": adapters[:2], "down_adapters": adapters[2:]}
+    return _moe_experts(hidden, weights, *parameters[:4], **named)
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    copies = copies_of(torch.tensor([3, 0, 3, 5]), len(x))
+    return copied_rows(x, type(copies)(*(part.to(x.device) for part in copies)))
+
+
+_NORMS: dict[str, Callable[..., Any]] = {
+    "rms_norm": ops.rms_norm,
+    "fused_add_rms_norm": lambda x, weight: ops.fused_add_rms_norm(x, x.detach() * 2, weight)[0],
+    "layer_norm": lambda x, weight: ops.layer_norm(x, weight, weight),
+}
+_LAYOUTS: dict[str, tuple[Argument, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "rows": (leaf(3, 16), lambda x: x),
+    "transposed heads": (leaf(2, 5, 3, 16), lambda x: x.transpose(1, 2)),
+    "heads of a slice": (leaf(2, 5, 96), lambda x: x[..., :32].view(2, 5, 2, 16).transpose(1, 2)),
+}
+_FROZEN = {"dyt": (2,), "swiglu": (0,), "moe_experts": (2, 3), "moe_experts, GPT-OSS": (2, 3)}
+_FROZEN |= {"moe_experts, no gate": (2, 3), "linear_cross_entropy": (1,)}
+_STATISTICS = ("entropy", "predicted_tokens")
+_BIASED = (*_HEAD, leaf(70))
+_LOG_PROBS_OF_64 = (leaf(5, 16), leaf(64, 16), labels(64, 5), leaf(64))
+
+VARIANTS: dict[str, Operator] = {
+    **{
+        f"{norm}, {layout}, {'weight' if weight else 'no weight'}": Operator(
+            lambda x, *weight, norm=_NORMS[norm], view=view: norm(view(x), *weight or (None,)), (make, *weight)
+        )
+        for norm, (layout, (make, view)) in itertools.product(_NORMS, _LAYOUTS.items())
+        for weight in ((), (leaf(16),))
+    },
+    **{f"{name}, frozen": _changed(name, torch.Tensor.detach, *places) for name, places in _FROZEN.items()},
+    **{
+        f"{name}, transposed": _changed(name, transposed)
+        for name in ("softmax", "moe_experts", "moe_experts, GPT-OSS", "lora_linears", "nf4_dequantize")
+    },
+    "fused_add_layer_norm, norm": Operator(
+        lambda *given: ops.fused_add_layer_norm(*given)[0], OPERATORS["fused_add_layer_norm"].arguments
+    ),
+    "modulated_rms_norm, scale of a token": Operator(
+        _with(ops.modulated_rms_norm, 1, None), (leaf(9, 32), leaf(9, 32))
+    ),
+    "group_norm, no bias": Operator(_with(ops.group_norm, 1, 2), (leaf(2, 6, 10), leaf(6))),
+    "causal_softmax": Operator(lambda x: causal_softmax(x.mT.bfloat16()), (leaf(2, 5, 5),)),
+    "fused_ce_tvd, bf16": Operator(
+        lambda x, *rest: ops.fused_ce_tvd(x.bfloat16(), *rest), OPERATORS["fused_ce_tvd"].arguments
+    ),
+    "embedding, second derivative": Operator(
+        lambda *given: torch.autograd.grad(ops.embedding(*given).square().sum(), given[1], create_graph=True)[0],
+        (ids(5, 3, 4), leaf(5, 6)),
+    ),
+    "copied_rows": Operator(_copied, (leaf(8, 3, 4),)),
+    "copied_rows, transposed": Operator(lambda x: _copied(x.transpose(0, 2)), (leaf(4, 3, 8),)),
+    "relu_squared, in place": Operator(_of_activations(ops.relu_squared, inplace_backward=True), (leaf(3, 7),)),
+    "swiglu, in place": Operator(
+        lambda gate, up: ops.swiglu(gate * 1.0, up * 1.0, inplace_backward=True), (leaf(3, 7), leaf(3, 7))
+    ),
+    "geglu, halves": Operator(lambda x: ops.geglu(*x.chunk(2, -1)), (leaf(3, 8),)),
+    "clamped_swiglu, in place": Operator(_of_activations(ops.clamped_swiglu, inplace_backward=True), (leaf(3, 8),)),
+    "swiglu_down, bias": Operator(ops.swiglu_down, (leaf(2, 3, 7), leaf(2, 3, 7), leaf(5, 7), leaf(5))),
+    "geglu_down, fused": Operator(_with(ops.geglu_down, 1, None), (leaf(2, 3, 14), leaf(5, 7))),
+    "rope, unsqueeze_dim": Operator(partial(ops.rope, unsqueeze_dim=2), (*_Q_K, table(2, 3, 6), table(2, 3, 6))),
+    "rope, by token": Operator(_by_token(ops.rope), (*_Q_K, table(1, 3, 6), table(1, 3, 6))),
+    "rope, split": Operator(
+        _by_token(ops.rope, rotary_dim=8, interleaved=True, split_output=True), (*_Q_K, table(1, 3, 4), table(1, 3, 4))
+    ),
+    "qk_norm_rope, queries": Operator(
+        lambda *given: ops.qk_norm_rope(*given)[0], _changed("qk_norm_rope", torch.Tensor.detach, 1, 2, 3).arguments
+    ),
+    "lora_linears, bias and dropout": Operator(
+        _lora_layers, (leaf(6, 16), table(6, 16), leaf(24), leaf(24, 16), *_WIDENED[1:], *_WIDENED, *_WIDENED[1:])
+    ),
+    "lora_down, 4 bits and dropout": Operator(
+        _down_in_4_bits, (leaf(6, 24), leaf(6, 24), table(6, 24), *_NARROWED[1:], *_NESTED)
+    ),
+    "lora_linear, 4 bits and bias": Operator(
+        lambda x, bias, a, b, *parts: ops.lora_linear(x, _in_4_bits(24, 16, *parts), bias, a, b),
+        (leaf(6, 16), table(24), *_WIDENED[1:], *_NF4),
+    ),
+    **{
+        f"fp8_linear, {mode}": Operator(
+            lambda *given, mode=mode: fp8_linear(*(x.bfloat16() for x in given), mode),
+            (leaf(6, 64), leaf(48, 64), leaf(48)),
+        )
+        for mode in ("rowwise_gw_hp", "tensorwise")
+    },
+    "fp8_stored_linear": Operator(
+        lambda x, *weight: fp8_stored_linear(x.bfloat16(), Fp8Weight(*weight)), (leaf(6, 16), *_on_fp8(32, 16)[:2])
+    ),
+    "moe_experts, routing": _changed("moe_experts, no gate", torch.Tensor.detach, 0, 2, 3),
+    "moe_experts, biases and two adapters": Operator(
+        _adapted_twice,
+        (
+            *(leaf(6, 16), leaf(6, 2), leaf(3, 24, 16), leaf(3, 16, 12), leaf(3, 24), leaf(3, 16)),
+            *(leaf(3, 2, 16), leaf(3, 24, 2), leaf(3, 5, 16), leaf(3, 24, 5)),
+            *(leaf(3, 2, 12), leaf(3, 16, 2), leaf(3, 5, 12), leaf(3, 16, 5)),
+        ),
+    ),
+    "cross_entropy, class weights and statistics": Operator(
+        lambda *given: ops.cross_entropy(*given[:2], class_weights=given[2], outputs=_STATISTICS).loss,
+        (*_LOGITS, table(70)),
+    ),
+    "cross_entropy, expected, statistics": Operator(
+        lambda *given: ops.cross_entropy(*given, outputs=_STATISTICS, expected_grad=0.5).loss, _LOGITS
+    ),
+    "linear_cross_entropy, bias and statistics": Operator(
+        lambda *head: ops.linear_cross_entropy(*head, outputs=_STATISTICS).loss, _BIASED
+    ),
+    "linear_cross_entropy, none, bias": Operator(partial(ops.linear_cross_entropy, reduction="none"), _BIASED),
+    "linear_log_probs of 64, statistics": Operator(
+        lambda *head: _pair(ops.linear_log_probs(*head, outputs=LOG_PROBS_OUTPUTS, retain_memory=3 * 256)),
+        _LOG_PROBS_OF_64,
+    ),
+    "linear_log_probs of 64": Operator(ops.linear_log_probs, _LOG_PROBS_OF_64),
+    "linear_log_probs of 64, frozen": Operator(ops.linear_log_probs, (leaf(5, 16), table(64, 16), labels(64, 5))),
+    "linear_jsd, biases, weights and statistics": Operator(
+        lambda *given: (
+            ops.linear_jsd(
+                *given[:5], 0.5, 1.0, *given[5:7], token_weights=given[7], hard_weight=0.4, outputs=("entropy",)
+            ).loss
+        ),
+        (*_HEADS, leaf(70), table(70), table(5)),
+    ),
+    "jsd, labels": Operator(ops.jsd, (_LOG_Q, _LOG_P, labels(70, 5))),
+    "jsd, labels, none": Operator(partial(ops.jsd, reduction="none"), (_LOG_Q, _LOG_P, labels(70, 5))),
+    "jsd, unexpected": Operator(partial(ops.jsd, expected_grad=None), (_LOG_Q, _LOG_P)),
+}
+"""More of them, where an operator, its fake or its derivative takes another way, for torch's rules of operators."""

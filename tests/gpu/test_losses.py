@@ -10,7 +10,7 @@ import torch
 
 from liger_trainer import losses
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
-from tests.device import captured, no_host_sync, peak_memory
+from tests.device import assert_no_host_sync, captured, peak_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -92,9 +92,7 @@ def test_nothing_synchronises(loss: Loss, trained: bool, memory: int) -> None:
     def step() -> None:
         torch.autograd.grad(loss(case, logits_memory=memory), case.leaves)
 
-    step()  # compiles the kernels and sets up cuBLAS, which may wait
-    with no_host_sync():
-        step()
+    assert_no_host_sync(step)
 
 
 @pytest.mark.parametrize("loss", EVERY)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from tests.device import no_host_sync
+from tests.device import assert_no_host_sync
 from tests.patching.comparisons import LAYERS, loss_and_gradients, relative, total_error
 from tests.patching.test_families import EXPECTED, families, kernels
 from tests.tiny_models import TINY_MODELS, tiny_batch
@@ -70,9 +70,7 @@ def test_no_synchronisation(family, device):
         output = output[0] if isinstance(output, tuple) else output
         output.sum().backward()
 
-    step()
-    with no_host_sync():
-        step()
+    assert_no_host_sync(step)
 
 
 def test_compiled_by_inductor(device):

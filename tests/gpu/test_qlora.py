@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels.lora import nf4
-from tests.device import captured, no_host_sync, one_gpu
+from tests.device import assert_no_host_sync, captured, one_gpu
 from tests.quantised import library, loading_in_4_bits, quantise
 from tests.trainers.parity import build, lora
 from tests.trainers.tiny import llama, logged, tokenizer
@@ -136,9 +136,7 @@ def test_a_step_does_not_wait_for_the_device(device):
         with torch.autocast(device, torch.bfloat16):
             model(x).sum().backward()
 
-    step()
-    with no_host_sync():
-        step()
+    assert_no_host_sync(step)
 
 
 def test_only_the_default_stream_has_a_buffer(device):

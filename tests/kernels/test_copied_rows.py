@@ -75,15 +75,6 @@ def test_every_run_gives_the_same_bits(device):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("transposed", [False, True])
-def test_opcheck(transposed, device):
-    x = seeded_randn(8, 3, 4, device=device)
-    x = x.transpose(0, 2).contiguous().transpose(0, 2) if transposed else x
-    torch.library.opcheck(module._copied_rows.custom, (x.requires_grad_(), *copies_on(device)))
-    torch.library.opcheck(module._copied_rows_backward.custom, (x.detach(), *copies_on(device)[1:]))
-
-
-@pytest.mark.kernel
 def test_traced_in_one_graph(device):
     x, copies = seeded_randn(8, 3, device=device).requires_grad_(), copies_on(device)
     torch.compiler.reset()

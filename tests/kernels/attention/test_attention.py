@@ -111,23 +111,21 @@ def test_values_of_fewer_dimensions(device):
     check(operands(device, torch.float32, value_dim=8), None, plan_of("documents", device))
 
 
-def check_operator(name, device, dtype, sinks, softcap, heads_first=False):
-    tensors = operands(device, dtype)
+def check_operator(tensors, sinks, plan, softcap, heads_first=False):
+    """opcheck, of operands that lie in memory as (batch, seq, heads, head_dim) or as (batch, heads, seq, head_dim)."""
     if heads_first:
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    q, k, v = (x.requires_grad_() for x in tensors)
-    b = seeded_randn(2, seed=5, device=device, dtype=dtype).requires_grad_() if sinks else None
-    plan = plan_of(name, device)
-    # The operator itself, as its fake and its autograd are registered for it.
-    no_keys = None, None, None, None
-    arguments = q, k, v, b, plan.offsets, *no_keys, plan.longest, plan.longest, plan.window, 0.25, softcap
-    torch.library.opcheck(module._attention.custom, arguments)
+    leaves = [x.requires_grad_() for x in tensors]
+    b = seeded_randn(2, seed=5, device=leaves[0].device, dtype=leaves[0].dtype).requires_grad_() if sinks else None
+    copies, offsets, longest = plan.keys or ((None, None, None), None, plan.longest)
+    documents = plan.offsets, *copies, offsets, plan.longest, longest, plan.window
+    torch.library.opcheck(module._attention.custom, (*leaves, b, *documents, 0.25, softcap))
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(("name", "sinks", "softcap"), [("rows", True, 2.0), ("documents and a window", False, 0.0)])
 def test_opcheck(name, sinks, softcap, device):
-    check_operator(name, device, torch.float32, sinks, softcap)
+    check_operator(operands(device, torch.float32), sinks, plan_of(name, device), softcap)
 
 
 @pytest.mark.gpu
@@ -136,7 +134,7 @@ def test_opcheck(name, sinks, softcap, device):
 @pytest.mark.parametrize("name", PLANS)
 def test_opcheck_on_flash(name, sinks, heads_first, device):
     """Of operands of any strides, which flash attention gives to its results."""
-    check_operator(name, device, torch.bfloat16, sinks, 0.0, heads_first)
+    check_operator(operands(device, torch.bfloat16), sinks, plan_of(name, device), 0.0, heads_first)
 
 
 @pytest.mark.parametrize(("hip", "capability", "runs"), [(None, 9, True), (None, 7, False), ("6.4", 9, False)])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.attention import attention as module
 from liger_trainer.kernels.attention import attention_launch
 from liger_trainer.kernels.attention.attention import attention, attention_reference
 from liger_trainer.kernels.attention.attention_launch import Tile
@@ -15,7 +14,7 @@ from liger_trainer.kernels.norms.launch import DeviceLimits
 from tests.accuracy import seeded_randn
 from tests.aot import compile_launch, recorded_launches
 from tests.kernels.attention.shared_prompts import Group, mask_of, plan_of, tokens_of
-from tests.kernels.attention.test_attention import check, distances, in_double, operands, results
+from tests.kernels.attention.test_attention import check, check_operator, distances, in_double, operands, results
 
 GROUPS = {
     "one": (Group(5, (2,)),),
@@ -24,6 +23,7 @@ GROUPS = {
     "several": (Group(1, (63,)), Group(5, (1, 65, 2)), Group(64, (2, 0)), Group(0, (3,)), Group(7, ())),
 }
 SEVERAL = GROUPS["several"]
+FEW = Group(5, (9, 0)), Group(0, (3,))
 WINDOWS = [0, 1, 2, 40, 68, 1000]  # all; itself; below a completion; between; a prompt and some; beyond everything
 
 
@@ -102,21 +102,10 @@ def test_every_element_is_written_with_the_same_bits(device):
     assert all(map(torch.equal, first, second))
 
 
-def check_operator(device, dtype, softcap, heads_first=False):
-    tensors, plan = tensors_of(SEVERAL, device, dtype), plan_of(SEVERAL, 7, device)
-    if heads_first:
-        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    sinks = seeded_randn(2, seed=5, dtype=dtype, device=device)
-    leaves = [x.requires_grad_() for x in (*tensors, sinks)]
-    copies, offsets, longest = plan.keys
-    documents = plan.offsets, *copies, offsets, plan.longest, longest, plan.window
-    torch.library.opcheck(module._attention.custom, (*leaves, *documents, 0.25, softcap))
-
-
 @pytest.mark.kernel
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_opcheck(heads_first, device):
-    check_operator(device, torch.float32, 2.0, heads_first)
+    check_operator(tensors_of(FEW, device), True, plan_of(FEW, 7, device), 2.0, heads_first)
 
 
 @pytest.mark.kernel
@@ -190,4 +179,4 @@ def test_real_sizes(heads, head_dim, window, softcap, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_opcheck_on_flash(heads_first, device):
-    check_operator(device, torch.bfloat16, 0.0, heads_first)
+    check_operator(tensors_of(FEW, device, torch.bfloat16), True, plan_of(FEW, 7, device), 0.0, heads_first)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.fp8 import row_cast, stored
@@ -138,10 +137,8 @@ def test_nothing_is_saved_or_computed_again(device, monkeypatch):
     assert x.grad.isfinite().all()
 
 
-def test_opcheck_and_second_derivatives(device):
+def test_second_derivatives(device):
     weight, x = weight_of(device), randn(6, 64, device=device, **BF16).requires_grad_()
-    opcheck(stored._stored_linear.custom, (x, *weight, None))
-    opcheck(stored._input_gradient.custom, (randn(6, 48, device=device, **BF16), *weight))
     (dx,) = torch.autograd.grad(fp8_stored_linear(x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="gradient of fp8_stored_linear cannot itself be differentiated"):
         dx.sum().backward()

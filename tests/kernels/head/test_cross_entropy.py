@@ -17,7 +17,6 @@ from liger_trainer.kernels.head import rescale as _rescale
 from liger_trainer.kernels.head.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_partials_, row_statistics_
 from liger_trainer.kernels.head.cross_entropy_torch import row_partials_torch_, row_statistics_torch_
-from liger_trainer.kernels.head.logits_gradient import logits_gradient
 from liger_trainer.kernels.head.rescale import rescale_
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard
 from liger_trainer.kernels.runtime import INTERPRETED
@@ -171,24 +170,6 @@ def test_empty_batch() -> None:
     assert loss.item() == 0.0
     assert logits.grad is not None
     assert logits.grad.shape == (0, 5)
-
-
-def test_operators_pass_opcheck() -> None:
-    logits, target = _case(6, 5)
-    logits = logits.detach().float().requires_grad_()
-    options = (IGNORE, 0.1, 0.1, 5.0, 1.0, 1.0)
-    torch.library.opcheck(operator._forward.custom, (logits, target, None, *options, True, True, False))
-    nll, lse, logits = torch.rand(6), torch.rand(6), logits.detach()
-    torch.library.opcheck(
-        logits_gradient.custom, (torch.ones(6), None, logits, target, nll, lse, None, torch.rand(5), *options, 0, 5)
-    )
-    torch.library.opcheck(
-        logits_gradient.custom, (torch.ones(6), nll, logits, target, nll, lse, lse, None, *options, 3, 70)
-    )
-    buffer, one = torch.zeros_like(logits), torch.ones(())
-    torch.library.opcheck(operator._gradient_.custom, (logits, buffer, target, None, one, *options, True, True))
-    torch.library.opcheck(operator._reduce.custom, (logits.requires_grad_(), buffer, nll, one, one))
-    torch.library.opcheck(_rescale.rescale_.custom, (torch.ones(6), torch.tensor(2.0), torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize(("target_name", "dtype"), on_targets((torch.bfloat16,), (torch.float32,)))

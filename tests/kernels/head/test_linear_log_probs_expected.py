@@ -21,7 +21,7 @@ from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-from tests.device import as_if_not_packed, captured, no_host_sync
+from tests.device import as_if_not_packed, assert_no_host_sync, captured, no_host_sync
 from tests.kernels.head.heads import (
     IGNORE,
     MIB,
@@ -249,9 +249,7 @@ def test_nothing_synchronises(loss: str, head_trained: bool) -> None:
         options: dict[str, Any] = {"outputs": ("entropy", "top1"), "logits_memory": 2 * MIB, "expected_grad": 1 / 7}
         LOSSES[loss](linear_log_probs(hidden, weight, target, **options)).backward()
 
-    step()  # compiles the kernels and sets up cuBLAS, which may wait
-    with no_host_sync():
-        step()
+    assert_no_host_sync(step)
 
 
 @pytest.mark.gpu

@@ -13,15 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.lora import lora_mlp as operators
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
-from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH
-from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.gated_mlp import _NAMES, _VARIANTS, gated_mlp_forward
 from tests.accuracy import assert_as_accurate, seeded_randn
 from tests.calls import recorded_calls
 from tests.kernels.lora.test_lora import saved_for_backward
 from tests.patching.test_lora import adapted, assert_same, loss_and_gradients
-from tests.quantised import moved, random_weight
 
 HIDDEN, INTERMEDIATE = 16, 24
 SHAPES = [(2, 5, HIDDEN)]
@@ -165,32 +162,6 @@ def test_a_fused_projection_and_a_retained_graph(device):
     expected = torch.autograd.grad((F.linear(h, w) + F.linear(F.linear(h, a), b)).square().sum(), (gate_up, a))
     for keep in (True, False):
         torch.testing.assert_close(torch.autograd.grad(y.square().sum(), (gate_up, a), retain_graph=keep), expected)
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("four_bits", [False, True])
-@pytest.mark.parametrize("pending", [False, True])
-def test_opcheck(pending, four_bits, device):
-    gate, up, w, a, b = (
-        seeded_randn(*shape, seed=i, device=device).requires_grad_()
-        for i, shape in enumerate([(2, 5, INTERMEDIATE), (2, 5, INTERMEDIATE), *SHAPES[-3:]])
-    )
-    mask = torch.rand(2, 5, INTERMEDIATE, device=device) < 0.5
-    z, added_b = seeded_randn(2, 5, 3, device=device).requires_grad_(), seeded_randn(INTERMEDIATE, 3, device=device)
-    added = (z, [z.new_empty(0, 0), added_b.requires_grad_()]) if pending else (None, [])
-    factors = [0.0, 0.5] if pending else []
-    options = [a], [b], [mask]
-    base, statistics = w, ([], [0] * LAYOUT_LENGTH)
-    if four_bits:
-        weight = moved(random_weight(*w.shape, nested=True), device)
-        base, statistics = weight.packed, (weight.statistics, weight.layout)
-    arguments = gate, up, base, None, *added, *options, *statistics, factors, [0.5], "silu", scalars(), False
-    torch.library.opcheck(operators.lora_down_save.custom, arguments)
-    placeholder = seeded_randn(2, 5, HIDDEN, device=device).requires_grad_()
-    # The gradients of the operands come from the other operator, so each is checked on its own.
-    operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments[:-1]]
-    operands[5:9] = [[each.detach() for each in some] for some in operands[5:9]]
-    torch.library.opcheck(operators.lora_down_product.custom, (placeholder, *operands))
 
 
 @pytest.mark.kernel

@@ -263,15 +263,6 @@ def test_bad_arguments_get_an_error_that_names_them(call, message):
         call()
 
 
-@pytest.mark.parametrize("bias", [None, torch.randn(24)])
-@pytest.mark.parametrize("nested", [False, True])
-def test_opcheck(nested, bias):
-    weight, x = random_weight(24, 16, nested), torch.randn(5, 16)
-    given = (weight.packed, weight.statistics, weight.layout)
-    torch.library.opcheck(nf4._matmul_.custom, (torch.zeros(5, 24), x, *given, bias, True, False))
-    torch.library.opcheck(nf4._matmul_.custom, (torch.zeros(5, 16), torch.randn(5, 24), *given, None, False, True))
-
-
 @pytest.mark.parametrize(
     ("target", "blocksize", "nested", "dtype"),
     aot.on_targets(*itertools.product((64, 4096), (True, False), (torch.bfloat16, torch.float32))),

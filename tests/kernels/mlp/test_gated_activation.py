@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.library import opcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import FalconH1Config, GemmaConfig, GptOssConfig, LlamaConfig, Phi3Config
@@ -451,29 +450,6 @@ def test_empty(activation, shape, device):
         h, *gradients = value_and_gradients(CASES[case][0], *inputs)
         assert h.shape == torch.Size(shape)
         assert [x.shape for x in gradients] == [x.shape for x in inputs]
-
-
-@pytest.mark.kernel
-def test_opcheck(device):
-    gate, up = made("silu", (3, 7), device=device)
-    gate_up = randn(3, 8, device=device).requires_grad_()
-    dh, halves = randn(3, 7, seed=2, device=device), [x.detach() for x in gate_up.chunk(2, -1)]
-    plain, scaled = operators.scalars(), operators.scalars(1.5, 0.5, 2.0, 1.0)
-    opcheck(operators.gated_activation.custom, (gate, up, "silu", scaled, False, False))
-    opcheck(operators.gated_activation.custom, (*halves, "gelu_tanh", plain, False, False))
-    opcheck(operators.gated_activation.custom, (gate_up, None, "gelu", plain, False, False))
-    opcheck(operators.gated_activation.custom, (gate_up, None, "silu", scaled, True, False))
-    opcheck(
-        operators.gated_activation_backward.custom, (dh, gate.detach(), up.detach(), "silu", scaled, False, True, False)
-    )
-    fused = (dh[:, :4], gate_up.detach(), None)
-    opcheck(operators.gated_activation_backward.custom, (*fused, "silu", scaled, True, True, False))
-    results = [torch.empty_like(x) for x in (gate, up, dh)]
-    opcheck(
-        operators.gated_activation_backward_.custom, (dh, gate.detach(), up.detach(), *results, "silu", plain, False)
-    )
-    results = torch.empty_like(gate_up), None, torch.empty(3, 4, device=device)
-    opcheck(operators.gated_activation_backward_.custom, (*fused, *results, "silu", scaled, True))
 
 
 @pytest.mark.kernel

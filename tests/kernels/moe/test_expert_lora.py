@@ -11,10 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.moe import expert_layers as layers
 from liger_trainer.kernels.moe import expert_lora
-from liger_trainer.kernels.moe import experts as operator
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts, moe_experts_reference
 from tests.calls import created_sizes, recorded_calls
-from tests.kernels.moe.test_experts import assert_operators_keep_torchs_rules
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7
 
@@ -235,14 +233,6 @@ def test_a_checkpoint_repeats_neither_the_second_product_nor_its_adapters(monkey
     width = 2 * INTERMEDIATE
     widths = [x.shape[1] for _, _, (x, *_) in thin]
     assert widths == [HIDDEN, INTERMEDIATE, HIDDEN, HIDDEN, INTERMEDIATE, width, HIDDEN]
-
-
-@pytest.mark.parametrize("ranks", [(3,), (2, 17)], ids=str)
-def test_operators_keep_torchs_rules(ranks, monkeypatch):
-    calls = recorded_calls(monkeypatch, operator, "moe_gate_up", "moe_down_save", "moe_down")
-    Case(ranks, bias=True)()
-    assert len(calls) == 3
-    assert_operators_keep_torchs_rules(calls)
 
 
 def test_adapters_that_do_not_fit():

@@ -10,13 +10,11 @@ import types
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from liger_trainer.kernels.moe import expert_layers as layers
-from liger_trainer.kernels.moe import experts as module
 from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
 from liger_trainer.nn import LigerExperts
 from tests.calls import recorded_calls
@@ -254,42 +252,6 @@ def test_compiles_to_one_graph(case, dynamic, frozen, device):
     expected = loss(*arguments)
     torch.testing.assert_close(compiled, expected)
     torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(expected, leaves))
-
-
-def assert_operators_keep_torchs_rules(calls):
-    """opcheck of `recorded_calls`, on leaves with their values: autograd is registered for them one by one."""
-    for _, operator, given in calls:
-        leaves = tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), given)
-        rules = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(operator.custom, leaves, test_utils=rules)
-
-
-@pytest.mark.parametrize("frozen", [(), (3, 4), (0, 3, 4)], ids=["trained", "frozen", "biases alone"])
-@pytest.mark.parametrize("case", ["gpt_oss", "no gate"])
-def test_operators_keep_torchs_rules(case, frozen, device, monkeypatch):
-    calls = recorded_calls(monkeypatch, module, "moe_gate_up", "moe_down_save", "moe_down")
-    arguments, options = made(case, torch.float32, device)
-    for position in frozen:
-        arguments[position].requires_grad_(False)
-    run(moe_experts, arguments, options)
-    assert len(calls) == 3
-    assert_operators_keep_torchs_rules(calls)
-
-
-@pytest.mark.parametrize("frozen", [(), (3, 4)], ids=["trained", "frozen"])
-@pytest.mark.parametrize("case", ["gpt_oss", "gated"])
-def test_operators_say_how_gradients_of_operands_of_any_strides_lie(case, frozen, monkeypatch):
-    """Strides of the fake backwards, which torch.compile sees, against those of the real ones."""
-    calls = recorded_calls(monkeypatch, layers, "_gate_up_backward", "_down_backward_")
-    arguments, options = made(case, torch.float32)
-    apart = [x.mT.contiguous().mT.detach().requires_grad_(x.requires_grad) for x in arguments]
-    for position in frozen:
-        apart[position].requires_grad_(False)
-    loss = run(moe_experts, apart, options).square().sum()
-    torch.autograd.grad(loss, [x for x in apart if x.requires_grad], retain_graph=True)
-    assert len(calls) == 2
-    for _, operator, given in calls:
-        torch.library.opcheck(operator.custom, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_autocast(device):

@@ -217,18 +217,6 @@ def test_scores_that_vanish_do_not_divide_by_zero():
 
 
 @pytest.mark.kernel
-def test_opcheck():
-    logits = seeded_randn(4, 6, device=DEVICE).requires_grad_()
-    bias = seeded_randn(6, device=DEVICE)
-    for options in ((None, 2, False, True, 1, 1, 1.0), (bias, 3, True, True, 3, 2, 2.5)):
-        torch.library.opcheck(operators._route.custom, (logits, *options, torch.float32))
-    index = torch.tensor([[0, 2]] * 4, device=DEVICE)
-    torch.library.opcheck(
-        operators._route_backward.custom, (seeded_randn(4, 2, device=DEVICE), logits.detach(), index, True, True, 2.5)
-    )
-
-
-@pytest.mark.kernel
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v3", "llama4"])
 def test_probe_finds_the_kernel_equal(family):
     router = ROUTERS[family]().to(DEVICE)

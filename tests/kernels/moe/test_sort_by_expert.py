@@ -93,12 +93,6 @@ def test_what_a_table_refuses(offsets, block_rows, message):
         tile_table(offsets, block_rows, 64)
 
 
-def test_opcheck():
-    index = torch.tensor([[0, 2], [2, 3]])
-    torch.library.opcheck(operators._sort_by_expert.custom, (index, 3))
-    torch.library.opcheck(operators._tile_table.custom, (sort_by_expert(index, 3).offsets, 2, 5))
-
-
 @pytest.mark.parametrize(
     ("num_experts", "dtype", "target"), [*((128, torch.int64, target) for target in TARGETS), (1, torch.int32, "sm_90")]
 )

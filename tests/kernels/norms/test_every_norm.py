@@ -464,32 +464,6 @@ def test_compiled_graph_is_whole_and_takes_any_batch(device, name):
             assert all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.kernel
-def test_operators_pass_opcheck(device):
-    ops, check = torch.ops.liger_trainer, torch.library.opcheck
-    x, dy, token_scale = (torch.randn(4, 6, 20, device=device) for _ in range(3))
-    weight, bias, channels = (torch.randn(size, device=device) for size in (20, 20, 6))
-    scale = torch.randn(4, 20, device=device)
-    three, one, stat = (torch.rand(size, device=device) for size in (3, 1, (4, 6)))
-    dtype = torch.float32
-    for tensor in (x, weight, bias, channels, scale, token_scale, three, one):
-        tensor.requires_grad_()
-    check(ops.fused_add_layer_norm, (x, dy, weight, bias, 1e-5, dtype))
-    check(ops.modulated_rms_norm, (x, weight, scale, scale.detach() * 2, 1e-5, 0.5, "gemma"))
-    check(ops.modulated_rms_norm, (x, None, token_scale.view(24, 20), None, 1e-5, 0.0, "llama"))
-    check(ops.group_norm, (x, 3, channels, None, 1e-5, dtype))
-    check(ops.poly_norm, (x, three, one, 1e-5))
-    check(ops.dyt, (x, one, weight, bias))
-    x, weight, bias, scale, channels, three, one = (t.detach() for t in (x, weight, bias, scale, channels, three, one))
-    groups = torch.rand(4, 3, device=device)
-    check(ops.fused_add_layer_norm_backward, (dy, None, x, weight, bias, stat, stat, [True] * 3))
-    check(ops.modulated_rms_norm_backward, (dy, x, weight, scale, stat, 0.5, "gemma", [True] * 3, dtype))
-    check(ops.modulated_rms_norm_backward, (dy, x, None, scale, stat, 0.5, "gemma", [False, False, True], None))
-    check(ops.group_norm_backward, (dy, x, channels, None, groups, groups, [True, True, False]))
-    check(ops.poly_norm_backward, (dy, x, three, one, stat, stat, stat, [True] * 3))
-    check(ops.dyt_backward, (dy, x, one, weight, bias, [True, True, False, True]))
-
-
 OF_ROWS = [name for name in NORMS if name != "group_norm"]
 ON_THE_PATH = ("rms_norm", "fused_add_rms_norm", "layer_norm")
 

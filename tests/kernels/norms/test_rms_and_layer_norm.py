@@ -380,25 +380,6 @@ def test_checkpointing(device, use_reentrant):
     torch.testing.assert_close((x.grad, weight.grad), theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.kernel
-@pytest.mark.parametrize("layout", ["contiguous", "transposed heads", "heads of a slice"])
-@pytest.mark.parametrize("with_weight", [True, False])
-def test_operators_pass_opcheck(device, layout, with_weight):
-    x = torch.randn(3, 16, device=device) if layout == "contiguous" else LAYOUTS[layout](device)
-    x = x.detach().requires_grad_()
-    weight = torch.randn(16, device=device, requires_grad=True) if with_weight else None
-    ops = torch.ops.liger_trainer
-    torch.library.opcheck(ops.rms_norm, (x, weight, 1e-6, 0.0, "llama"))
-    torch.library.opcheck(ops.fused_add_rms_norm, (x, x.detach() * 2, weight, 1e-6, 1.0, "gemma"))
-    torch.library.opcheck(ops.layer_norm, (x, weight, weight, 1e-5, torch.float32))
-    x, weight = x.detach(), None if weight is None else weight.detach()
-    rstd = x.new_empty(x.shape).uniform_()[..., 0]
-    needed = [True, with_weight]
-    torch.library.opcheck(ops.rms_norm_backward, (x, x, weight, rstd, 0.0, "llama", needed))
-    torch.library.opcheck(ops.fused_add_rms_norm_backward, (x, None, x, weight, rstd, 0.0, "llama", needed))
-    torch.library.opcheck(ops.layer_norm_backward, (x, x, weight, weight, rstd, rstd, [*needed, with_weight]))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("rows", "hidden_size"), [(16, 256), (32, 4096), (8192, 4096)])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.library import opcheck
 from torch.nn import functional as F
 
 from liger_trainer.kernels.parity import embedding as operators
@@ -217,15 +216,6 @@ def test_tied_with_one_use_only_or_recorded(device):
         for lookup in (tied_embedding, separate)
     ]
     torch.testing.assert_close(*(torch.autograd.grad(x, weight)[0] for x in recorded))
-
-
-@pytest.mark.kernel
-def test_opcheck(device):
-    ids, weight = randint(5, 3, 4, device=device), randn(5, 6, device=device).requires_grad_()
-    dy = randn(3, 4, 6, seed=1, device=device)
-    opcheck(operators._embedding.custom, (ids, weight, -1))
-    opcheck(operators._embedding_backward.custom, (dy.requires_grad_(), ids, 5, 2))
-    opcheck(operators._embedding_backward_.custom, (randn(5, 6, device=device), dy.detach(), ids, 2))
 
 
 @pytest.mark.kernel

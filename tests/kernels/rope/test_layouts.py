@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.library import opcheck
 from transformers.models.cohere import modeling_cohere
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -334,14 +333,6 @@ def test_vision_tables_of_llama4(device):
     for table in (freqs_cis[0], freqs_cis[0][:, None], freqs_cis.conj().conj()):
         assert all(map(torch.equal, rope_complex(q, k, table), expected))
     assert all(map(torch.equal, rope_complex(q, k, freqs_cis.conj()), rope_complex(q, k, freqs_cis.conj().clone())))
-
-
-@pytest.mark.kernel
-def test_opcheck(device):
-    q, k, cos, sin = inputs("neighbours to halves", device=device)
-    opcheck(rotate.custom, (q, k, cos, sin, 1, False, torch.float32, "interleaved to halves", "shared"))
-    q, k, cos, sin = inputs("axes", device=device)
-    opcheck(rotate.custom, (q, k, cos, sin, 1, False, torch.float32, "halves", "planes", [1, 3, 2]))
 
 
 @pytest.mark.kernel

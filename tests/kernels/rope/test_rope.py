@@ -5,7 +5,6 @@ from unittest import mock
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.library import opcheck
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3 import modeling_qwen3
@@ -285,13 +284,6 @@ def test_empty(shape, device):
 def test_tables_that_rotate_nothing(device):
     q, k, cos, sin = inputs((1, 3, 2, 1, 8, 0, 1), device=device)
     assert all(map(torch.equal, rope(q, k, cos, sin), (q, k)))
-
-
-@pytest.mark.kernel
-def test_opcheck(device):
-    for shape, unsqueeze_dim in ((SHAPES[2], 1), (SHAPES[3], 2)):
-        arguments = inputs(shape, device=device, unsqueeze_dim=unsqueeze_dim)
-        opcheck(rotate.custom, (*arguments, unsqueeze_dim, False, torch.float32))
 
 
 @pytest.mark.kernel
