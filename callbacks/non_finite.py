@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from typing import Any, Literal
 
 import torch
@@ -76,7 +75,6 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         self.findings: list[str] = []
         self._losses: list[torch.Tensor] = []
         self._gradients: tuple[list[str], torch.Tensor] | None = None
-        self._listed: tuple[weakref.ref, list[tuple[str, weakref.ref]]] | None = None  # a model and its parameters
         self._pending: list[Observation] = []
         self._device_skip: Any = None
         self.stopped = False
@@ -86,14 +84,6 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         """Records the loss of one micro-batch."""
         self._losses.append(loss.detach().reshape(()))
 
-    def trained(self, model: nn.Module) -> list[tuple[str, Any]]:
-        """The parameters of `model` that have a gradient now, and their names."""
-        if self._listed is None or self._listed[0]() is not model:  # to walk through all modules takes milliseconds
-            named = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
-            self._listed = weakref.ref(model), named
-        found = ((name, parameter()) for name, parameter in self._listed[1])
-        return [(name, parameter) for name, parameter in found if parameter is not None and parameter.grad is not None]
-
     def observe_gradients(self, model: nn.Module) -> torch.Tensor | None:
         """Records the norm of each gradient as it is now; the norm is not finite if any element is not.
 
@@ -101,8 +91,8 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
             The norm of all of them, as `torch.nn.utils.get_total_norm` computes it; None if it needs more than the
             dense gradients of this process (sharded or sparse gradients, several devices).
         """
-        gradients = [(name, parameter.grad) for name, parameter in self.trained(model)]
-        named = [(name, local_part(grad)) for name, grad in gradients]
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        named = [(name, local_part(grad)) for name, grad in gradients.items()]
         named = [(name, grad) for name, grad in named if grad.numel() and not grad.is_sparse]
         if not named:
             return None
@@ -112,7 +102,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         norms = foreach_norm(dense, 2.0, dtype=dtype)
         stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
         self._gradients = [name for name, _ in named], stacked
-        whole = len(named) == len(gradients) and not any(isinstance(grad, DTensor) for _, grad in gradients)
+        whole = len(named) == len(gradients) and not any(isinstance(grad, DTensor) for grad in gradients.values())
         one_device = all(grad.device == dense[0].device for grad in dense)
         return torch.linalg.vector_norm(stacked) if whole and one_device and dtype is None else None
 
@@ -121,7 +111,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
     ) -> None:
         """Resets everything, and checks the parameters."""
         self._losses, self._gradients, self._pending, self.stopped = [], None, [], False
-        self._left_out, self._listed = 0, None
+        self._left_out = 0
         found = first_bad_parameter(kwargs["model"], args, alike=True)
         if found is not None:
             raise NonFiniteError(

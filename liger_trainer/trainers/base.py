@@ -321,8 +321,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         if total_norm is None or self.accelerator.distributed_type not in _WHOLE_GRADIENTS:
             return super()._clip_grad_norm(model)
         # As clip_grad_norm_, without computing the norms a second time.
-        parameters = [parameter for _, parameter in self._guard.trained(model)]
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, total_norm)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, total_norm)
         return total_norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
