@@ -56,10 +56,10 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
 
     Dropout masks are drawn here, in the order in which the modules would draw them.
     """
-    if not all(is_unhooked(module) for module in modules):
-        return None
     adapted = [module for module in modules if is_lora_linear(module)]
-    if not adapted or not all(has_known_adapters(module) for module in adapted):
+    if not adapted or not all(is_unhooked(module) for module in modules):
+        return None
+    if not all(has_known_adapters(module) for module in adapted):
         return None
     return _layers(x, modules)
 
