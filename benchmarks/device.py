@@ -6,7 +6,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,23 +71,31 @@ class Device:
         outputs = tuple(output.detach() for output in outputs)
         return (held - self.module.memory_allocated()) / 2**30
 
+    def mark(self) -> Any:
+        """A point in the device's work, for `elapsed`."""
+        if self.module is None:
+            return time.perf_counter()
+        event = self.module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed(self, marks: Sequence[Any]) -> list[float]:
+        """Milliseconds between each of the `marks` and the next."""
+        self.synchronize()
+        if self.module is None:
+            return [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]
+        return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+
     def time(self, *parts: Callable[[Any], Any]) -> list[float]:
         """Milliseconds of each part, run one directly after the other; each gets the result of the one before."""
         result: Any = None
-        if self.module is None:
-            marks = [time.perf_counter()]
-            for part in parts:
-                result = part(result)
-                marks.append(time.perf_counter())
-            return [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]
-        self._prepare()
-        events = [self.module.Event(enable_timing=True) for _ in range(len(parts) + 1)]
-        events[0].record()
-        for part, event in zip(parts, events[1:]):
+        if self.module is not None:
+            self._prepare()
+        marks = [self.mark()]
+        for part in parts:
             result = part(result)
-            event.record()
-        self.synchronize()
-        return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+            marks.append(self.mark())
+        return self.elapsed(marks)
 
     def median(self, work: Callable[[], object], rounds: int = 9) -> float:
         """Median milliseconds of `work`, which runs once before."""

@@ -152,7 +152,7 @@ class TrainingRecord:
     tokens_per_second: float | None = None  # of one GPU in the median step
     mfu: float | None = None  # of the device's published peak, if that is known
     peak_gibibytes: float | None = None  # of the fullest GPU
-    losses: list[float] = dataclasses.field(default_factory=list)  # of every step; providers must agree
+    losses: list[float] = dataclasses.field(default_factory=list)  # of each warm-up step, and the others' mean
     failure: str = ""  # why there is no result
     lora: int = 0
     weights_gibibytes: float | None = None  # allocated before the first step

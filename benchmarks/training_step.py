@@ -19,13 +19,12 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.models import MODELS, model_config
@@ -38,16 +37,23 @@ from liger_trainer.benchmarks.training_providers import training_provider as tra
 
 
 class Steps(TrainerCallback):
-    """Measures the wall-clock time of each step, its device work included, and the peak memory of all steps.
+    """Times each step and measures the peak memory of all.
+
+    The host queues timed steps one after the other, as it does between the logs of a run: events that the device passes
+    give the times, and one loss is logged for all of these steps. Reading the loss of each would have the device wait.
+
+    Args:
+        device: Where the model is trained.
+        warmup: Steps at the start that are not timed, each of which logs its loss.
 
     Attributes:
-        seconds: Seconds of each step.
         weights: Bytes allocated before the first step: the model, or this process's shard of it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, warmup: int) -> None:
         self.device = Device(device)
-        self.seconds: list[float] = []
+        self.warmup = warmup
+        self.ends: list[Any] = []
         self.weights = 0
 
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
@@ -55,14 +61,17 @@ class Steps(TrainerCallback):
             self.device.empty_cache()
             self.device.module.reset_peak_memory_stats()
             self.weights = self.device.module.memory_allocated()
+        self.ends = [self.device.mark()]
 
-    def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        self.device.synchronize()
-        self.start = time.perf_counter()
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self.ends.append(self.device.mark())
+        control.should_log = state.global_step <= self.warmup or state.global_step == state.max_steps
 
-    def on_step_end(self, *args: object, **kwargs: object) -> None:
-        self.device.synchronize()
-        self.seconds.append(time.perf_counter() - self.start)
+    def seconds(self) -> list[float]:
+        """Seconds of each step, from the end of the one before."""
+        return [milliseconds / 1e3 for milliseconds in self.device.elapsed(self.ends)]
 
     def peak(self) -> int:
         """Peak bytes allocated during the steps."""
@@ -90,14 +99,14 @@ def run(task: Task, provider: str) -> dict[str, Any]:
         model = quantise(model, task.quantize, compress_statistics=True)
     # The formula counts neither a frozen model nor a reference model.
     flops = flops_per_token(model) if task.trainer in ("causal_lm", "sft") and not task.lora else None
-    steps = Steps(device)
+    steps = Steps(device, task.warmup)
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(task, device, folder)
         trainer = find_training_provider(provider)(Setup(task, model, arguments, [steps]))
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
             raise BenchmarkError(f"accelerate has no FSDP on {device.type}; choose another `--accelerate_config`")
         trainer.train()
-    costs = [seconds / tokens for seconds, tokens in zip(steps.seconds, task.step_tokens)]
+    costs = [seconds / tokens for seconds, tokens in zip(steps.seconds(), task.step_tokens)]
     rate = 1 / statistics.median(costs[task.warmup :] or costs[-1:])
     peak = peak_flops(device, half_precision=True)
     sizes = torch.tensor([[steps.peak(), steps.weights]], dtype=torch.float64, device=trainer.accelerator.device)

@@ -3,12 +3,17 @@
 `torch.library` gives an operator to the compiler, to dispatch modes such as that of selective checkpointing, and to
 tensor subclasses. Its way to the function takes the host longer than an autograd function's, in every call, and with
 a small model the GPU waits for the host. So the function is called at once when none of these has to see it.
+
+Autograd functions do not look into lists. So theirs is given all arguments as one, which it passes on, and beside it
+the tensors among them, those of lists too, for which it returns the gradients.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,6 +33,8 @@ class Operator(Generic[R]):
     Attributes:
         custom: The `torch.library.custom_op`, which dispatches.
         derivative: The autograd function that calls and differentiates `function`; None if it has no derivative.
+        tensors: Which arguments are tensors, or None in place of one.
+        lists: Which arguments are lists of tensors.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
@@ -39,43 +46,73 @@ class Operator(Generic[R]):
         parameters = inspect.signature(function).parameters
         self.defaults = tuple(parameter.default for parameter in parameters.values())
         self.mutated = [place for place, name in enumerate(parameters) if name in mutates]
-        self.has_lists = "Tensor[]" in torch.library.infer_schema(function, mutates_args=mutates)
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        kinds = [re.search(rf"Tensor(\S*) {name}\b", schema) for name in parameters]
+        self.tensors = [place for place, kind in enumerate(kinds) if kind and "[]" not in kind[1]]
+        self.lists = [place for place, kind in enumerate(kinds) if kind and "[]" in kind[1]]
+        self.returns_list = schema.endswith("-> Tensor[]")
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, Any, Any], None] | None = None
     ) -> None:
         """Gives the operator its derivative, as `torch.library.register_autograd`."""
         self.custom.register_autograd(backward, setup_context=setup_context)
-        function = self.function
 
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            output = function(*arguments)
+        def forward(ctx: Any, arguments: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
+            output: Any = self.function(*arguments)
+            ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], arguments)
             if setup_context is not None:
                 setup_context(ctx, arguments, output)
-            return output
+            return tuple(output) if self.returns_list else output
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        def flat_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            results = backward(ctx, list(gradients)) if self.returns_list else backward(ctx, *gradients)
+            return None, *self._flat(results if isinstance(results, tuple) else (results,))
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
         self.derivative = type(self.name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """The function's result, recorded for autograd if an input needs a gradient."""
-        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-        if (
-            _is_watched()
-            or any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors)
-            or self.has_lists  # which autograd functions do not look into
-            or kwargs
-        ):
+        if kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
             return self.custom(*args, **kwargs)
-        arguments = (*args, *self.defaults[len(args) :])
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        arguments = args + self.defaults[len(args) :]
+        tensors = self._flat(arguments)
+        recorded = False
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            if type(tensor) not in _PLAIN or tensor.is_meta:
+                return self.custom(*args)
+            recorded = recorded or tensor.requires_grad
+        if recorded and torch.is_grad_enabled():
             if self.derivative is None:
                 return self.custom(*args)  # whose backward is an error
-            return self.derivative.apply(*arguments)
+            output: Any = self.derivative.apply(arguments, *tensors)
+            if self.returns_list:
+                output = list(output)
+            return output
         result = self.function(*arguments)
         for place in self.mutated:
             _note_change(arguments[place])
         return result
+
+    def _flat(self, values: Sequence[Any]) -> list[Any]:
+        """Out of one value for each argument: those of tensors, then those of the tensors in lists."""
+        flat = [values[place] for place in self.tensors]
+        for place in self.lists:
+            flat += values[place]
+        return flat
+
+    def _in_places(self, flags: Iterable[bool], arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The inverse of `_flat`, with False for the arguments that are no tensors."""
+        rest = iter(flags)
+        values: list[Any] = [False] * len(arguments)
+        for place in self.tensors:
+            values[place] = next(rest)
+        for place in self.lists:
+            values[place] = list(itertools.islice(rest, len(arguments[place])))
+        return tuple(values)
 
 
 def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], Operator[R]]:
@@ -95,8 +132,3 @@ def _note_change(tensor: torch.Tensor | None) -> None:
     """Lets autograd find that a saved tensor was overwritten, as torch's dispatch does."""
     if tensor is not None and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
-
-
-def _is_watched() -> bool:
-    """Whether a compiler or a dispatch mode has to see operators."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

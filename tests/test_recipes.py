@@ -108,6 +108,14 @@ def test_command_line_wins_over_the_file(tmp_path):
     assert recipe.training.logging_steps == 3
 
 
+def test_null_on_the_command_line_unsets_what_the_file_sets(tmp_path):
+    path = write(tmp_path, "trainer: causal_lm\nfp8: rowwise\nactivation_memory: 1GiB\nuse_cpu: true\nmax_steps: 2\n")
+    recipe = load_recipe(path, ["--fp8", "null", "--activation-memory=null", "--run_name", "null"])
+    assert [recipe.training.fp8, recipe.training.activation_memory, recipe.training.run_name] == [None] * 3
+    with pytest.raises(RecipeError, match="invalid int value: 'null'"):
+        load_recipe(path, ["--max_steps", "null"])
+
+
 def test_switching_evaluation_off_switches_off_the_first_one_too():
     assert load_recipe("quickstart", ["--use_cpu", "true"]).training.eval_on_start
     assert not load_recipe("quickstart", ["--use_cpu", "true", "--eval_strategy", "no"]).training.eval_on_start

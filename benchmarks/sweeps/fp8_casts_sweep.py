@@ -1,4 +1,4 @@
-"""What a cast to fp8 costs as part of a norm or a gated activation, and the blocks and warps of the latter.
+"""What a cast to fp8 costs as part of a norm or a gated activation, and the blocks, warps and registers of the latter.
 
     python benchmarks/sweeps/fp8_casts_sweep.py        # a GPU with fp8
 
@@ -23,14 +23,14 @@ from liger_trainer.kernels.runtime import cdiv
 
 ROWS = 16384
 BANDWIDTH = 4.8e12  # bytes a second
-CONFIGURATIONS = ((1024, 8), (2048, 8), (2048, 16), (4096, 16), (8192, 16))  # width of a block, warps
+CONFIGURATIONS = [(block, warps, registers) for block, warps in ((2048, 8), (4096, 16)) for registers in (64, 80, 96)]
 
 
 def show(name: str, times: list[float], additional_bytes: int) -> None:
     """A line for the milliseconds without the cast, with it, and with a separate one."""
     alone, fused, separate = (1000 * time for time in times)
     ratio = fused / (alone + additional_bytes / BANDWIDTH * 1e6)
-    print(f"{name:40} {alone:8.1f} {fused:8.1f} {separate:8.1f} {ratio:6.2f}", flush=True)
+    print(f"{name:58} {alone:8.1f} {fused:8.1f} {separate:8.1f} {ratio:6.2f}", flush=True)
 
 
 def norms(device: Device, hidden: int, with_residual: bool) -> None:
@@ -59,12 +59,14 @@ def activations(device: Device, activation: str, columns: int) -> None:
         alone()
         cast_rows(h)
 
-    chosen = gated.cast_config(columns)[1:]
+    chosen = tuple(gated.cast_config(columns)[key] for key in ("BLOCK", "num_warps", "maxnreg"))
     times = [device.median(call, 20) for call in (alone, separate)]
-    for block, warps in (chosen, *CONFIGURATIONS):
-        with mock.patch.object(gated, "cast_config", return_value=(cdiv(columns, block), block, warps)):
+    for block, warps, registers in (chosen, *CONFIGURATIONS):
+        config = {"PARTS": cdiv(columns, block), "BLOCK": block, "num_warps": warps, "maxnreg": registers}
+        with mock.patch.object(gated, "cast_config", return_value=config):
             fused = device.median(partial(gated.cast_of_h, gate, up, *options), 20)
-        show(f"{activation}, {columns}, block {block}, {warps} warps", [times[0], fused, times[1]], -gate.numel())
+        name = f"{activation}, {columns}, block {block}, {warps} warps of {registers} registers"
+        show(name, [times[0], fused, times[1]], -gate.numel())
 
 
 if __name__ == "__main__":

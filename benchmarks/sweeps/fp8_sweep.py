@@ -90,8 +90,7 @@ def times(device: Device, outputs: int, inputs: int) -> tuple[float, float]:
     )
     casts = {"rows": cast_rows, "whole": cast_whole, "transposed": cast_transposed, "columns": cast_columns}
     of_weight, of_x, of_dy = ({name: median(cast, y) for name, cast in casts.items()} for y in (weight, x, dy))
-    (codes, scales), (weight_codes, weight_scales) = cast_rows(x), cast_rows(weight)
-    operands = codes, weight_codes, scales, weight_scales, None
+    operands = cast_rows(x), cast_rows(weight), None
     bf16, fast, slow = median(F.linear, x, weight), *(median(scaled_product, *operands, how) for how in (True, False))
     print(f"{outputs} x {inputs}, {ROWS} rows: bf16 {bf16:.3f} ms, fp8 {fast:.3f} with fast accumulation, {slow:.3f}")
     for what, found in (("weight", of_weight), ("input", of_x), ("gradient", of_dy)):

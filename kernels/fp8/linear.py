@@ -15,8 +15,7 @@ gives, or one for all. The output is summed with Hopper's fast accumulation, whi
 (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3.2); the gradients are summed in fp32.
 
 Operands are cast where they are used. For weights that is 3 % of a step of 16,384 tokens, and no memory. Saved for the
-backward: X and W in bf16, as by a linear layer. Two operators, as in `kernels/mlp/gated_down.py`, so that a
-checkpointed layer does not repeat the last product.
+backward: X and W in bf16, as by a linear layer.
 
 On a CPU the codes are multiplied in fp32: the products are exact, as on a GPU, and the sum is rounded as in fp32.
 """
@@ -30,7 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, refuse_second_derivative
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.kernels.fp8.row_cast import (
     E4M3,
@@ -83,9 +82,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mo
 
 def product_of_cast(cast: Cast, weight: torch.Tensor, bias: torch.Tensor | None, mode: str) -> torch.Tensor:
     """``linear(x, weight, bias)`` in fp8, without autograd, of the cast of x, (M, K), and (N, K) in bf16: (M, N)."""
-    codes, scales = cast
-    weight_codes, weight_scales = _cast(weight, products_of(mode).output[1])
-    return scaled_product(codes, weight_codes, scales, weight_scales, bias, fast=True)
+    products = products_of(mode)
+    return scaled_product(cast, _cast(weight, products.output[1]), bias, fast=True, one_scale=products.one_scale)
 
 
 @operator("liger_trainer::fp8_input_gradient")
@@ -96,9 +94,8 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, mode: str, largest: t
     """
     products = products_of(mode)
     of_dy, of_weight = products.input_gradient
-    codes, scales = _cast(dy, of_dy, getattr(torch, products.gradient_dtype), largest)
-    weight_codes, weight_scales = _cast_transposed(weight, of_weight)
-    return scaled_product(codes, weight_codes, scales, weight_scales, None, fast=False)
+    cast = _cast(dy, of_dy, getattr(torch, products.gradient_dtype), largest)
+    return scaled_product(cast, _cast_transposed(weight, of_weight), None, fast=False, one_scale=products.one_scale)
 
 
 @input_gradient.register_fake
@@ -116,9 +113,8 @@ def weight_gradient(dy: torch.Tensor, x: torch.Tensor, mode: str, largest: torch
     if products.weight_gradient is None:
         return dy.mT @ x
     of_dy, of_x = products.weight_gradient
-    codes, scales = _cast_transposed(dy, of_dy, getattr(torch, products.gradient_dtype), largest)
-    x_codes, x_scales = _cast_transposed(x, of_x)
-    return scaled_product(codes, x_codes, scales, x_scales, None, fast=False)
+    cast = _cast_transposed(dy, of_dy, getattr(torch, products.gradient_dtype), largest)
+    return scaled_product(cast, _cast_transposed(x, of_x), None, fast=False, one_scale=products.one_scale)
 
 
 @weight_gradient.register_fake
@@ -135,83 +131,51 @@ def largest_of_gradient(dy: torch.Tensor, mode: str) -> torch.Tensor | None:
     return largest_magnitude(dy) if products_of(mode).input_gradient[0] is Scaling.ONE else None
 
 
-def _cast(
-    x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cast(x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None) -> Cast:
     return cast_rows(x) if scaling is Scaling.ROWS else cast_whole(x, dtype, largest)
 
 
 def _cast_transposed(
     x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Cast:
     return cast_columns(x) if scaling is Scaling.ROWS else cast_transposed(x, dtype, largest)
 
 
 def scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scales: torch.Tensor,
-    b_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    fast: bool,
+    left: Cast, right: Cast, bias: torch.Tensor | None, fast: bool, one_scale: bool = False
 ) -> torch.Tensor:
-    """``a @ b.T`` of codes, (M, K) and (N, K), times the scales of their rows, in bf16.
+    """``a @ b.T + bias`` in bf16 of the casts of a, (M, K), and b, (N, K).
 
-    Scales are (M, 1) and (N, 1), or of no dimension for one scale.
+    `one_scale` says that all scales of an operand are the same.
     """
+    (a, a_scales), (b, b_scales) = left, right
     if a.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
             y = (a.float() @ b.float().t()) * a_scales * b_scales.t()
         return (y if bias is None else y + bias).to(torch.bfloat16)
-    scaling = F.ScalingType.TensorWise
-    if a_scales.dim() or b_scales.dim():  # a matmul has one kind of scales for both
-        scaling = F.ScalingType.RowWise
-        a_scales, b_scales = (scales.expand(len(codes), 1) for scales, codes in ((a_scales, a), (b_scales, b)))
+    scaling = F.ScalingType.RowWise
+    if one_scale:
+        scaling, a_scales, b_scales = F.ScalingType.TensorWise, a_scales[:1], b_scales[:1]
     return F.scaled_mm(
-        a,
-        b.t(),
-        a_scales.contiguous(),
-        scaling,
-        b_scales.t().contiguous(),
-        scaling,
-        bias=bias,
-        output_dtype=torch.bfloat16,
-        use_fast_accum=fast,
+        a, b.t(), a_scales, scaling, b_scales.t(), scaling, bias=bias, output_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
-def _save(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mode: str) -> torch.Tensor:
-    """A placeholder for y that turns its gradient into those of the operands. Call `fp8_linear`."""
-    return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
-
-
-fp8_linear_save = operator("liger_trainer::fp8_linear_save")(_save)
-fp8_linear_save.register_fake(_save)
-
-
 @operator("liger_trainer::fp8_linear")
-def fp8_linear_product(
-    placeholder: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    mode: str,
-    shares: bool,
+def fp8_linear_operator(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mode: str, shares: bool
 ) -> torch.Tensor:
-    """The output, whose gradient goes to `placeholder`."""
+    """`product`, with its gradients. Call `fp8_linear`."""
     return product(x, weight, bias, mode, shares)
 
 
-@fp8_linear_product.register_fake
-def _(placeholder, x, weight, bias, mode, shares):
-    return x.new_empty(placeholder.shape)
-
-
-pass_to_placeholder(fp8_linear_product)
+@fp8_linear_operator.register_fake
+def _(x, weight, bias, mode, shares):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, ctx.mode = inputs
+    x, weight, _, ctx.mode, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
 
@@ -219,7 +183,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
         return input_gradients(ctx)
-    need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     x, weight = ctx.saved_tensors
     rows, dx, dweight = dy.reshape(-1, dy.shape[-1]), None, None
     largest = largest_of_gradient(rows, ctx.mode)
@@ -230,7 +194,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, .
     return input_gradients(ctx, dx, dweight, rows.sum(0) if need_bias else None)
 
 
-fp8_linear_save.register_autograd(_backward, setup_context=_setup_context)
+fp8_linear_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def fp8_linear(
@@ -257,5 +221,4 @@ def fp8_linear(
     if not takes_fp8(x, weight):
         return F.linear(x, weight, bias)
     x, weight, bias = as_autocast(x), as_autocast(weight), as_autocast(bias)
-    placeholder = fp8_linear_save(x, weight, bias, mode)
-    return fp8_linear_product(placeholder, x, weight, bias, mode, may_share(x))
+    return fp8_linear_operator(x, weight, bias, mode, may_share(x))

@@ -40,6 +40,11 @@ class Products(NamedTuple):
     weight_gradient: tuple[Scaling, Scaling] | None
     gradient_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = "float8_e4m3fn"
 
+    @property
+    def one_scale(self) -> bool:
+        """Whether every operand of every product has one scale."""
+        return Scaling.ROWS not in self.output
+
 
 _ROWS, _ONE = Scaling.ROWS, Scaling.ONE
 _MODES: dict[str, Products] = {

@@ -10,9 +10,9 @@ fp8 matmuls of Hopper read both operands along the sum, so a gradient needs tran
 | one scale | `cast_whole` | `cast_transposed` |
 
 A row of an operand is a token of an activation, a feature of a weight; `cast_scaled_rows` first multiplies each column
-by a factor. With one scale there may be another dtype, e5m2, whose largest number is 57,344. The transposed ones are
-filled up with zeros to a multiple of 16 rows, as a matmul asks of what it sums over. The scales are those of torchao's
-recipes without their rounding to powers of two.
+by a factor. With one scale there may be another dtype, e5m2, whose largest number is 57,344, and each row of the result
+is given the same scale. The transposed ones are filled up with zeros to a multiple of 16 columns, as a matmul asks of
+what it sums over. The scales are those of torchao's recipes without their rounding to powers of two.
 
 A row with an infinity or a NaN gets a scale that is not finite, so that nothing computed from it is finite: no value is
 clamped in silence.
@@ -92,6 +92,7 @@ def _cast_rows_kernel(
 def _cast_tiles_kernel(
     x_ptr,
     codes_ptr,
+    scales_ptr,
     largest_ptr,
     row_stride,
     num_rows,
@@ -102,24 +103,32 @@ def _cast_tiles_kernel(
     TRANSPOSED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of the codes of a matrix, transposed or not, for the largest magnitude of each column, or of them all."""
+    """A tile of the codes of a matrix, transposed or not, for the largest magnitude of each column, or of them all.
+
+    The first tile of each row of the result writes its scales.
+    """
     rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     columns = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     x = tl.load(x_ptr + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
     if PER_COLUMN:
         largest = tl.load(largest_ptr + columns, mask=columns < num_columns, other=1.0)
-        largest = largest[:, None] if TRANSPOSED else largest[None, :]
     else:
-        largest = tl.load(largest_ptr)
-    factor = tl.div_rn(tl.full(largest.shape, MOST, tl.float32), tl.maximum(largest, 1e-12))
-    scaled = (tl.trans(x) if TRANSPOSED else x).to(tl.float32) * factor
+        largest = tl.full((TILE,), 1.0, tl.float32) * tl.load(largest_ptr)
+    largest = tl.where(largest < 1e-12, 1e-12, largest)  # not tl.maximum, which would drop a NaN
+    most = tl.full((TILE,), MOST, tl.float32)
+    factor, scales = tl.div_rn(most, largest), tl.div_rn(largest, most)
+    scaled = (tl.trans(x) if TRANSPOSED else x).to(tl.float32) * factor[:, None]
     codes = tl.minimum(tl.maximum(scaled, -MOST), MOST).to(codes_ptr.dtype.element_ty)
     if TRANSPOSED:
         filled = (columns < num_columns)[:, None] & (rows < filled_rows)[None, :]
         tl.store(codes_ptr + columns[:, None] * filled_rows + rows[None, :], codes, mask=filled)
+        if tl.program_id(0) == 0:
+            tl.store(scales_ptr + columns, scales, mask=columns < num_columns)
     else:
         tl.store(codes_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=inside)
+        if tl.program_id(1) == 0:
+            tl.store(scales_ptr + rows, scales, mask=rows < num_rows)
 
 
 def empty_cast(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +186,7 @@ def cast_whole(
         largest: `largest_magnitude` of `x`, where it is known.
 
     Returns:
-        The codes, (M, K), contiguous; and the scale, fp32, of no dimension.
+        The codes, (M, K), contiguous; and the scale for each row, fp32, (M, 1).
     """
     return _cast_tiles(x, largest_magnitude(x) if largest is None else largest, dtype, transposed=False)
 
@@ -193,7 +202,7 @@ def cast_transposed(
         largest: See `cast_whole`.
 
     Returns:
-        The codes, (K, N), contiguous, with N rounded up to a multiple of 16; and the scale, fp32, of no dimension.
+        The codes, (K, N), contiguous, with N rounded up to a multiple of 16; and the scale for each row, fp32, (K, 1).
     """
     return _cast_tiles(x, largest_magnitude(x) if largest is None else largest, dtype, transposed=True)
 
@@ -208,8 +217,7 @@ def cast_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         The codes, float8_e4m3fn, (K, N), contiguous, with N rounded up to a multiple of 16; and the scales, fp32,
         (K, 1).
     """
-    codes, scales = _cast_tiles(x, largest_magnitude(x, dim=0), E4M3, transposed=True)
-    return codes, scales[:, None]
+    return _cast_tiles(x, largest_magnitude(x, dim=0), E4M3, transposed=True)
 
 
 def largest_magnitude(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -225,12 +233,14 @@ def _cast_tiles(
     x = as_rows(x, None)
     num_rows, columns = x.shape
     filled = cdiv(num_rows, MULTIPLE) * MULTIPLE if transposed else num_rows
-    codes = torch.empty((columns, filled) if transposed else x.shape, dtype=dtype, device=x.device)
+    shape = (columns, filled) if transposed else x.shape
+    codes = torch.empty(shape, dtype=dtype, device=x.device)
+    scales = torch.empty((shape[0], 1), dtype=torch.float32, device=x.device)
     grid = cdiv(filled, _TILE), cdiv(columns, _TILE)
     options = {"MOST": torch.finfo(dtype).max, "PER_COLUMN": largest.dim(), "TRANSPOSED": transposed, "TILE": _TILE}
     with on_device(x):
-        _cast_tiles_kernel[grid](x, codes, largest, x.stride(0), num_rows, columns, filled, **options)
-    return codes, _scale(largest, dtype)
+        _cast_tiles_kernel[grid](x, codes, scales, largest, x.stride(0), num_rows, columns, filled, **options)
+    return codes, scales
 
 
 def cast_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,7 +256,9 @@ def cast_tiles_reference(
     """`cast_whole`, `cast_transposed` and `cast_columns` in plain torch, for the magnitudes of `largest_magnitude`."""
     wide = F.pad(x.float(), (0, 0, 0, -len(x) % MULTIPLE)) if transposed else x.float()
     codes = _codes(wide, largest, dtype)
-    return codes.t().contiguous() if transposed else codes, _scale(largest, dtype)
+    codes = codes.t().contiguous() if transposed else codes
+    scales = _scale(largest, dtype).view(-1, 1).expand(len(codes), 1)
+    return codes, scales.contiguous()
 
 
 # With a tensor of 448, as torch multiplies by the reciprocal of a number, or by that of the tensor, and rounds twice.

@@ -95,11 +95,10 @@ def product_of_cast(
     cast: tuple[torch.Tensor, torch.Tensor], weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """``linear(x, weight, bias)`` of the cast of x, (M, K), by `cast_rows`, without autograd: (M, N) in `dtype`."""
-    codes, scales = cast
-    if not codes.shape[0]:
-        return torch.empty(0, weight.shape[0], dtype=dtype, device=codes.device)
+    if not cast[0].shape[0]:
+        return torch.empty(0, weight.shape[0], dtype=dtype, device=weight.device)
     bias = None if bias is None else bias.to(torch.bfloat16)
-    return scaled_product(codes, weight.codes.view(_E4M3), scales, weight.scales, bias, fast=True).to(dtype)
+    return scaled_product(cast, (weight.codes.view(_E4M3), weight.scales), bias, fast=True).to(dtype)
 
 
 @operator("liger_trainer::fp8_stored_linear")
@@ -120,10 +119,10 @@ def _input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor)
     rows = dy.reshape(-1, dy.shape[-1])
     if not rows.shape[0]:
         return dy.new_empty(*dy.shape[:-1], codes.shape[1])
-    row_codes, row_scales = cast_scaled_rows(rows, scales * E4M3_MAX)
+    cast = cast_scaled_rows(rows, scales * E4M3_MAX)
     turned = transposed_codes(Fp8Weight(codes, scales)).view(_E4M3)
     rest = scales.new_full((codes.shape[1], 1), 1 / E4M3_MAX)
-    dx = scaled_product(row_codes, turned, row_scales, rest, None, fast=False)
+    dx = scaled_product(cast, (turned, rest), None, fast=False)
     return dx.to(dy.dtype).view(*dy.shape[:-1], codes.shape[1])
 
 

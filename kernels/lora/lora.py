@@ -32,6 +32,7 @@ from liger_trainer.kernels.lora.lora_products import (
     flat_weights,
     lists_of,
     or_empty,
+    or_none,
     rows_of,
     split_rows,
     weights_of,
@@ -168,7 +169,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
     # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
     ctx.lengths = [len(each) for each in lists]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, output[-1], *(tensor for each in lists for tensor in each))
+    ctx.save_for_backward(x, output[-1], *(tensor for each in lists for tensor in or_none(each)))
 
 
 def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -176,7 +177,7 @@ def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]
         return input_gradients(ctx)
     need_x, need_weights, need_biases, need_a, need_b = ctx.needs_input_grad[:5]
     x, z, *flat = ctx.saved_tensors
-    weights, biases, lora_a, lora_b, masks = lists_of(flat, ctx.lengths)
+    weights, biases, lora_a, lora_b, masks = lists_of(or_empty(flat, x), ctx.lengths)
     dy = [
         x.new_zeros((*x.shape[:-1], weight.shape[0])) if given is None else given
         for given, weight in zip(gradients, weights_of(weights, ctx.statistics, ctx.layouts))
@@ -257,10 +258,10 @@ def lora_linears_operator(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tuple
     *results, _ = _lora_linears(
         x,
         tensors,
-        [or_empty(layer.bias, x) for layer in layers],
+        or_empty([layer.bias for layer in layers], x),
         [adapter.a for _, adapter in adapters],
         [adapter.b for _, adapter in adapters],
-        [or_empty(adapter.mask, x) for _, adapter in adapters],
+        or_empty([adapter.mask for _, adapter in adapters], x),
         statistics,
         layouts,
         [index for index, _ in adapters],

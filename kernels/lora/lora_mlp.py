@@ -41,7 +41,16 @@ from liger_trainer.kernels.lora.lora import (
     lora_linears_reference,
 )
 from liger_trainer.kernels.lora.lora_gated_kernels import MAX_RANK, LowRank
-from liger_trainer.kernels.lora.lora_products import Weight, flat_weights, lists_of, rows_of, split_rows, weights_of
+from liger_trainer.kernels.lora.lora_products import (
+    Weight,
+    flat_weights,
+    lists_of,
+    or_empty,
+    or_none,
+    rows_of,
+    split_rows,
+    weights_of,
+)
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes, output_placeholder
 from liger_trainer.kernels.mlp.geglu import activation_name, geglu, geglu_fused, geglu_reference
@@ -153,7 +162,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     ctx.lengths = [len(each) for each in lists]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gate, up, weight, z, *(tensor for each in lists for tensor in each))
+    ctx.save_for_backward(gate, up, weight, z, *(tensor for each in lists for tensor in or_none(each)))
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
@@ -163,7 +172,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
         raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
     need_gate, need_up, need_weight, need_bias, _, need_added, need_a, need_b = ctx.needs_input_grad[:8]
     gate, up, weight, z, *flat = ctx.saved_tensors
-    added_b, lora_a, lora_b, masks = lists_of(flat, ctx.lengths)
+    added_b, lora_a, lora_b, masks = lists_of(or_empty(flat, gate), ctx.lengths)
     adapters = products.adapters_of(lora_a, lora_b, masks, ctx.scalings)
     (base,) = weights_of([weight], ctx.statistics, ctx.layouts)
     dy = rows_of(dy)
@@ -311,10 +320,10 @@ def _down(
     (tensor,), statistics, layouts = flat_weights([down.weight])
     operands = (
         *(gate, up, tensor, down.bias, z),
-        [products.or_empty(None if adapter is None else adapter.b, gate) for adapter in added],
+        or_empty([None if adapter is None else adapter.b for adapter in added], gate),
         [adapter.a for adapter in adapters],
         [adapter.b for adapter in adapters],
-        [products.or_empty(adapter.mask, gate) for adapter in adapters],
+        or_empty([adapter.mask for adapter in adapters], gate),
         *(statistics, layouts),
         [0.0 if adapter is None else float(adapter.scaling) for adapter in added],
         [float(adapter.scaling) for adapter in adapters],

@@ -107,9 +107,15 @@ def adapters_of(
     return adapters
 
 
-def or_empty(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or one without elements in its place: an operator's list cannot hold None beside a gradient."""
-    return like.new_empty(0, 0) if tensor is None else tensor
+def or_empty(tensors: Iterable[torch.Tensor | None], like: torch.Tensor) -> list[torch.Tensor]:
+    """`tensors`, with one without elements for each None: an operator's list cannot hold None beside a gradient."""
+    empty = like.new_empty(0, 0)
+    return [empty if tensor is None else tensor for tensor in tensors]
+
+
+def or_none(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What `or_empty` was given, to be saved: hooks of saved tensors take as long for one without elements."""
+    return [None if tensor.shape == (0, 0) else tensor for tensor in tensors]
 
 
 def lists_of(tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -128,7 +134,7 @@ def split_rows(
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """(tokens, features)."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,7 +260,8 @@ def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, scaling
         torch.addmm(result, left.T, right, beta=0, alpha=scaling, out=result)
     else:
         matmul_into(result, left.T, right)
-        result.mul_(scaling)
+        if scaling != 1.0:
+            result.mul_(scaling)
     return result.to(dtype)
 
 

@@ -315,18 +315,23 @@ def launch_forward(
 
 
 _LONGEST_CAST = 28672
-"""Columns that a program of the casting kernel holds; longer rows would spill registers."""
+"""Columns that a program of the casting kernel holds; longer rows would spill too many registers."""
 
 
-def cast_config(cols: int) -> tuple[int, int, int]:
-    """(blocks of columns, their width, warps) of the casting kernel: the fastest for 14336 columns.
+def cast_config(cols: int) -> dict[str, int]:
+    """Constants and options of the casting kernel; `benchmarks/sweeps/fp8_casts_sweep.py` measures them.
 
-    `benchmarks/sweeps/fp8_casts_sweep.py` measures them.
-
-    In one block, rounded up to a power of two, a row of 10240 columns would be computed as one of 16384.
+    In one block, rounded up to a power of two, a row of 10240 columns would be computed as one of 16384. The registers
+    are limited so that other rows are loaded while one is cast: two to four programs share a multiprocessor.
     """
     block = min(2048 if cols <= 16384 else 4096, next_power_of_2(cols))
-    return cdiv(cols, block), block, min(16, max(1, block // 128))
+    registers = 80 if 10240 < cols <= 16384 else 64
+    return {
+        "PARTS": cdiv(cols, block),
+        "BLOCK": block,
+        "num_warps": max(1, block // 256),
+        "maxnreg": registers,
+    }
 
 
 def cast_of_h(
@@ -344,7 +349,6 @@ def cast_of_h(
         launch_forward(gate, up, h, activation, scalars, interleaved)
         return cast_rows(rows_of(h))
     codes, scales = empty_cast(gate_rows[:, :cols])
-    parts, block, num_warps = cast_config(cols)
     with on_device(gate):
         _cast_kernel[(len(codes),)](
             gate_rows,
@@ -358,9 +362,7 @@ def cast_of_h(
             ACTIVATION=activation,
             CLAMP=scalars[2] < math.inf,
             INTERLEAVED=interleaved,
-            PARTS=parts,
-            BLOCK=block,
-            num_warps=num_warps,
+            **cast_config(cols),
         )
     return codes, scales
 

@@ -64,7 +64,7 @@ def attention_forward(
     elif isinstance(plan, AttentionPlan):
         plan = _with_packing(plan, len(query), query.shape[2], kwargs)
     if isinstance(plan, AttentionPlan) and plan.masks_nothing and not beyond_sdpa:
-        plan = None  # which is causal to SDPA
+        plan, is_causal = None, True
     if isinstance(plan, AttentionPlan):
         if not dropout and use_triton(query):
             operands = (each.transpose(1, 2) for each in (query, key, value))

@@ -42,15 +42,16 @@ def forward_in(mode: Fp8Mode) -> Callable:
     """The forward that is bound to a linear layer; the same function for the same mode."""
 
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
         if not is_long_enough(input):
-            return F.linear(input, self.weight, self.bias)
-        if not takes_fp8(input, self.weight):
+            return F.linear(input, weight, bias)
+        if not takes_fp8(input, weight):
             warn_once(
                 "fp8",
-                f"`fp8` is set, but a layer multiplies {input.dtype} by {self.weight.dtype}, as without it: fp8 is for "
+                f"`fp8` is set, but a layer multiplies {input.dtype} by {weight.dtype}, as without it: fp8 is for "
                 "models in bfloat16 and for bf16 autocast. (Shown once.)",
             )
-        return fp8_linear(input, self.weight, self.bias, mode)
+        return fp8_linear(input, weight, bias, mode)
 
     return forward
 

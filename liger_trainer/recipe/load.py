@@ -118,9 +118,11 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
             raise RecipeError(f"{source}: `{key}` is {value!r}; it must be {error}.") from error
     parser.set_defaults_with_config(**converted)
 
+    unset, others = _split_unset(overrides, hints)
+    parser.set_defaults(**dict.fromkeys(unset))
     # argparse prints its usage to stderr before it calls error(); the message alone is enough.
     with contextlib.redirect_stderr(io.StringIO()):
-        namespace, rest = parser.parse_known_args(list(overrides))
+        namespace, rest = parser.parse_known_args(others)
     if rest:
         if rest[0].startswith("-"):
             key = rest[0].lstrip("-").split("=")[0].replace("-", "_")
@@ -186,6 +188,22 @@ def _parser(classes: Sequence[Any]) -> tuple[TrlParser, dict[str, Action]]:
             raise RecipeError(f"On the command line: {message.rstrip('.')}.")
 
     return Parser(tuple(classes), allow_abbrev=False, add_help=False), actions
+
+
+def _split_unset(overrides: Sequence[str], hints: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The fields that `overrides` set to null, as a recipe may, and the other overrides."""
+    words = [part for word in overrides for part in (word.rsplit("=", 1) if word.endswith("=null") else [word])]
+    unset: list[str] = []
+    others: list[str] = []
+    for word in words:
+        option = others[-1] if others and others[-1].startswith("--") else ""
+        name = option.lstrip("-").replace("-", "_")
+        if word == "null" and type(None) in _alternatives(hints.get(name)):
+            unset.append(name)
+            others.pop()
+        else:
+            others.append(word)
+    return unset, others
 
 
 def _switch(text: str) -> bool | str:

@@ -140,6 +140,14 @@ def test_a_provider_with_an_optimizer(name, optim, bf16, task, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_timed_steps_have_one_loss():
+    """So that nothing waits for the device between them."""
+    task = Task("tiny", layers=1, batch=2, length=16, steps=5, warmup=1, device="cpu")
+    several, each = (run(dataclasses.replace(task, warmup=warmup), "hf")["losses"] for warmup in (1, 5))
+    assert several == pytest.approx([each[0], sum(each[1:]) / 4], abs=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_bf16_weights_train_as_fp32_weights():
     task = Task("tiny", layers=1, batch=2, length=16, steps=3, device="cpu")
     exact = run(dataclasses.replace(task, dtype="float32"), "liger_trainer")["losses"]
@@ -301,7 +309,7 @@ def test_labelled_rows(trainer, rows, labelled):
 )
 def test_uneven_lengths(trainer, rows, monkeypatch):
     """The lengths are the drawn ones, a pair or a group has one prompt, and a step counts as TRL pads it."""
-    monkeypatch.setattr(Steps, "on_step_end", lambda self, *args, **kwargs: self.seconds.append(2.0))
+    monkeypatch.setattr(Steps, "seconds", lambda self: [2.0] * (len(self.ends) - 1))
     task, found, losses = batches(trainer, **rows)
     prompt, each = task.prompt_tokens, len(found) // 2
     assert prompt == rows.get("prompt", 2)

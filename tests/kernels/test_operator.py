@@ -1,8 +1,14 @@
 """Operators: called past torch's dispatch, with the same results, unless something has to see them."""
 
+import gc
+import weakref
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.operator import operator
 
@@ -42,6 +48,51 @@ def add_one_(x: torch.Tensor, y: torch.Tensor | None) -> None:
             tensor.data.add_(1)
 
 
+@operator("liger_trainer_tests::scaled")
+def scaled(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    factors: Sequence[float],
+    none: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    exponent: float,
+) -> list[torch.Tensor]:
+    """``factor * weight * x ** exponent + bias`` for each weight and its factor."""
+    return [factor * weight * x**exponent + (0 if bias is None else bias) for weight, factor in zip(weights, factors)]
+
+
+scaled.register_fake(lambda x, weights, *rest: [torch.empty_like(x) for _ in weights])
+seen_by_scaled = []  # what the functions of its derivative are given
+
+
+def _save_scaled(ctx, inputs, output):
+    seen_by_scaled.append((inputs, output))
+    x, weights, ctx.factors, _, _, ctx.exponent = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _gradients_of_scaled(ctx, gradients):
+    seen_by_scaled.append((ctx.needs_input_grad, gradients))
+    x, *weights = ctx.saved_tensors
+    triples = list(zip(gradients, weights, ctx.factors))
+    dx = sum(g * factor * weight * ctx.exponent * x ** (ctx.exponent - 1) for g, weight, factor in triples)
+    needed = ctx.needs_input_grad[1]
+    dweights = [g * factor * x**ctx.exponent if need else None for (g, _, factor), need in zip(triples, needed)]
+    return dx, dweights, None, [], sum(gradients) if ctx.needs_input_grad[4] else None, None
+
+
+scaled.register_autograd(_gradients_of_scaled, setup_context=_save_scaled)
+
+
+@operator("liger_trainer_tests::negative")
+def negative(x: torch.Tensor) -> torch.Tensor:
+    """``-x``, whose backward returns a tensor and no tuple."""
+    return -x
+
+
+negative.register_autograd(lambda ctx, gradient: -gradient)
+
+
 class Watching(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -64,13 +115,17 @@ def pair():
 @pytest.fixture
 def dispatched(monkeypatch):
     """The arguments of the calls that torch dispatched."""
-    calls, custom = [], product.custom
+    calls = []
 
-    def record(*args, **kwargs):
-        calls.append(args)
-        return custom(*args, **kwargs)
+    def recorded(custom):
+        def record(*args, **kwargs):
+            calls.append(args)
+            return custom(*args, **kwargs)
 
-    monkeypatch.setattr(product, "custom", record)
+        return record
+
+    for each in (product, scaled):
+        monkeypatch.setattr(each, "custom", recorded(each.custom))
     return calls
 
 
@@ -164,3 +219,136 @@ def test_missing_derivative_is_an_error_in_the_backward():
     result = without_derivative(torch.ones(2, requires_grad=True))
     with pytest.raises(RuntimeError, match="no autograd formula"):
         result.sum().backward()
+
+
+def test_a_single_gradient_needs_no_tuple():
+    x = torch.randn(3, requires_grad=True)
+    negative(x).sum().backward()
+    assert torch.equal(x.grad, -torch.ones(3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists of tensors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listed():
+    """The arguments of `scaled`: the second weight is frozen, and its first argument and the bias are trained."""
+    x, first, second, bias = (torch.randn(3, dtype=torch.float64) for _ in range(4))
+    return x.requires_grad_(), [first.requires_grad_(), second], [0.5, 3.0], [], bias.requires_grad_(), 3.0
+
+
+def expected(x, weights, factors, none, bias, exponent):
+    return [factor * weight * x**exponent + bias for weight, factor in zip(weights, factors)]
+
+
+def loss_of(outputs):
+    return sum((index + 1) * output.square().sum() for index, output in enumerate(outputs))
+
+
+def leaves_of(x, weights, factors, none, bias, exponent):
+    return [x, weights[0], bias]
+
+
+def test_lists_are_not_dispatched(listed, dispatched):
+    outputs, plain, leaves = scaled(*listed), expected(*listed), leaves_of(*listed)
+    assert type(outputs) is list
+    torch.testing.assert_close(outputs, plain)
+    gradients = torch.autograd.grad(loss_of(plain), leaves)
+    for kept in (True, False):
+        torch.testing.assert_close(torch.autograd.grad(loss_of(outputs), leaves, retain_graph=kept), gradients)
+    assert not dispatched
+    assert type(outputs[0].grad_fn).__name__.startswith("liger_trainer_tests::scaled")
+
+
+def test_derivatives_are_given_what_torch_gives_them(listed):
+    def seen(function):
+        seen_by_scaled.clear()
+        outputs = function(*listed)
+        outputs[1].sum().backward()
+        return seen_by_scaled[:]
+
+    (inputs, output), (needs, gradients) = seen(scaled)
+    (torch_inputs, torch_output), (torch_needs, torch_gradients) = seen(scaled.custom)
+    assert needs == torch_needs == (True, [True, False], False, [], True, False)
+    assert [type(each) for each in inputs] == [type(each) for each in torch_inputs]
+    assert all(ours is theirs for ours, theirs in zip(inputs[1], torch_inputs[1]))
+    assert type(output) is type(torch_output) is type(gradients) is type(torch_gradients) is list
+    torch.testing.assert_close(gradients, torch_gradients)  # zeros for the result that is not used
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_lists_in_a_checkpoint(listed, reentrant, dispatched):
+    x, weights, *rest = listed
+    outputs = checkpoint(lambda x, *weights: tuple(scaled(x, weights, *rest)), x, *weights, use_reentrant=reentrant)
+    loss_of(outputs).backward()
+    leaves = leaves_of(*listed)
+    gradients = torch.autograd.grad(loss_of(expected(*listed)), leaves)
+    torch.testing.assert_close(tuple(leaf.grad for leaf in leaves), gradients)
+    assert not dispatched
+
+
+def test_hooks_get_the_saved_tensors_of_lists(listed):
+    x, weights, *_ = listed
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor.clone()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = scaled(*listed)
+    assert [each.data_ptr() for each in packed] == [each.data_ptr() for each in (x, *weights)]
+    leaves = leaves_of(*listed)
+    gradients = torch.autograd.grad(loss_of(outputs), leaves)
+    torch.testing.assert_close(gradients, torch.autograd.grad(loss_of(expected(*listed)), leaves))
+
+
+@pytest.mark.parametrize("released", ["by the backward", "with the result"])
+def test_nothing_of_lists_outlives_the_graph(listed, released):
+    x, weights, *rest = listed
+    hidden = [weight * 1 for weight in weights]  # what only the graph holds, once the call has returned
+    outputs = scaled(x, hidden, *rest)
+    saved, results = [weakref.ref(each) for each in hidden], [weakref.ref(each) for each in outputs]
+    gc.disable()  # so that a reference cycle shows
+    try:
+        seen_by_scaled.clear()
+        del hidden
+        assert all(each() is not None for each in saved)
+        if released == "by the backward":
+            loss_of(outputs).backward()
+            seen_by_scaled.clear()
+        else:
+            del outputs
+            assert all(each() is None for each in results)
+        assert all(each() is None for each in saved)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_lists_without_gradients(listed, dispatched, context):
+    x, weights, factors, none, _, exponent = listed
+    seen_by_scaled.clear()
+    with context():
+        outputs = scaled(x, weights, factors, none, None, exponent)
+    assert type(outputs) is list
+    assert all(output.grad_fn is None for output in outputs)
+    assert not dispatched
+    assert not seen_by_scaled
+
+
+def test_lists_are_dispatched_to_who_looks_on(listed, dispatched):
+    x, weights, *rest = listed
+    with Watching() as mode:
+        scaled(*listed)
+    assert "liger_trainer_tests.scaled.default" in mode.seen
+    scaled(x, [weights[0], weights[1].as_subclass(Marked)], *rest)
+    on_meta = [each.to("meta") for each in weights]
+    assert all(each.is_meta for each in scaled(x.to("meta"), on_meta, *rest[:2], None, 3.0))
+    assert len(dispatched) == 3
+    graphs = []
+    compiled = torch.compile(scaled, backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=True)
+    torch.testing.assert_close(compiled(*listed), expected(*listed))
+    assert "liger_trainer_tests.scaled" in graphs[0].code

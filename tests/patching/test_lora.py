@@ -9,12 +9,14 @@ import io
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.helpers import disable_input_dtype_casting
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.head import warn_once
+from liger_trainer.patching.lora.operands import adapted_layer
 from tests.patching import comparisons
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import TINY_MODELS, tiny_batch
@@ -154,6 +156,30 @@ def test_what_is_left_alone(fused, options, says):
 def test_a_bias_of_b_is_peft_s(fused):
     model = layer(True, lora_bias=True)
     assert_patched_is_native(model, fused, calls=0)
+    model.add_adapter("second", LoraConfig(target_modules=["proj"], init_lora_weights=False, r=3))
+    model.base_model.set_adapter(["second", "default"])
+    assert_patched_is_native(model, fused, calls=0)
+
+
+def test_a_layer_without_an_active_adapter_is_peft_s():
+    model = layer()
+    apply_liger_kernel(model, LORA)
+    proj, x = model.base_model.model.proj, torch.randn(3, 16, dtype=torch.float64)
+    proj.set_adapter([])
+    assert adapted_layer(proj, x) is None
+    torch.testing.assert_close(model(x), proj.base_layer(x))
+
+
+def test_an_input_of_another_dtype_is_cast_by_autocast_alone(fused):
+    model, x = layer(dtype=torch.bfloat16), torch.randn(3, 16)
+    apply_liger_kernel(model, LORA)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        with disable_input_dtype_casting(model):
+            model(x)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x)
+    assert fused == [1]
 
 
 def test_off_and_reverted():
@@ -282,6 +308,18 @@ def test_an_attention_that_gives_its_projections_other_tensors(fused):
 def test_adapters_on_a_part_of_the_mlp(targets):
     model, batch = adapted("llama", target_modules=targets, lora_dropout=0.1)
     apply_unchanged(model, batch, MLPS)
+
+
+def test_adapters_that_are_added_after_patching(fused):
+    model = TINY_MODELS["llama"]()
+    apply_liger_kernel(model, MLPS)
+    model = get_peft_model(model, LoraConfig(target_modules=["gate_proj", "up_proj"], init_lora_weights=False))
+    batch = tiny_batch("llama", model)
+    fused.clear()
+    got = loss_and_gradients(model, batch)
+    assert set(fused) == {2}
+    revert_liger_kernel(model)
+    assert_same(got, loss_and_gradients(model, batch))
 
 
 @pytest.mark.parametrize("change", ["lora_variant", "scaling", "subclass"])

@@ -7,7 +7,7 @@ checks whether the layer is a plain product with plain adapters; if it is not, i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.lora.fp8_linear import Fp8Linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, nf4_weight_of
 from liger_trainer.tiling.summed_linear import LinearInTile
+
+PlainAdapter: TypeAlias = tuple[torch.Tensor, torch.Tensor, float, nn.Module]
+"""A, B, the scaling and the dropout of an adapter."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _LINEARS = (nn.Linear, LinearInTile)  # the latter in a tiled MLP
@@ -59,7 +62,8 @@ def adapted_layers(x: torch.Tensor, *modules: nn.Module) -> list[LoRALayer] | No
     adapted = [module for module in modules if is_lora_linear(module)]
     if not adapted or not all(is_unhooked(module) for module in modules):
         return None
-    if not all(has_known_adapters(module) for module in adapted):
+    # What is bound has been found to have them.
+    if not all(is_bound_by_us(module) or has_known_adapters(module) for module in adapted):
         return None
     return _layers(x, modules)
 
@@ -71,17 +75,32 @@ def adapted_layer(module: nn.Module, x: torch.Tensor) -> LoRALayer | None:
 
 
 def _layers(x: torch.Tensor, modules: Sequence[Any]) -> list[LoRALayer] | None:
-    adapted = [is_lora_linear(module) for module in modules]
-    bases = [_base(m.base_layer, x, _drops(m)) if has else _base(m, x) for m, has in zip(modules, adapted)]
-    if not all(_has_plain_adapters(module, x) for module, has in zip(modules, adapted) if has):
+    plain = [_plain_layer(module, x) for module in modules]
+    known = [each for each in plain if each is not None]
+    if len(known) < len(plain):  # before any mask is drawn
         return None
-    known = [base for base in bases if base is not None]
-    if len(known) < len(bases):
-        return None
-    return [
-        base._replace(adapters=_adapters(module, x)) if has else base
-        for module, base, has in zip(modules, known, adapted)
-    ]
+    return [base._replace(adapters=[adapter(*each, x) for each in adapters]) for base, adapters in known]
+
+
+def _plain_layer(module: Any, x: torch.Tensor) -> tuple[LoRALayer, list[PlainAdapter]] | None:
+    """A layer without its adapters, and these; None if the layer must be called."""
+    adapters: list[PlainAdapter] = []
+    base = module
+    if is_lora_linear(module):
+        if type(x) not in _PLAIN or module.disable_adapters or module.merged:
+            return None
+        if not getattr(module, "cast_input_dtype_enabled", True):
+            return None
+        for name in active_adapters(module):
+            plain = plain_adapter(module, name, x)
+            if plain is None:
+                return None
+            adapters.append(plain)
+        if not adapters:
+            return None
+        base = module.base_layer
+    layer = _base(base, x, any(_is_active(dropout) for *_, dropout in adapters))
+    return None if layer is None else (layer, adapters)
 
 
 def _base(module: Any, x: torch.Tensor, drops: bool = False) -> LoRALayer | None:
@@ -124,41 +143,28 @@ def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a linear layer would multiply `x` by `parameter`, as they are or both cast by autocast."""
     if type(parameter) not in _PLAIN or not parameter.is_floating_point() or parameter.device != x.device:
         return False
-    autocast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (parameter.dtype, x.dtype)
-    return autocast or parameter.dtype == x.dtype
-
-
-def _drops(module: Any) -> bool:
-    """Whether an adapter of `module` has active dropout."""
-    return any(_is_active(module.lora_dropout[name]) for name in active_adapters(module))
+    if parameter.dtype == x.dtype:
+        return True
+    return torch.is_autocast_enabled(x.device.type) and torch.float64 not in (parameter.dtype, x.dtype)
 
 
 def _is_active(dropout: nn.Module) -> bool:
     return type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
 
 
-def _has_plain_adapters(module: Any, x: torch.Tensor) -> bool:
-    if type(x) not in _PLAIN:
-        return False
-    if module.disable_adapters or module.merged or not getattr(module, "cast_input_dtype_enabled", True):
-        return False
-    names = active_adapters(module)
-    return bool(names) and all(is_plain_adapter(module, name, x) for name in names)
-
-
-def is_plain_adapter(module: Any, name: str, x: torch.Tensor) -> bool:
-    """Whether the adapter `name` of `module` is two plain matrices, which need not be called."""
+def plain_adapter(module: Any, name: str, x: torch.Tensor) -> PlainAdapter | None:
+    """The adapter `name` of `module`; None if it is more than two plain matrices, and must be called."""
     if name in module.lora_variant:  # such as DoRA
-        return False
-    a, b, dropout = (children[name] for children in (module.lora_A, module.lora_B, module.lora_dropout))
+        return None
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     for matrix in (a, b):
         if type(matrix) not in _LINEARS or matrix.bias is not None or not is_unhooked(matrix):
-            return False
+            return None
         weight = matrix.weight
         # Of any dtype: PEFT casts x to that of the adapter.
         if type(weight) not in _PLAIN or not weight.is_floating_point() or weight.device != x.device:
-            return False
-    return is_plain_dropout(dropout)
+            return None
+    return (a.weight, b.weight, module.scaling[name], dropout) if is_plain_dropout(dropout) else None
 
 
 def is_plain_dropout(dropout: nn.Module) -> bool:
@@ -174,16 +180,3 @@ def adapter(a: torch.Tensor, b: torch.Tensor, scaling: float, dropout: Any, x: t
         return LoRA(a, b, scaling)
     mask = torch.native_dropout(x.detach(), dropout.p, True)[1]
     return LoRA(a, b, scaling / (1 - dropout.p), mask)
-
-
-def _adapters(module: Any, x: torch.Tensor) -> tuple[LoRA, ...]:
-    return tuple(
-        adapter(
-            module.lora_A[name].weight,
-            module.lora_B[name].weight,
-            module.scaling[name],
-            module.lora_dropout[name],
-            x,
-        )
-        for name in active_adapters(module)
-    )

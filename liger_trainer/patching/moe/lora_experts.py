@@ -23,7 +23,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.kernels.moe.experts import ExpertLoRA
 from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
-from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_plain_adapter, is_unhooked
+from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_unhooked, plain_adapter
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
 from liger_trainer.patching.moe.experts_formula import layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits
@@ -86,7 +86,7 @@ def _adapted_experts(
 def _has_plain_factors(wrapper: Any, x: torch.Tensor) -> bool:
     if wrapper.disable_adapters or wrapper.merged or wrapper.num_experts == 1:
         return False
-    return all(is_plain_adapter(wrapper, name, x) for name in active_adapters(wrapper))
+    return all(plain_adapter(wrapper, name, x) for name in active_adapters(wrapper))
 
 
 def factors(wrapper: Any, name: str) -> ExpertLoRA:

@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch.library import opcheck
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.fp8 import linear as operators
-from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.linear import fp8_linear, takes_fp8
 from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.kernels.mlp.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
 from tests.accuracy import errors, run
 from tests.accuracy import seeded_randn as randn
-from tests.calls import recorded_calls
 
 BF16 = {"dtype": torch.bfloat16}
 MODES = get_args(Fp8Mode)
@@ -169,21 +166,11 @@ def test_frozen_operands_get_no_gradient(device):
     assert weight.grad is not None
 
 
-def test_a_checkpoint_repeats_no_last_product(device, monkeypatch):
-    x, weight, bias = (tensor.requires_grad_() for tensor in inputs(device, 6))
-    of_input = recorded_calls(monkeypatch, shared_cast, "cast_rows")
-    calls = recorded_calls(monkeypatch, operators, "cast_rows")
-    checkpoint(fp8_linear, x, weight, bias, use_reentrant=False).sum().backward()
-    assert [len(of_input), len(calls)] == [1, 2]  # the weight in the forward, dy in the backward
-
-
 @pytest.mark.parametrize("mode", ["rowwise_gw_hp", "tensorwise"])
 def test_opcheck(mode, device):
     x, weight, bias = (tensor.requires_grad_() for tensor in inputs(device, 6))
-    opcheck(operators.fp8_linear_save.custom, (x, weight, bias, mode))
-    placeholder = randn(6, 48, device=device, **BF16).requires_grad_()
-    opcheck(operators.fp8_linear_product.custom, (placeholder, x.detach(), weight.detach(), bias.detach(), mode, True))
-    dy = placeholder.detach()
+    opcheck(operators.fp8_linear_operator.custom, (x, weight, bias, mode, True))
+    dy = randn(6, 48, device=device, **BF16)
     largest = operators.largest_of_gradient(dy, mode)
     opcheck(operators.input_gradient.custom, (dy, weight.detach(), mode, largest))
     opcheck(operators.weight_gradient.custom, (dy, x.detach(), mode, largest))

@@ -157,12 +157,12 @@ def test_autocast_casts_as_it_does_for_linear_layers(wide):
 
 
 def saved_for_backward(function, *parameters):
-    """Shapes and dtypes of the tensors with elements saved for backward except `parameters`, each storage once."""
+    """Shapes and dtypes of the tensors saved for backward except `parameters`, each storage once."""
     saved = {}
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
     def pack(tensor):
-        if tensor.numel() and tensor.untyped_storage().data_ptr() not in known:
+        if tensor.untyped_storage().data_ptr() not in known:
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 

@@ -131,7 +131,8 @@ def test_the_product_is_not_saved(device):
     ours = saved_for_backward(lambda: on_layers(lora_mlp)(*leaves), *leaves[1:])
     gate_or_up = ((2, 5, INTERMEDIATE), half)
     z, stacked_a = ((2, 5, 5), half), ((5, HIDDEN), half)
-    assert ours == [z, ((2, 5, HIDDEN), half), gate_or_up, gate_or_up, stacked_a]
+    no_columns = ((10, 0), half)  # z of the layers that get no adapter: gate, up and the stacked A
+    assert ours == [z, ((2, 5, HIDDEN), half), gate_or_up, gate_or_up, stacked_a, no_columns]
 
 
 @pytest.mark.kernel
