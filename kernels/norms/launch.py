@@ -196,11 +196,20 @@ def as_row_values(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor
 
 
 def empty_in_order(like: torch.Tensor, order: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor of the shape of `like` whose `as_rows(..., order)` is a contiguous view."""
+    """A new tensor of the shape of `like` whose memory holds the rows of `as_rows(..., order)`, without gaps."""
+    return _empty(like, like.shape, order, dtype)
+
+
+def empty_row_values(like: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """A new fp32 tensor of shape `like.shape[:-1]` whose memory holds `as_row_values(..., order)`."""
+    return _empty(like, like.shape[:-1], None if order is None else order[:-1], torch.float32)
+
+
+def _empty(like: torch.Tensor, shape: torch.Size, order: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
     if order is None:
-        return torch.empty(like.shape, dtype=dtype, device=like.device)
+        return like.new_empty(shape, dtype=dtype)
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return torch.empty([like.shape[dim] for dim in order], dtype=dtype, device=like.device).permute(inverse)
+    return like.new_empty([shape[dim] for dim in order], dtype=dtype).permute(inverse)
 
 
 def empty_gradients(
@@ -216,11 +225,6 @@ def empty_gradients(
         for need, parameter in zip(needed[1:], parameters, strict=True)
     )
     return dx, *of_parameters
-
-
-def empty_row_values(like: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """A new fp32 tensor of shape `like.shape[:-1]` whose `as_row_values(..., order)` is a view."""
-    return empty_in_order(like[..., 0], None if order is None else order[:-1], torch.float32)
 
 
 @triton.jit(do_not_specialize=["num_partials"])

@@ -30,7 +30,7 @@ from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
 from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference, runs_on_triton
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns, table_strides
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, use_triton
 
 
 def _num_warps(block: int) -> int:
@@ -315,7 +315,7 @@ def qk_norm_rope(
     check_rope_arguments(q, k, cos, sin, unsqueeze_dim)
     check_arguments("qk_norm_rope", q, q_weight=q_weight, k_weight=k_weight)
     fused = q.shape[-1] <= MAX_HEAD_DIM and casting != "none" and q_weight.dtype == k_weight.dtype
-    if not (fused and runs_on_triton(q, k, cos, sin) and runs_on_triton(q_weight, k_weight, cos, sin)):
+    if not (fused and use_triton(q_weight) and runs_on_triton(q, k, cos, sin)):
         q, k = rms_norm(q, q_weight, eps, offset, casting), rms_norm(k, k_weight, eps, offset, casting)
         return rope(q, k, cos, sin, unsqueeze_dim)
     if unsqueeze_dim == 1:

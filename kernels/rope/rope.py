@@ -44,10 +44,6 @@ def _by_token(x: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
     return x.transpose(1, 2) if unsqueeze_dim == 1 else x
 
 
-def _empty_by_token(x: torch.Tensor, unsqueeze_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return _by_token(x.new_empty(_by_token(x, unsqueeze_dim).shape, dtype=dtype), unsqueeze_dim)
-
-
 @operator("liger_trainer::rope")
 def rotate(
     q: torch.Tensor,
@@ -62,16 +58,17 @@ def rotate(
     sections: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated q and k as an operator. Call `rope` or a function of `layouts`, which check their arguments."""
-    q_out = _empty_by_token(q, unsqueeze_dim, out_dtype)
-    k_out = _empty_by_token(k, unsqueeze_dim, out_dtype)
     q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
+    q_out, k_out = q.new_empty(q.shape, dtype=out_dtype), k.new_empty(k.shape, dtype=out_dtype)
     launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or ())
-    return q_out, k_out
+    return _by_token(q_out, unsqueeze_dim), _by_token(k_out, unsqueeze_dim)
 
 
 @rotate.register_fake
 def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype, pairs="halves", table="halves", sections=None):
-    return _empty_by_token(q, unsqueeze_dim, out_dtype), _empty_by_token(k, unsqueeze_dim, out_dtype)
+    q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
+    q_out, k_out = q.new_empty(q.shape, dtype=out_dtype), k.new_empty(k.shape, dtype=out_dtype)
+    return _by_token(q_out, unsqueeze_dim), _by_token(k_out, unsqueeze_dim)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
