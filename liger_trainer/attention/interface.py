@@ -63,13 +63,11 @@ def attention_forward(
         plan = AttentionPlan(0, None, query.shape[2])
     elif isinstance(plan, AttentionPlan):
         plan = _with_packing(plan, len(query), query.shape[2], kwargs)
-    if isinstance(plan, AttentionPlan) and plan.masks_nothing and not beyond_sdpa:
-        plan, is_causal = None, True
     if isinstance(plan, AttentionPlan):
         if not dropout and use_triton(query):
             operands = (each.transpose(1, 2) for each in (query, key, value))
             return attention(*operands, plan=plan, scale=scaling, softcap=softcap, sinks=s_aux), None
-        plan = dense(plan, len(query), query.shape[2], query.device)
+        plan = dense(plan, len(query), query.shape[2], query.device) if beyond_sdpa or not plan.masks_nothing else None
     if beyond_sdpa:
         return eager_function(module)(
             module, query, key, value, additive(plan, query.dtype), dropout=dropout, scaling=scaling,
