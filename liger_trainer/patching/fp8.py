@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,13 +53,13 @@ def forward_in(mode: Fp8Mode) -> Callable:
             )
         return fp8_linear(input, weight, bias, mode)
 
+    forward.fp8_mode = mode  # type: ignore[attr-defined]
     return forward
 
 
 def mode_of(module: nn.Module) -> Fp8Mode | None:
     """The mode in which `module` multiplies in fp8; None if its forward is not ours for that."""
-    function = getattr(module.__dict__.get("forward"), "__func__", None)
-    return next((mode for mode in get_args(Fp8Mode) if function is forward_in(mode)), None)
+    return getattr(module.__dict__.get("forward"), "fp8_mode", None)  # a method has its function's attributes
 
 
 def mode_for(module: nn.Module, x: torch.Tensor) -> Fp8Mode | None:
