@@ -132,15 +132,6 @@ def test_ours_runs_and_the_switch_turns_it_off(calls_of):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant):
-    model = TINY_MODELS["qwen3_moe"]().train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    expected = loss_and_gradients(model)
-    apply_liger_kernel(model)
-    assert_same(loss_and_gradients(model), expected)
-
-
 @pytest.mark.parametrize(("name", "block"), [("qwen3_moe", "mlp"), ("llama4", "feed_forward")])
 def test_a_block_compiles_to_one_graph(name, block):
     torch.compiler.reset()
