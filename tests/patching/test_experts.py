@@ -26,7 +26,7 @@ LLAMA4 = {"head_dim": 8, "intermediate_size_mlp": 64, "interleave_moe_layer_step
 
 
 def made(architecture, config, **fields):
-    return lambda: _build(architecture, config(**{**COMMON, **fields}))
+    return lambda **more: _build(architecture, config(**{**COMMON, **fields, **more}))
 
 
 MODELS = {
