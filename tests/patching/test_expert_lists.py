@@ -59,38 +59,12 @@ def test_the_names_alone_prove_nothing():
     assert not row.applied
 
 
-class GatedExpert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
-        self.down_proj = nn.Linear(24, 16, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ListOfExperts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(16, 4, bias=False)
-        self.experts = nn.ModuleList(GatedExpert() for _ in range(4))
-
-    def forward(self, x):
-        weights, index = self.gate(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            tokens, choices = torch.where(index == number)
-            out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, choices, None])
-        return out
-
-
 def test_adapters_of_experts_in_a_list():
     """These are adapters on linear layers, of a gated MLP."""
     torch.manual_seed(0)
     config = LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False, r=3)
-    model = get_peft_model(ListOfExperts().double(), config, autocast_adapter_dtype=False)
-    x = torch.randn(11, 16, dtype=torch.float64, requires_grad=True)
+    model = get_peft_model(Block(toys.MLP).double(), config, autocast_adapter_dtype=False)
+    x = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
 
     def gradients():
         leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
@@ -99,5 +73,5 @@ def test_adapters_of_experts_in_a_list():
     expected = gradients()
     report = apply_liger_kernel(model, {**EXPERTS, "lora": True, "swiglu": True})
     applied = {(row.component, row.target, row.count) for row in report.applied}
-    assert {("lora", "lora.Linear", 12), ("swiglu", "GatedExpert", 4)} <= applied
+    assert {("lora", "lora.Linear", 9), ("swiglu", "MLP", 3)} <= applied
     torch.testing.assert_close(gradients(), expected)

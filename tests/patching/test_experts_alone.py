@@ -11,11 +11,8 @@ import torch
 import transformers as tf
 from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
-from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
@@ -63,7 +60,6 @@ ALONE = {
     "exact gelu": (lambda: MixtralExperts(Config(hidden_act="gelu")), "moe_experts (gelu)"),
     "relu": (lambda: MixtralExperts(Config(hidden_act="relu")), "moe_experts (relu)"),
     "no gate": (lambda: NemotronHExperts(Config(mlp_hidden_act="relu2")), "moe_experts (relu_squared, without gate)"),
-    "limit and alpha": (lambda: MiniMaxM3VLExperts(Config()), "moe_experts (silu, limit, alpha)"),
     "an infinite limit": (lambda: Step3p7Experts(Config()), "moe_experts (silu)"),
     "undecorated": (lambda: LongcatFlashExperts(Config()), "moe_experts (silu)"),
     "another activation": (lambda: MixtralExperts(Config(hidden_act="tanh")), "moe_experts (the class's activation)"),
@@ -71,12 +67,10 @@ ALONE = {
         lambda: NemotronHExperts(Config(mlp_hidden_act="tanh")),
         "moe_experts (the class's activation, without gate)",
     ),
-    "an activation of gate and up": (lambda: Inkling2Experts(Config()), "moe_experts (the class's activation)"),
     "a limit after the activation": (
         lambda: Step3p7Experts(Config(), swiglu_limit=0.5),
         "moe_experts (the class's activation)",
     ),
-    "a norm after the experts": (lambda: MuseSparkExperts(Config()), "moe_experts (silu, normed)"),
 }
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
-from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
@@ -16,7 +15,8 @@ from liger_trainer.kernels.moe import expert_layers, expert_lora
 from liger_trainer.patching.moe import experts_formula
 from tests.calls import created_sizes
 from tests.patching.comparisons import loss_and_gradients
-from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
+from tests.patching.test_experts import MODELS
+from tests.tiny_models import COMMON, TINY_MODELS, tiny_batch
 
 EXPERTS = {**dict.fromkeys(KERNEL_KEYS, False), "experts": True, "lora": True}
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
@@ -25,11 +25,9 @@ FAMILIES = ("qwen3_moe", "gpt_oss", "llama4")
 
 def build(family, **options):
     """A tiny model that runs its own loop over the experts."""
-    if family != "llama4":
-        return TINY_MODELS[family](experts_implementation="eager", **options)
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "attention_chunk_size": 16, **options}
-    sizes |= {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 64}
-    return _build(Llama4ForCausalLM, Llama4TextConfig(**{**COMMON, **sizes}))
+    if family == "llama4":
+        return MODELS["llama4, two a token"][0](**options)
+    return TINY_MODELS[family](experts_implementation="eager", **options)
 
 
 def lora(parameters=BOTH, **options):

@@ -125,10 +125,9 @@ def test_checkpointing(reentrant):
     apply_unchanged(model, batch)
 
 
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
-def test_compiled_in_one_graph(fused, storage):
+def test_compiled_in_one_graph(fused):
     """`__torch_function__` of bitsandbytes' weights sends torch.compile into a recursion without an end."""
-    model, batch = adapted(quant_storage=storage)
+    model, batch = adapted(quant_storage=torch.bfloat16)
     expected = loss_and_gradients(model, batch)
     apply_liger_kernel(model, LORA)
     torch.compiler.reset()

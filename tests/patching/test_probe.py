@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from liger_trainer.patching.probe import Probe, dummy_module, identity, only_argument, projection
+from liger_trainer.patching.probe import Probe, dummy_module, identity
 from tests.patching import toys
 
 
@@ -76,28 +76,12 @@ def test_a_dummy_module_shares_nothing_that_can_be_changed():
     assert module.weight.shape == (8,)
 
 
-def test_projection_is_a_linear_layer():
-    state = torch.get_rng_state()
-    weight = torch.arange(6.0).view(3, 2)
-    layer = projection(weight)
-    assert isinstance(layer, nn.Linear)
-    assert torch.equal(torch.get_rng_state(), state)
-    x = torch.tensor([[1.0, -2.0]])
-    torch.testing.assert_close(layer(x), x @ weight.T)
-
-
 def test_identity_differs_by_attributes_and_activations():
     assert identity(toys.Norm()) == identity(toys.Norm())
     assert identity(toys.Norm()) != identity(toys.Norm(eps=1e-3))
     assert identity(toys.MLP(act=nn.SiLU())) == identity(toys.MLP(act=nn.SiLU()))
     assert identity(toys.MLP(act=nn.GELU())) != identity(toys.MLP(act=nn.GELU(approximate="tanh")))
     assert identity(toys.MLP(act=nn.SiLU())) != identity(toys.MLP(act=nn.GELU()))
-
-
-def test_only_argument():
-    assert only_argument(toys.Norm()) == "states"
-    assert only_argument(toys.OptionalGate()) is None
-    assert only_argument(nn.MultiheadAttention(4, 1)) is None
 
 
 def test_global_modes_come_back(probe):

@@ -307,17 +307,16 @@ def test_packed_rows_equal_separate_ones(family):
     torch.testing.assert_close(ours, separate, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
-def test_compiled_equals_and_holds_our_operators(family, calls):
+def test_compiled_equals_and_holds_our_operators(calls):
     torch.compiler.reset()
-    model = TINY_MODELS[family]()
-    batch = tiny_batch(family, model)
+    model = TINY_MODELS["llama"]()
+    batch = tiny_batch("llama", model)
     batch.pop("labels")
     expected = model(**batch, use_cache=False).logits
     expected.sum().backward()
     gradient = model.get_input_embeddings().weight.grad.clone()
     model.zero_grad()
-    apply_liger_kernel(model, {**LAYERS, "rms_norm": family != "gemma3_text"})  # its norms would join the rotation
+    apply_liger_kernel(model, LAYERS)
     calls.clear()
     compiled = torch.compile(model, backend="aot_eager")
     got = compiled(**batch, use_cache=False).logits

@@ -11,7 +11,8 @@ import transformers as tf
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching import rotations
 from tests.patching.comparisons import LAYERS, image_batch, loss_and_gradients, relative, total_error
-from tests.tiny_models import COMMON, TINY_MODELS, _build, tiny_batch
+from tests.patching.test_experts import MODELS
+from tests.tiny_models import COMMON, _build, tiny_batch
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _VISION = {
@@ -29,36 +30,6 @@ _TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id"
 
 def _cohere2():
     return _build(tf.Cohere2ForCausalLM, tf.Cohere2Config(**COMMON, logit_scale=0.0625, sliding_window=8))
-
-
-def _deepseek_v3():
-    config = tf.DeepseekV3Config(
-        **{**COMMON, "num_key_value_heads": 4},
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    )
-    return _build(tf.DeepseekV3ForCausalLM, config)
-
-
-def _llama4():
-    config = tf.Llama4TextConfig(
-        **COMMON,
-        head_dim=8,
-        intermediate_size_mlp=64,
-        num_local_experts=2,
-        interleave_moe_layer_step=2,
-        attention_chunk_size=16,
-    )
-    return _build(tf.Llama4ForCausalLM, config)
 
 
 def _qwen2_5_vl():
@@ -80,11 +51,9 @@ def _text_of(family):
 
 # Family: (builder, its batch, the kernels of its rotary functions)
 FAMILIES = {
-    "glm4": (TINY_MODELS["glm4"], _text_of("glm4"), {"rope (neighbours)"}),
     "cohere2": (_cohere2, _text_of("cohere2"), {"rope (neighbours)"}),
-    "deepseek_v3": (_deepseek_v3, _text_of("deepseek_v3"), {"rope", "rope (neighbours to halves)"}),
-    "gpt_oss": (TINY_MODELS["gpt_oss"], _text_of("gpt_oss"), {"rope (half-width tables)"}),
-    "llama4": (_llama4, _text_of("llama4"), {"rope (complex)"}),
+    "deepseek_v3": (MODELS["deepseek_v3"][0], _text_of("deepseek_v3"), {"rope", "rope (neighbours to halves)"}),
+    "llama4": (MODELS["llama4"][0], _text_of("llama4"), {"rope (complex)"}),
     "qwen2_5_vl": (_qwen2_5_vl, image_batch, {"rope"}),
     "qwen3_vl": (_qwen3_vl, image_batch, {"rope", "rope with the norms of q and k"}),
 }

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +14,7 @@ from liger_trainer.patching.binding import is_bound_by_us
 from tests.accuracy import seeded_randn
 from tests.moe_routers import HIDDEN, OTHER_ROUTERS, ROUTERS
 from tests.patching import toys
-from tests.tiny_models import COMMON
+from tests.patching.test_experts import MODELS as EXPERTS_MODELS
 
 ONLY = {"linear_cross_entropy": False, "cross_entropy": False}
 SIGMOID = {"deepseek_v3", "glm4_moe", "llama4"}
@@ -187,27 +186,14 @@ def test_unknown_family_with_a_known_formula_and_the_switch():
     assert row.reason.startswith("its forward is already overridden by ")
 
 
-_MOE = {**COMMON, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-_SIGMOID = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-MODELS = {
-    "qwen2_moe": lambda: tf.Qwen2MoeForCausalLM(
-        tf.Qwen2MoeConfig(**_MOE, num_experts=6, shared_expert_intermediate_size=16, output_router_logits=True)
-    ),
-    "olmoe": lambda: tf.OlmoeForCausalLM(tf.OlmoeConfig(**_MOE, num_experts=6, output_router_logits=True)),
-    "deepseek_v3": lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**_MOE, **_LATENT, **_SIGMOID)),
-    "glm4_moe": lambda: tf.Glm4MoeForCausalLM(tf.Glm4MoeConfig(**_MOE, **_SIGMOID, head_dim=8)),
-    "llama4": lambda: tf.Llama4ForCausalLM(
-        tf.Llama4TextConfig(**_MOE, head_dim=8, num_local_experts=4, intermediate_size_mlp=16)
-    ),
-}
-"""Families that `TINY_MODELS` does not have."""
+GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+MODELS = {"qwen2_moe": {}, "olmoe": {}, "deepseek_v3": GROUPED, "glm4_moe": GROUPED, "llama4": {}}
+"""Families that `TINY_MODELS` does not have, and fields of their configurations."""
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_loss_and_gradients_of_whole_models(family):
-    torch.manual_seed(0)
-    model = MODELS[family]().train()
+    model = EXPERTS_MODELS[family][0](**MODELS[family]).train()
     ids = torch.randint(3, 110, (2, 12), generator=torch.Generator().manual_seed(0))
 
     def loss_and_gradients(model):

@@ -57,11 +57,7 @@ def test_it_is_off_by_default_and_follows_the_component():
 
 
 def test_what_is_no_gated_mlp_is_left_alone():
-    class Clamped(toys.MLP):
-        def forward(self, states):
-            return self.down_proj(self.act_fn(self.gate_proj(states).clamp(max=0.5)) * self.up_proj(states))
-
-    (row,) = apply_liger_kernel(toys.Toy(mlp=Clamped()), TILED)
+    (row,) = apply_liger_kernel(toys.Toy(mlp=toys.ClampedGate()), TILED)
     assert not row.applied
 
 
