@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from liger_trainer.patching.probe import Probe, dummy_module, identity
+from liger_trainer.patching.probe import Probe, dummy_module, identity, projection
 from tests.patching import toys
 
 
@@ -74,6 +74,12 @@ def test_a_dummy_module_shares_nothing_that_can_be_changed():
     twin.weight = None
     assert module.eps == 1e-2
     assert module.weight.shape == (8,)
+
+
+def test_projection_is_a_linear_layer():
+    weight = torch.arange(6.0).view(3, 2)
+    x = torch.tensor([[1.0, -2.0]])
+    torch.testing.assert_close(projection(weight)(x), x @ weight.T)
 
 
 def test_identity_differs_by_attributes_and_activations():
