@@ -110,8 +110,9 @@ def test_command_line_wins_over_the_file(tmp_path):
 
 def test_null_on_the_command_line_unsets_what_the_file_sets(tmp_path):
     path = write(tmp_path, "trainer: causal_lm\nfp8: rowwise\nactivation_memory: 1GiB\nuse_cpu: true\nmax_steps: 2\n")
-    recipe = load_recipe(path, ["--fp8", "null", "--activation-memory=null", "--run_name", "null"])
-    assert [recipe.training.fp8, recipe.training.activation_memory, recipe.training.run_name] == [None] * 3
+    recipe = load_recipe(path, ["--fp8", "null", "--activation-memory=null", "--run_name=a=null"])
+    assert [recipe.training.fp8, recipe.training.activation_memory] == [None, None]
+    assert recipe.training.run_name == "a=null"
     with pytest.raises(RecipeError, match="invalid int value: 'null'"):
         load_recipe(path, ["--max_steps", "null"])
 

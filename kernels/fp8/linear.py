@@ -15,7 +15,8 @@ gives, or one for all. The output is summed with Hopper's fast accumulation, whi
 (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3.2); the gradients are summed in fp32.
 
 Operands are cast where they are used. For weights that is 3 % of a step of 16,384 tokens, and no memory. Saved for the
-backward: X and W in bf16, as by a linear layer.
+backward: X and W in bf16, as by a linear layer. The recomputation of a checkpointed layer repeats its last product,
+unless that is a gated MLP's (`kernels/mlp/gated_down.py`).
 
 On a CPU the codes are multiplied in fp32: the products are exact, as on a GPU, and the sum is rounded as in fp32.
 """

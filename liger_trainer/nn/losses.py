@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from liger_trainer.functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
 from liger_trainer.kernels.head.loss_arguments import checked_class_weights
-from liger_trainer.nn.options import OptionsModule
 
 
-class _CrossEntropy(OptionsModule):
-    ignore_index: int
-    lse_square_scale: float
-    label_smoothing: float
-    reduction: str
-    softcap: float | None
-    return_z_loss: bool
-    return_token_accuracy: bool
-    return_predicted_tokens: bool
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"`label_smoothing` is {self.label_smoothing!r}; it must be between 0 and 1.")
-        if self.reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"`reduction` is {self.reduction!r}; it must be 'mean', 'sum' or 'none'.")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"`softcap` is {self.softcap!r}; it must be more than 0, or None.")
-        super().__post_init__()
+class _CrossEntropy(nn.Module):
+    def __init__(
+        self,
+        class_weights: torch.Tensor | None,
+        ignore_index: int,
+        lse_square_scale: float,
+        label_smoothing: float,
+        reduction: str,
+        softcap: float | None,
+        return_z_loss: bool,
+        return_token_accuracy: bool,
+        return_predicted_tokens: bool,
+    ) -> None:
+        super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"`label_smoothing` is {label_smoothing!r}; it must be between 0 and 1.")
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean', 'sum' or 'none'.")
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"`softcap` is {softcap!r}; it must be more than 0, or None.")
+        self._class_weights = class_weights
+        self.ignore_index = ignore_index
+        self.lse_square_scale = lse_square_scale
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
 
     def _loss(
-        self,
-        function: Callable[..., Any],
-        tensors: tuple[Any, ...],
-        target: torch.Tensor,
-        weights: torch.Tensor | None,
-        token_scaling: bool = False,
+        self, function: Callable[..., Any], tensors: tuple[Any, ...], target: torch.Tensor, token_scaling: bool = False
     ) -> torch.Tensor | CrossEntropyOutput:
         per_token_accuracy = self.return_token_accuracy and self.reduction == "none"
         asked = {
@@ -48,7 +53,7 @@ class _CrossEntropy(OptionsModule):
             "token_nll": token_scaling,
         }
         outputs = tuple(name for name, wanted in asked.items() if wanted)
-        weights = None if weights is None else weights.to(target.device)
+        weights = None if self._class_weights is None else self._class_weights.to(target.device)
         if token_scaling and weights is not None:
             average = self.reduction == "mean"  # the function itself gets "none": it must not reduce yet
             weights = checked_class_weights(weights, len(weights), tensors[0], target, self.ignore_index, average)
@@ -85,7 +90,6 @@ class _CrossEntropy(OptionsModule):
         return total / (target != self.ignore_index).sum().clamp(min=1)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class LigerCrossEntropyLoss(_CrossEntropy):
     """Cross entropy of logits; see [`liger_trainer.functional.cross_entropy`]. The loss is float32.
 
@@ -105,15 +109,23 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         ValueError: for a value out of range.
     """
 
-    weight: torch.Tensor | None = None
-    ignore_index: int = -100
-    lse_square_scale: float = 0.0
-    label_smoothing: float = 0.0
-    reduction: str = "mean"
-    softcap: float | None = None
-    return_z_loss: bool = False
-    return_token_accuracy: bool = False
-    return_predicted_tokens: bool = False
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__(
+            *(weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+            *(return_z_loss, return_token_accuracy, return_predicted_tokens),
+        )
+        self.weight = weight
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         """The loss of `_input`, (tokens, vocab), against `target`, (tokens,).
@@ -121,10 +133,9 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         Returns:
             The loss, or a `CrossEntropyOutput` if any `return_*` is set.
         """
-        return self._loss(cross_entropy, (_input, target), target, self.weight)
+        return self._loss(cross_entropy, (_input, target), target)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
     """Cross entropy of ``_input @ lin_weight.T + bias`` without the logits in memory.
 
@@ -148,17 +159,26 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         ValueError: for a value out of range.
     """
 
-    ce_weight: torch.Tensor | None = None
-    ignore_index: int = -100
-    lse_square_scale: float = 0.0
-    label_smoothing: float = 0.0
-    reduction: str = "mean"
-    softcap: float | None = None
-    return_z_loss: bool = False
-    accum_dtype: torch.dtype | None = None
-    use_token_scaling: bool = False
-    return_token_accuracy: bool = False
-    return_predicted_tokens: bool = False
+    def __init__(
+        self,
+        ce_weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__(
+            *(ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+            *(return_z_loss, return_token_accuracy, return_predicted_tokens),
+        )
+        self.ce_weight = ce_weight
+        self.use_token_scaling = use_token_scaling
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
@@ -169,4 +189,4 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
             The loss against `target`, (tokens,), or a `CrossEntropyOutput` if any `return_*` is set.
         """
         tensors = (_input, lin_weight, target, bias)
-        return self._loss(linear_cross_entropy, tensors, target, self.ce_weight, self.use_token_scaling)
+        return self._loss(linear_cross_entropy, tensors, target, token_scaling=self.use_token_scaling)

@@ -192,7 +192,7 @@ def _parser(classes: Sequence[Any]) -> tuple[TrlParser, dict[str, Action]]:
 
 def _split_unset(overrides: Sequence[str], hints: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The fields that `overrides` set to null, as a recipe may, and the other overrides."""
-    words = [part for word in overrides for part in (word.rsplit("=", 1) if word.endswith("=null") else [word])]
+    words = [part for word in overrides for part in (word.split("=") if word.partition("=")[2] == "null" else [word])]
     unset: list[str] = []
     others: list[str] = []
     for word in words:
