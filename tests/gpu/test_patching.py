@@ -10,7 +10,7 @@ import torch
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from tests.device import assert_no_host_sync
 from tests.patching.comparisons import LAYERS, loss_and_gradients, relative, total_error
-from tests.patching.test_families import EXPECTED, families, kernels
+from tests.patching.test_families import expected_kernels, families, kernels
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 @families
 def test_report(family, device):
     report = apply_liger_kernel(TINY_MODELS[family]().to(device), LAYERS)
-    assert kernels(report) == EXPECTED[family], str(report)
+    assert kernels(report) == expected_kernels(family), str(report)
     assert all(row.probe_error <= 1e-5 for row in report.applied)
 
 
@@ -80,6 +80,7 @@ def test_compiled_by_inductor(device):
     expected = model(**batch, use_cache=False).logits
     apply_liger_kernel(model, LAYERS)
     got = torch.compile(model)(**batch, use_cache=False).logits
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    attended = batch["attention_mask"].bool()  # nothing is computed for padding
+    torch.testing.assert_close(got[attended], expected[attended], rtol=1e-3, atol=1e-3)
     revert_liger_kernel(model)
     assert torch.equal(model(**batch, use_cache=False).logits, expected)
