@@ -1,4 +1,4 @@
-"""Matmuls in fp8 on two gloo processes: checkpointed layers under DDP, FSDP and ZeRO-3 give the bits of one process.
+"""Matmuls in fp8 on two gloo processes: checkpointed layers under DDP, FSDP and ZeRO give the bits of one process.
 
 So do adapters on a base that is stored in fp8, under DDP.
 """
@@ -36,11 +36,13 @@ def _apply(model: LlamaForCausalLM, mode: Fp8Mode) -> list[KernelReportRow]:
     return [row for row in apply_liger_kernel(model, {"fp8": mode}) if row.component == "fp8"]
 
 
-def _compare(rank: int, name: str, mode: Fp8Mode) -> None:
+def _compare(rank: int, name: str, mode: Fp8Mode, mixed: bool = False) -> None:
+    """`mixed`: FSDP holds the weights in fp32, and casts them to bf16."""
     single, model = _model(), _model()
+    model = model.float() if mixed else model
     for each in (single, model):
         assert [row.count for row in _apply(each, mode) if row.applied] == [7]
-    _assert_same_bits(single, WRAPPINGS[name].wrap(model, None))
+    _assert_same_bits(single, WRAPPINGS[name].wrap(model, torch.bfloat16 if mixed else None))
 
 
 def _compare_on_an_fp8_base(rank: int) -> None:
@@ -78,11 +80,12 @@ CASES = {
     "ddp": partial(_compare, name="ddp", mode="tensorwise"),
     "ddp on an fp8 base": _compare_on_an_fp8_base,
     "fsdp1": partial(_compare, name="fsdp1", mode="rowwise"),
+    "fsdp1 of fp32 weights": partial(_compare, name="fsdp1", mode="rowwise_gw_hp", mixed=True),
+    "fsdp2 of fp32 weights": partial(_compare, name="fsdp2 tail", mode="rowwise", mixed=True),
     "fsdp2": partial(_compare, name="fsdp2 tail resharded", mode="rowwise_gw_hp"),
     "tensor parallelism": _leave_alone,
 }
-if "zero3" in WRAPPINGS:
-    CASES["zero3"] = partial(_compare, name="zero3", mode="rowwise")
+CASES |= {name: partial(_compare, name=name, mode="rowwise") for name in ("zero2", "zero3") if name in WRAPPINGS}
 
 
 @pytest.mark.parametrize("case", CASES)
