@@ -47,7 +47,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         recompute_mlp=bool(ours and kernels.recompute_mlp),
         sync_each_batch=trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
     )
-    checkpointing = bool(args.gradient_checkpointing)
+    checkpointing = checkpoints_layers(trainer)
     offloads = checkpointing and getattr(args, "activation_offloading", False)
     strategy, sharing = _strategy(trainer, model)
     setting = Setting(
@@ -63,6 +63,12 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
     if checkpointing:
         setting = dataclasses.replace(setting, activation_memory=_activation_memory(args, run, setting))
     return run, setting
+
+
+def checkpoints_layers(trainer: Any) -> bool:
+    """Whether the layers are checkpointed, by the Trainer or by accelerate's FSDP plugin."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return bool(trainer.args.gradient_checkpointing or (plugin is not None and plugin.activation_checkpointing))
 
 
 def _activation_memory(args: Any, run: Run, setting: Setting) -> int:

@@ -18,6 +18,7 @@ from transformers import TrainerState, TrainingArguments
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
 from liger_trainer.configs.flags import activation_memory_of
 from liger_trainer.patching.report import KernelReport
+from liger_trainer.plan.running import checkpoints_layers
 from liger_trainer.recompute.activation_memory import ActivationMemory
 from liger_trainer.recompute.budget import Step
 from liger_trainer.recompute.device_memory import DeviceMemory
@@ -147,9 +148,7 @@ def _can_keep(trainer: Any) -> bool:
     """
     args = trainer.args
     given = f"`activation_memory` is {args.activation_memory!r}"
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    of_fsdp = plugin is not None and plugin.activation_checkpointing
-    if not of_fsdp and not args.gradient_checkpointing:
+    if not checkpoints_layers(trainer):
         raise ValueError(
             f"{given}, which says what checkpointed layers keep, but `gradient_checkpointing` is false and every layer "
             "keeps all. Set `gradient_checkpointing: true`, or leave `activation_memory` out."
@@ -169,7 +168,7 @@ def _can_keep(trainer: Any) -> bool:
                 f"{given}, but vLLM shares the device (`vllm_mode` is 'colocate') and takes memory when it wakes up; "
                 "give bytes."
             )
-    if not of_fsdp and _checkpointing_kwargs(args).get("use_reentrant"):
+    if args.gradient_checkpointing and _checkpointing_kwargs(args).get("use_reentrant"):
         logger.warning(
             "%s, but checkpointing is reentrant (`use_reentrant` in `gradient_checkpointing_kwargs`), with which "
             "layers keep nothing.",

@@ -110,6 +110,16 @@ def test_kept_results_are_proposed_to_be_fewer(tmp_path, size, proposed):
     assert not [budget for budget in budgets(trainer) if "activation_memory" in budget.text]
 
 
+def test_layers_that_fsdp_checkpoints(tmp_path, monkeypatch):
+    trainer = causal(tmp_path)
+    plugin = types.SimpleNamespace(activation_checkpointing=True)
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
+    text = advice(torch.OutOfMemoryError(CUDA), trainer, (4, 1000))
+    assert "gradient_checkpointing" not in text  # transformers refuses both
+    assert "fsdp_activation_checkpointing: true" in text.split("Already set:")[1]
+    assert running(trainer, (4, 1000))[1].checkpointing
+
+
 def test_the_plan_of_a_trainer_counts_what_it_keeps(tmp_path, monkeypatch):
     trainer = causal(tmp_path, gradient_checkpointing=True)
     run, without = running(trainer, (4, 1000))

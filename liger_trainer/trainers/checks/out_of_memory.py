@@ -15,7 +15,7 @@ from transformers import Trainer
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.configs.packing_flags import PackingFlags
 from liger_trainer.plan.estimate import Memory, estimate
-from liger_trainer.plan.running import running
+from liger_trainer.plan.running import checkpoints_layers, running
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.work import Run
 from liger_trainer.trainers.choose_packing import reason_against_splitting
@@ -110,12 +110,19 @@ def budgets(trainer: Trainer) -> list[Budget]:
         half = int(kernels.logits_memory) // 2
         text = f"logits_memory: {half // 2**20}MiB" if half >= 2**20 else f"logits_memory: {half}"
         found.append(Budget(text, half == 0, _with_head(logits_memory=half)))
-    checkpointing = bool(args.gradient_checkpointing)
-    found.append(Budget("gradient_checkpointing: true", checkpointing, _with(checkpointing=True)))
+    checkpointing = checkpoints_layers(trainer)
+    by_fsdp = checkpointing and not args.gradient_checkpointing
+    text = f"{'fsdp_activation' if by_fsdp else 'gradient'}_checkpointing: true"
+    found.append(Budget(text, checkpointing, _with(checkpointing=True)))
     if args.use_liger_kernel:
         text = 'liger_kernel_config: {"tiled_mlp": true}'
         found.append(Budget(text, kernels.tiled_mlp, _with(tiled_mlp=True)))
-    found += [*_kept_results(args), *_smaller_batch(trainer), *_offloading(args), *_splitting(trainer)]
+    found += [
+        *_kept_results(args, checkpointing),
+        *_smaller_batch(trainer),
+        *_offloading(args, checkpointing),
+        *_splitting(trainer),
+    ]
     return found
 
 
@@ -139,10 +146,10 @@ def _may_split(trainer: Any) -> bool:
     return isinstance(trainer.args, PackingFlags) and not reason_against_splitting(trainer.args, has_router_loss)
 
 
-def _kept_results(args: Any) -> Iterator[Budget]:
+def _kept_results(args: Any, checkpointing: bool) -> Iterator[Budget]:
     """`activation_memory` takes memory, so less of it is proposed, and nothing where it is not set."""
     size = activation_memory_of(args)
-    if not size or not args.gradient_checkpointing:
+    if not size or not checkpointing:
         return
     if size != "auto":
         yield Budget(f"activation_memory: {size // 2}", False, _with(activation_memory=size // 2))
@@ -150,12 +157,12 @@ def _kept_results(args: Any) -> Iterator[Budget]:
     yield Budget(text, False, _with(activation_memory=0))
 
 
-def _offloading(args: Any) -> Iterator[Budget]:
+def _offloading(args: Any, checkpointing: bool) -> Iterator[Budget]:
     if not hasattr(args, "activation_offloading"):
         return
-    checkpointing = "" if args.gradient_checkpointing else ", gradient_checkpointing: true"
+    needed = "" if checkpointing else ", gradient_checkpointing: true"
     applied = _with(checkpointing=True, offloading=1.0)
-    yield Budget(f"activation_offloading: true{checkpointing}", args.activation_offloading, applied)
+    yield Budget(f"activation_offloading: true{needed}", args.activation_offloading, applied)
     if args.activation_offloading and getattr(args, "activation_offloading_fraction", 1.0) < 1:
         yield Budget("activation_offloading_fraction: 1.0", False, applied)
 
