@@ -33,7 +33,7 @@ _GIB = 2**30
 _RECORDED = 1  # the second step
 _SHARES = 32  # a batch's tokens are rounded up to a multiple of a 32nd of the recorded one's
 _SHRINK = 0.92  # of the limit, when the allocator ran out of memory
-_WATCH_EVERY = 50  # steps, as the processes wait for each other
+_WATCH_EVERY = 50  # steps at most, and fewer at first, as the processes wait for each other
 
 
 class ActivationMemory:
@@ -67,7 +67,7 @@ class ActivationMemory:
         self._proof: Proof | None = None
         self._tried: dict[str, frozenset[Call]] = {}
         self._proved = False
-        self._watched = 0
+        self._watched, self._watch_again = 0, 1  # at which step, and how many steps later
         self._tokens: dict[str, int] = {}  # of the record's layers
         self._plans: dict[float, Plan] = {}  # by growth
 
@@ -164,29 +164,32 @@ class ActivationMemory:
         """Agrees with the other processes on what was the same when it was computed again, if anything was tried."""
         assert self._proof is not None
         assert self.record is not None
-        found = _gathered((self._tried, self._proof.failed()))
+        found = _gathered((self._tried, self._proof.failed(), self._measured_limit()))
         tried: dict[str, frozenset[Call]] = {}
-        for own, _ in found:
+        for own, _, _ in found:
             tried |= {name: tried.get(name, frozenset()) | calls for name, calls in own.items()}
         if not tried:
             return
-        self.record = proved(self.record, tried, {one for _, failed in found for one in failed})
-        self._proof, self._proved = None, True
+        self.record = proved(self.record, tried, {one for _, failed, _ in found for one in failed})
+        self.limit = min(self.limit, *(limit for _, _, limit in found))  # fragments may be more where layers keep
+        self._proof, self._proved, self._watched = None, True, self._step
         self._plans.clear()
 
     def _decide(self) -> None:
         """Agrees with the other processes on a record and a limit."""
-        limit = math.inf if self.budget != "auto" or self._memory is None else self._memory.limit()
-        found = _gathered((merged(self._recorded), limit))
+        found = _gathered((merged(self._recorded), self._measured_limit()))
         step = self._step
         self.resume(merged([each for each, _ in found]), min(each for _, each in found))
         self._step = step
 
+    def _measured_limit(self) -> float:
+        return math.inf if self.budget != "auto" or self._memory is None else self._memory.limit()
+
     def _watch(self, step: int) -> None:
         """Lowers the limit of all processes if one of them ran out of memory for a moment."""
-        if self.budget != "auto" or self._memory is None or step < self._watched + _WATCH_EVERY:
+        if self.budget != "auto" or self._memory is None or step < self._watched + self._watch_again:
             return
-        self._watched = step
+        self._watched, self._watch_again = step, min(2 * self._watch_again, _WATCH_EVERY)
         if any(_gathered(self._memory.ran_out())):
             self.limit *= _SHRINK
             self._plans.clear()

@@ -10,7 +10,7 @@ from liger_trainer.callbacks.memory import remember_peak
 
 _GIB = 2**30
 _SLACK = 0.02  # of the device's memory, and at least 1 GiB, is left free
-_FRAGMENTATION = 0.03  # of what is allocated, at least, is reserved beyond it
+_FRAGMENTATION = 0.03  # of what is allocated, at least, is taken to be reserved beyond it
 
 
 class DeviceMemory:
@@ -37,14 +37,17 @@ class DeviceMemory:
     def limit(self) -> float:
         """Bytes that may be allocated, so that what else is on the device and the allocator's fragments fit beside it.
 
+        The allocator reserves more than it gives out: fragments, and the blocks of other streams, such as those in
+        which FSDP2 gathers weights. That much is taken off as it is, since it does not grow with what layers keep.
+
         To be called after a whole training step, when the optimizer and the communication have what they need.
         """
         free, total = self._backend.mem_get_info(self._device)
         statistics = self._backend.memory_stats(self._device)
         others = total - free - statistics["reserved_bytes.all.current"]
-        allocated = max(self._highest, statistics["allocated_bytes.all.peak"], 1)
-        fragments = max(_FRAGMENTATION, statistics["reserved_bytes.all.peak"] / allocated - 1)
-        return (total - others - max(_SLACK * total, _GIB)) / (1 + fragments)
+        room = total - others - max(_SLACK * total, _GIB)
+        fragments = statistics["reserved_bytes.all.peak"] - max(self._highest, statistics["allocated_bytes.all.peak"])
+        return min(room - fragments, room / (1 + _FRAGMENTATION))
 
     def ran_out(self) -> bool:
         """Whether the allocator had to give its fragments back since the last call, for a block that did not fit."""

@@ -200,10 +200,10 @@ def test_reentrant_checkpointing_keeps_nothing_and_says_so(tmp_path, caplog):
 
 
 class FakeMemory:
-    """An allocator that always had the same peak."""
+    """An allocator that always had the same peak; the limits are those of one call after the other."""
 
-    def __init__(self, limit, peak=0):
-        self._limit, self._peak, self.out = limit, peak, False
+    def __init__(self, *limits, peak=0):
+        self._limits, self._peak, self.out = list(limits), peak, False
 
     def allocated(self):
         return 0
@@ -212,29 +212,34 @@ class FakeMemory:
         return self._peak
 
     def limit(self):
-        return self._limit
+        return self._limits.pop(0) if len(self._limits) > 1 else self._limits[0]
 
     def ran_out(self):
         out, self.out = self.out, False
         return out
 
 
-def test_auto_fills_what_is_free_and_shrinks_when_memory_runs_out(tmp_path, caplog):
-    memory = FakeMemory(limit=10_000 + 45_000, peak=10_000)
-    trainer = causal(tmp_path, llama(), **{**ON, "max_steps": 60, "activation_memory": "1GiB"})
+def kept_in_steps(folder, memory, steps, runs_out):
+    """A trainer that has trained with `auto` on this memory, which runs out in one step, and what each step kept."""
+    trainer = causal(folder, llama(), **{**ON, "max_steps": steps, "activation_memory": "1GiB"})
     trainer._kept = ActivationMemory("auto", torch.device("cpu"), memory)
     kept = []
     step = trainer.training_step
 
     def training_step(*args, **kwargs):
-        memory.out = memory.out or trainer.state.global_step == 20
         loss = step(*args, **kwargs)
+        memory.out = memory.out or trainer.state.global_step == runs_out
         kept.append(trainer._kept.kept)
         return loss
 
     trainer.training_step = training_step
+    trainer.train()
+    return trainer, kept
+
+
+def test_auto_fills_what_is_free_and_shrinks_when_memory_runs_out(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "liger_trainer"):
-        trainer.train()
+        trainer, kept = kept_in_steps(tmp_path, FakeMemory(10_000 + 45_000, peak=10_000), steps=60, runs_out=20)
     assert kept[:2] == [0, 0]
     assert 0 < kept[2] <= kept[3]  # there is less room while results are compared
     assert 30_000 < kept[3] <= 45_000
@@ -242,6 +247,20 @@ def test_auto_fills_what_is_free_and_shrinks_when_memory_runs_out(tmp_path, capl
     assert kept[-1] <= 0.92 * 55_000 - 10_000
     assert caplog.text.count("out of memory for a moment") == 1
     assert_same_end(trainer, trained(causal, tmp_path, llama, max_steps=60))
+
+
+def test_auto_shrinks_in_the_step_after_the_first_one_that_ran_out(tmp_path):
+    _, kept = kept_in_steps(tmp_path, FakeMemory(10_000 + 45_000, peak=10_000), steps=6, runs_out=3)
+    assert kept[3] > 30_000
+    assert max(kept[4:]) <= 0.92 * 55_000 - 10_000
+
+
+def test_auto_keeps_less_where_keeping_leaves_more_fragments(tmp_path):
+    """The limit is measured again after the step that compares; one that grew changes nothing."""
+    for limits in ((55_000, 30_000), (30_000, 55_000)):
+        trainer, kept = kept_in_steps(tmp_path, FakeMemory(*limits, peak=10_000), steps=5, runs_out=None)
+        assert trainer._kept.limit == 30_000
+        assert 10_000 < kept[-1] <= 20_000
 
 
 def test_a_layer_of_more_tokens_than_were_planned_for_keeps_nothing():
