@@ -44,6 +44,7 @@ class DeviceMemory:
         """
         free, total = self._backend.mem_get_info(self._device)
         statistics = self._backend.memory_stats(self._device)
+        self.ran_out()  # what happened before is in these numbers
         others = total - free - statistics["reserved_bytes.all.current"]
         room = total - others - max(_SLACK * total, _GIB)
         fragments = statistics["reserved_bytes.all.peak"] - max(self._highest, statistics["allocated_bytes.all.peak"])

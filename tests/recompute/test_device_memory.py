@@ -56,3 +56,6 @@ def test_it_ran_out_once(monkeypatch):
     device.retries = 3
     assert memory.ran_out()
     assert not memory.ran_out()
+    device.retries = 4
+    memory.limit()  # which counts what the allocator reserved until now
+    assert not memory.ran_out()
