@@ -34,6 +34,7 @@ class Model:
     sliding_window: int | None = None
     attention_softcap: float | None = None  # of the attention's scores
     sinks: bool = False  # a learned number a head in the attention's softmax
+    tied: bool = False  # of a Llama: whether the head is the embedding; Gemma's always is
 
 
 _GEMMA2: dict[str, Any] = {"softcap": 30.0, "attention_softcap": 50.0, "sliding_window": 4096}
@@ -48,7 +49,7 @@ MODELS = {
         # of experts, how many of them a token has, and their intermediate size.
         Model("tiny", "Tiny", 64, 128, 512, 2, 4, 2, 16, softcap=30.0, qk_norm=True),
         Model("tiny-moe", "Tiny MoE", 64, 128, 512, 2, 4, 2, 16, 4, 2, 32, qk_norm=True),
-        Model("llama3.2-1b", "Llama-3.2 1B", 2048, 8192, 128256, 16, 32, 8, 64),
+        Model("llama3.2-1b", "Llama-3.2 1B", 2048, 8192, 128256, 16, 32, 8, 64, tied=True),
         Model("llama3-8b", "Llama-3 8B", 4096, 14336, 128256, 32, 32, 8, 128),
         Model("llama3-70b", "Llama-3 70B", 8192, 28672, 128256, 80, 64, 8, 128),
         Model("llama3-405b", "Llama-3 405B", 16384, 53248, 128256, 126, 128, 8, 128),
@@ -98,7 +99,7 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     if model.name.startswith("qwen3"):
         return Qwen3Config(**sizes)
     rope = {"rope_type": "default", "rope_theta": 500000.0}
-    return LlamaConfig(**sizes, max_position_embeddings=8192, rope_parameters=rope)
+    return LlamaConfig(**sizes, max_position_embeddings=8192, rope_parameters=rope, tie_word_embeddings=model.tied)
 
 
 def _config_with_experts(model: Model, sizes: dict[str, Any]) -> PretrainedConfig:

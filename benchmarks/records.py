@@ -166,6 +166,7 @@ class TrainingRecord:
     lengths: str = ""  # from which completions were drawn; their padding counts among the tokens
     prompt: int = 0  # tokens before each of those; 0 if `lengths` are of whole sequences
     group_size: int = 0  # completions of a prompt
+    kept_gibibytes: float | None = None  # of activations, in the last step, where `activation_memory` is set
 
     @property
     def group(self) -> tuple:

@@ -133,7 +133,9 @@ def training_table(records: list[TrainingRecord]) -> Table:
     rate = "tokens/s" if first.gpus == 1 else "tokens/s/GPU"
     title = f"{_title(first)} · batch {_sizes(first)}"
     rate += ", no padding" if first.padding else ", with padding" if first.lengths else ""
-    result = make_table(title, rate, "MFU %", "peak GiB", "above weights", "first loss", "last loss")
+    kept = any(record.kept_gibibytes is not None for record in records)
+    headings = [rate, "MFU %", "peak GiB", "above weights", *["kept"] * kept, "first loss", "last loss"]
+    result = make_table(title, *headings)
     for record in records:
         losses = [f"{record.losses[end]:.4f}" for end in (0, -1)] if record.losses else ["", ""]
         result.add_row(
@@ -142,6 +144,7 @@ def training_table(records: list[TrainingRecord]) -> Table:
             number(None if record.mfu is None else 100 * record.mfu, ".1f"),
             number(record.peak_gibibytes, ".1f"),
             number(above_weights(record), ".1f"),
+            *[number(record.kept_gibibytes, ".1f")] * kept,
             *losses,
             record.failure,
         )

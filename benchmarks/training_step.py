@@ -111,12 +111,15 @@ def run(task: Task, provider: str) -> dict[str, Any]:
     peak = peak_flops(device, half_precision=True)
     sizes = torch.tensor([[steps.peak(), steps.weights]], dtype=torch.float64, device=trainer.accelerator.device)
     fullest = (trainer.accelerator.gather(sizes).amax(dim=0) / 2**30).tolist()
+    logged = trainer.state.log_history
+    kept = [entry["kept_activations_gib"] for entry in logged if "kept_activations_gib" in entry]
     return {
         "tokens_per_second": rate,
         "mfu": None if peak is None or not flops else rate * flops / peak,
         "peak_gibibytes": None if device.type == "cpu" else fullest[0],
         "weights_gibibytes": None if device.type == "cpu" else fullest[1],
-        "losses": [round(entry["loss"], 4) for entry in trainer.state.log_history if "loss" in entry],
+        "losses": [round(entry["loss"], 4) for entry in logged if "loss" in entry],
+        "kept_gibibytes": kept[-1] if kept else None,
     }
 
 

@@ -171,8 +171,8 @@ def test_each_optimizer_is_a_run_of_those_that_have_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_argument_arrives():
-    task, seen = Task("tiny", layers=1, batch=1, length=8, steps=1, device="cpu"), Batches()
+def test_the_argument_arrives_and_what_was_kept_comes_back():
+    task, seen = Task("tiny", layers=1, batch=4, length=512, steps=4, device="cpu"), Batches()
 
     @training_provider("liger_trainer watched")
     def watched(setup):
@@ -181,16 +181,18 @@ def test_the_argument_arrives():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Batches, "on_train_begin", lambda self, args, *others, **kwargs: self.found.append(args))
-        run(task, "liger_trainer watched activation_memory=1MiB")
+        found = run(task, "liger_trainer watched activation_memory=8MiB")
     del TRAINING_PROVIDERS["liger_trainer watched"]
-    assert [args.activation_memory for args in seen.found] == ["1MiB"]
+    assert [args.activation_memory for args in seen.found] == ["8MiB"]
+    assert 0 < found["kept_gibibytes"] <= 0.008
 
 
 def test_each_size_is_a_run_of_ours(tmp_path, capsys, monkeypatch):
     seen, drawn = [], []
     monkeypatch.setattr(TrainingProcess, "__enter__", lambda self: seen.append(self.arguments[2]) or self)
     monkeypatch.setattr(TrainingProcess, "__exit__", lambda *arguments: None)
-    monkeypatch.setattr(TrainingProcess, "result", lambda *arguments: {"tokens_per_second": 2.0})
+    result = {"tokens_per_second": 2.0, "kept_gibibytes": 1.25}
+    monkeypatch.setattr(TrainingProcess, "result", lambda *arguments: result)
     monkeypatch.setattr(plots, "draw_pareto", lambda records, device, file: drawn.append((len(records), file)))
     options = ["--device", "cpu", "--activation_memory", "0,1MiB,auto", "--output", str(tmp_path)]
     assert main(["bench", "training", *options, "--providers", "hf,liger_trainer"]) == 0
@@ -200,7 +202,9 @@ def test_each_size_is_a_run_of_ours(tmp_path, capsys, monkeypatch):
     assert [record.activation_memory for record in records] == ["", "", "1MiB", "auto"]
     assert len({record.group for record in records}) == 1
     assert drawn == [(4, tmp_path / "pareto.png")]
-    assert "liger_trainer activation_memory=auto" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "liger_trainer activation_memory=auto" in shown
+    assert "│ 1.2 │" in shown.replace("  ", " ").replace("  ", " ")
 
 
 def test_pairs_and_completions():
@@ -431,6 +435,7 @@ def test_configurations(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(shape, layers=1))
     assert model.lm_head.weight.shape == (shape.vocab, shape.hidden)
+    assert model.config.tie_word_embeddings is (name == "llama3.2-1b" or name.startswith("gemma"))
     attention = model.model.layers[0].self_attn
     if shape.latent_attention:  # of each head 64 numbers are rotated and 128 are not; the keys' 64 are shared by all
         assert attention.q_b_proj.weight.shape[0] == shape.heads * (shape.head_dim + 128)
