@@ -21,7 +21,7 @@ from tests.accuracy import assert_no_worse, result_and_gradients
 from tests.accuracy import seeded_randn as randn
 from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.calls import recorded_calls
-from tests.device import assert_replayed_without_host_sync
+from tests.device import assert_replayed_without_host_sync, peak_memory_of_one_run
 
 
 def test_float64_runs_as_reference(device):
@@ -259,14 +259,6 @@ def real_randn(*shape, device="cuda", dtype=torch.bfloat16, scale=2.0):
     return scale * torch.randn(shape, device=device, dtype=dtype)
 
 
-def peak(run):
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return torch.cuda.max_memory_allocated() - before
-
-
 ROWS, REAL_HIDDEN, REAL_INTERMEDIATE = 8192, 4096, 14336
 
 
@@ -298,10 +290,11 @@ def test_memory_of_a_rebuilt_product(device):
     )
     torch.autograd.grad(swiglu_down(*leaves), leaves, dy)  # cuBLAS takes its workspace
     held = []
-    assert peak(lambda: held.append(swiglu_down(*leaves, inplace_backward=True))) <= product + y + 2**20
+    forward = peak_memory_of_one_run(lambda: held.append(swiglu_down(*leaves, inplace_backward=True)))
+    assert forward <= product + y + 2**20
     assert torch.cuda.memory_allocated() > 0
     (output,) = held
-    backward = peak(lambda: torch.autograd.grad(output, leaves, dy))
+    backward = peak_memory_of_one_run(lambda: torch.autograd.grad(output, leaves, dy))
     assert backward <= product + dweight + 2**20  # dh, which becomes h, and the weight's gradient
 
 
