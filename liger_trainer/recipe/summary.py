@@ -93,8 +93,7 @@ def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn = {"loss": "loss", **MEASURES}
-    drawn = {key: name for key, name in drawn.items() if _values(history, key)}
+    drawn = {key: name for key, name in {"loss": "loss", **MEASURES}.items() if _values(history, key)}
     if not drawn:
         return None
     figure, rows = plt.subplots(len(drawn), figsize=(7, 4 * len(drawn)), squeeze=False)
