@@ -129,7 +129,7 @@ def test_h_is_built_again_bit_for_bit(variant, device):
 )
 @settings(max_examples=15, deadline=None)
 def test_any_shape_and_any_frozen_inputs(shape, intermediate, fused, strided, inplace, needed):
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     tensors = [x if x is None else x.detach() for x in inputs(fused, shape, device=device, intermediate=intermediate)]
     if strided and shape:
         tensors[:2] = [x if x is None else torch.stack((x, x), -1)[..., 0] for x in tensors[:2]]
