@@ -15,13 +15,10 @@ from liger_trainer import nn
 from liger_trainer.nn.mlp import outputs_are_unhooked
 from tests.calls import saved_tensors
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 HIDDEN, INTERMEDIATE = 8, 12
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def config(**values):

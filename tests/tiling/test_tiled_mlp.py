@@ -18,6 +18,8 @@ from liger_trainer.tiling.tiled_mlp import tile_length, tiled_mlp
 from tests.calls import saved_tensors
 from tests.device import peak_memory
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 HIDDEN, INTERMEDIATE = 6, 10
 
 
@@ -45,11 +47,6 @@ class Layer(nn.Module):
     def forward(self, x):
         x = x + x.sin()
         return x + tiled_mlp(MLP.forward, self.mlp, x, self.num_tiles)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def gradients(function, module, x):
