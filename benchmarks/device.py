@@ -121,7 +121,7 @@ def find_device(name: str | None) -> torch.device:
     Raises:
         BenchmarkError: if this machine has no such device.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
     try:

@@ -25,17 +25,18 @@ class MemoryCallback(LoggedMetricsCallback):
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
         """Peak so far."""
-        return {"peak_memory_gib": round(_peak(args.device) / _GIB, 3)}
+        return {"peak_memory_gib": round(peak_memory(args.device) / _GIB, 3)}
 
     summary = metrics
 
 
 def remember_peak(device: torch.device) -> None:
     """To be called before the allocator's peak of `device` is reset."""
-    _remembered[device] = _peak(device)
+    _remembered[device] = peak_memory(device)
 
 
-def _peak(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the peak of the allocator of `device`; on a CPU, that of the resident memory of the process."""
     backend = _allocator(device)
     if backend is not None:
         return max(_remembered.get(device, 0), backend.max_memory_allocated(device))

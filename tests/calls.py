@@ -1,12 +1,14 @@
-"""What a run does on its way: the calls of functions, and the tensors that operations create."""
+"""What a run does on its way: the calls of functions, and the tensors that operations create and autograd saves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,3 +52,11 @@ def created_sizes(run: Callable[[], Any]) -> set[int]:
     with _Sizes() as sizes:
         run()
     return sizes.created
+
+
+@contextlib.contextmanager
+def saved_tensors() -> Iterator[list[torch.Tensor]]:
+    """A list that grows with every tensor that autograd saves inside."""
+    saved: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+        yield saved

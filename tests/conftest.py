@@ -90,3 +90,9 @@ def pytest_sessionfinish() -> None:
 def device() -> str:
     """The accelerator's type where there is one, else "cpu"."""
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+
+
+@pytest.fixture
+def seeded() -> None:
+    """For tests that draw random numbers without a generator of their own."""
+    torch.manual_seed(0)

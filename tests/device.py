@@ -68,6 +68,11 @@ def assert_replayed_without_host_sync(run: Callable[[], Sequence[torch.Tensor]])
 def peak_memory(run: Callable[[], Any]) -> int:
     """The most bytes that `run` allocates at a time, its result included; it runs once before that."""
     run()
+    return peak_memory_of_one_run(run)
+
+
+def peak_memory_of_one_run(run: Callable[[], Any]) -> int:
+    """As [`peak_memory`], without a run before it: what the first run compiles and sets up counts too."""
     gc.collect()  # what an earlier test has left would be freed in the middle
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -17,6 +17,7 @@ from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.patching.moe.quantized_experts import FourBits, four_bits
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.calls import saved_tensors
 from tests.quantised import library
 from tests.tiny_models import TINY_MODELS
 
@@ -127,19 +128,11 @@ def test_the_backward_keeps_four_bits(autocast):
     """No weight that was made floating, or cast, is among what autograd saves."""
     _, quantised = whole_and_quantised("qwen3_moe")
     apply_liger_kernel(quantised)
-    config, saved = quantised.config, []
-
-    def pack(tensor):
-        saved.append(tuple(tensor.shape))
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
+    config = quantised.config
+    with saved_tensors() as saved, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         _, gradients = step(quantised)
     experts, hidden, intermediate = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    assert not {(experts, 2 * intermediate, hidden), (experts, hidden, intermediate)} & set(saved)
+    assert not {(experts, 2 * intermediate, hidden), (experts, hidden, intermediate)} & {each.shape for each in saved}
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
 
 

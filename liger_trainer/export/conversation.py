@@ -138,5 +138,5 @@ def open_conversation(
     stop_at_end_of_turn(model, tokenizer)
     if run.adapter is not None:
         model = add_adapter(run, model)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     return Conversation(model.to(device or "cpu"), tokenizer, max_new_tokens, temperature, system)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from liger_trainer.patching.hub_kernels import proved_mlp, proved_norm, proved_rotation
+from liger_trainer.patching.hub_kernels import prove_function, prove_mlp, prove_norm, proved_forward
 
 
 class RMSNorm(nn.Module):
@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises over the last dimension."""
-        return proved_norm(self, hidden_states)(self, hidden_states)
+        return proved_forward(self, hidden_states, prove_norm)(self, hidden_states)
 
 
 class GatedMLP(nn.Module):
@@ -32,7 +32,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP of hidden states (..., H)."""
-        return proved_mlp(self, x)(self, x)
+        return proved_forward(self, x, prove_mlp)(self, x)
 
 
 class RotaryPosEmb(nn.Module):
@@ -45,4 +45,4 @@ class RotaryPosEmb(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated queries and keys, (batch, heads, seq, head_dim) or as `unsqueeze_dim` says."""
-        return proved_rotation(self, q)(self, q, k, cos, sin, unsqueeze_dim)
+        return proved_forward(self, q, prove_function)(self, q, k, cos, sin, unsqueeze_dim)

@@ -255,7 +255,7 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         shared = getattr(config, "num_kv_shared_layers", 0) or 0
         first = getattr(config, "num_hidden_layers", 0) - shared
-        doubled = getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None
+        doubled = getattr(config, "use_double_wide_mlp", False) and shared > 0
         factor = 2 if doubled and layer_idx is not None and layer_idx >= first else 1
         super().__init__(config, factor * config.intermediate_size)
 

@@ -163,7 +163,7 @@ def _has_parts_of_transformers(model: nn.Module) -> bool:
 
 def _probe_device(model: nn.Module) -> torch.device:
     """The accelerator that holds parameters of the model; otherwise the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     for parameter in model.parameters():
         if accelerator is not None and parameter.device.type == accelerator.type:
             return parameter.device

@@ -27,8 +27,7 @@ from liger_trainer.kernels.fp8.linear import fp8_linear, has_fp8, takes_fp8
 from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.kernels.fp8.row_cast import MULTIPLE
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.lora.operands import is_lora_linear
 
 LEAST_FEATURES = 1024
@@ -120,5 +119,4 @@ def _obstacle(name: str, module: nn.Linear, has_adapters: bool, device: torch.de
         return "its weight is split over processes"
     if any(size % MULTIPLE for size in module.weight.shape):
         return f"its weight is {tuple(module.weight.shape)}; the sizes must be multiples of {MULTIPLE}"
-    foreign = overriding_forward(module)
-    return "" if foreign is None else f"its forward is already overridden by {foreign}"
+    return reason_to_leave(module, is_enabled=True)

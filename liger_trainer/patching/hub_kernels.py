@@ -70,29 +70,15 @@ def set_use_kernels(self: Any, *args: Any, **kwargs: Any) -> None:
 
 _proved: weakref.WeakKeyDictionary[nn.Module, Callable] = weakref.WeakKeyDictionary()
 
-_Prove = Callable[[nn.Module, Probe], tuple[Callable | None, str]]
+Prove = Callable[[nn.Module, Probe], tuple[Callable | None, str]]
 """Our forward for a module of which it gets a dummy, or None and why there is none."""
 
 
-def proved_norm(module: nn.Module, x: torch.Tensor) -> Callable:
-    """Our forward for a normalisation, a function of `module`; its class's own where it computes something else.
+def proved_forward(module: nn.Module, x: torch.Tensor, prove: Prove) -> Callable:
+    """Our forward for `module`, a function of it; its class's own where it computes something else.
 
     The two are compared at the first call, on the device of its input `x`.
     """
-    return _proved_forward(module, x, _prove_norm)
-
-
-def proved_mlp(module: nn.Module, x: torch.Tensor) -> Callable:
-    """As [`proved_norm`], for a gated MLP."""
-    return _proved_forward(module, x, _prove_mlp)
-
-
-def proved_rotation(module: nn.Module, q: torch.Tensor) -> Callable:
-    """As [`proved_norm`], for a rotary function that the `kernels` library has made a module."""
-    return _proved_forward(module, q, _prove_rotation)
-
-
-def _proved_forward(module: nn.Module, x: torch.Tensor, prove: _Prove) -> Callable:
     if torch.compiler.is_compiling() or x.is_meta:
         return type(module).forward
     if module not in _proved:
@@ -105,7 +91,7 @@ def _proved_forward(module: nn.Module, x: torch.Tensor, prove: _Prove) -> Callab
     return _proved[module]
 
 
-def _proof(module: nn.Module, device: torch.device, prove: _Prove) -> tuple[Callable | None, str]:
+def _proof(module: nn.Module, device: torch.device, prove: Prove) -> tuple[Callable | None, str]:
     probe = Probe(device)
     dummy = dummy_module(module, dict(module.named_parameters(recurse=False)), dict(module.named_children()))
     with probe.isolated():
@@ -122,16 +108,19 @@ def _enabled(component: str) -> bool:
     return getattr(KernelConfig(), component)
 
 
-def _prove_norm(dummy: nn.Module, probe: Probe) -> tuple[Callable | None, str]:
+def prove_norm(dummy: nn.Module, probe: Probe) -> tuple[Callable | None, str]:
+    """A [`Prove`] for a normalisation."""
     finding = find_norm(dummy, _enabled, probe)
     return (None, "it is no normalisation of rows") if finding is None else (finding.forward, finding.reason)
 
 
-def _prove_mlp(dummy: nn.Module, probe: Probe) -> tuple[Callable | None, str]:
+def prove_mlp(dummy: nn.Module, probe: Probe) -> tuple[Callable | None, str]:
+    """A [`Prove`] for a gated MLP."""
     finding = find_gated_mlp(dummy, _enabled, probe)
     return (None, "it is no gated MLP") if finding is None else (finding.forward, finding.reason)
 
 
-def _prove_rotation(dummy: nn.Module, probe: Probe) -> tuple[Callable | None, str]:
+def prove_function(dummy: nn.Module, probe: Probe) -> tuple[Callable | None, str]:
+    """A [`Prove`] for a rotary function that the `kernels` library has made a module."""
     rotary, agreement = prove_rotation(dummy, probe)[1:]
     return None if rotary is None else (lambda _, *operands: rotary(*operands)), agreement.reason

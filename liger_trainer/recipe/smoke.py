@@ -148,7 +148,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
     """
     import torch
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     on_cpu = accelerator is None or bool(values.get("use_cpu"))
     kind = "completion" if values.get("completion_only_loss") else TRAINERS[values["trainer"]].data
     evaluated = str(getattr(values["eval_strategy"], "value", values["eval_strategy"])) != "no"

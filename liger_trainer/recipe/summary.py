@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, pipeline, set_seed
 
+from liger_trainer.callbacks.memory import peak_memory
 from liger_trainer.callbacks.run_report import REPORT
 from liger_trainer.recipe.load import Recipe
 
@@ -60,10 +61,7 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
         values = [value for value in _values(history, key) if value]
         if values:
             lines.append((name, f"{statistics.median_high(values):{form}}"))
-    memory = max(_values(history, "peak_memory_gib"), default=0.0)
-    if not memory:
-        unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    memory = max(_values(history, "peak_memory_gib"), default=0.0) or peak_memory(torch.device("cpu")) / 2**30
     lines.append(("peak memory", f"{memory:.2f} GiB ({'of the process' if device == 'cpu' else device})"))
     return lines
 
@@ -93,8 +91,7 @@ def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn = {"loss": "loss", **MEASURES}
-    drawn = {key: name for key, name in drawn.items() if _values(history, key)}
+    drawn = {key: name for key, name in {"loss": "loss", **MEASURES}.items() if _values(history, key)}
     if not drawn:
         return None
     figure, rows = plt.subplots(len(drawn), figsize=(7, 4 * len(drawn)), squeeze=False)

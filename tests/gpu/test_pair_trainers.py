@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.device import as_if_not_packed, no_host_sync, one_gpu
+from tests.device import as_if_not_packed, no_host_sync, one_gpu, peak_memory_of_one_run
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.test_parity_orpo_cpo import ARGUMENTS, CPO, ORPO, REWARD, build, pairs, without_padding
 from tests.trainers.tiny import logged, tokenizer
@@ -73,11 +73,7 @@ def test_memory_of_a_step(kind, tmp_path):
 
     def peak(trainer):
         trainer.model.train()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        trainer.compute_loss(trainer.model, batch).backward()
-        return torch.cuda.max_memory_allocated() - before
+        return peak_memory_of_one_run(lambda: trainer.compute_loss(trainer.model, batch).backward())
 
     stock = peak(make(*kind[:2], tmp_path / "stock"))
     ours = peak(make(*kind[2:], tmp_path / "ours", logits_memory="64MiB"))

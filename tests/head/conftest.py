@@ -29,7 +29,4 @@ def hidden():
 
 @pytest.fixture
 def never_built(monkeypatch):
-    def fail(self):
-        raise AssertionError("the logits were built")
-
-    monkeypatch.setattr(DeferredLogits, "_compute", fail)
+    monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))

@@ -21,6 +21,7 @@ from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_row
 from liger_trainer.kernels.head import linear_log_probs_expected
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.head import make_head_forward
+from tests.calls import saved_tensors
 
 ROWS, LENGTH, H, V = 2, 700, 6, 11
 N = ROWS * LENGTH
@@ -308,16 +309,10 @@ def test_chunks_of_labelled_rows(multiplied):
     """A chunked head runs on chunks of the labelled rows; what is saved of a built teacher is no copy of its rows."""
     head, hidden, labels = make_head("lora"), make_hidden(), make_labels(300)
     teacher = torch.randn(ROWS, LENGTH, V)
-    saved = []
-    with (
-        labelled_rows_at_most(lambda: 300),
-        torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: saved.append(tensor.shape) or tensor, lambda tensor: tensor
-        ),
-    ):
+    with labelled_rows_at_most(lambda: 300), saved_tensors() as saved:
         logits = defer(head, hidden)
         logits.recorded.call.logits_memory = 100 * 4 * V
         loss = divergence.divergence(logits, teacher, labels, 0.5).loss
     assert multiplied == [100] * 5 + [12]
     loss.backward()
-    assert (100, V) not in saved
+    assert (100, V) not in {tensor.shape for tensor in saved}

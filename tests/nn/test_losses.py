@@ -12,12 +12,9 @@ from torch.nn import functional as F
 from liger_trainer import functional, nn
 from liger_trainer.nn import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss, LigerVocabParallelCrossEntropy
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 TOKENS, HIDDEN, VOCAB = 7, 12, 19
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def head():

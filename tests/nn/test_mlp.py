@@ -13,14 +13,12 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from liger_trainer import nn
 from liger_trainer.nn.mlp import outputs_are_unhooked
+from tests.calls import saved_tensors
+
+pytestmark = pytest.mark.usefixtures("seeded")
 
 HIDDEN, INTERMEDIATE = 8, 12
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def config(**values):
@@ -94,8 +92,8 @@ def test_geglu(values, approximate):
     ("cls", "act"), [(nn.LigerTiledSwiGLUMLP, "silu"), (nn.LigerTiledGEGLUMLP, "gelu_pytorch_tanh")]
 )
 def test_tiles_save_their_input_alone(cls, act):
-    mlp, x, saved = cls(config(hidden_act=act), 2), randn(2, 3, HIDDEN), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    mlp, x = cls(config(hidden_act=act), 2), randn(2, 3, HIDDEN)
+    with saved_tensors() as saved:
         y = mlp(x)
     assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (x, *mlp.parameters())}
     expected = gradients(lambda x: cls.__base__.forward(mlp, x), mlp, x)

@@ -14,10 +14,7 @@ from transformers.models.llama4 import modeling_llama4
 from liger_trainer import functional, nn
 from tests.kernels.rope.test_rope import original
 
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def trained(module):

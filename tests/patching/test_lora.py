@@ -11,12 +11,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.helpers import disable_input_dtype_casting
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.head import warn_once
 from liger_trainer.patching.lora.operands import adapted_layer
+from tests.calls import saved_tensors
 from tests.patching import comparisons
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import TINY_MODELS, tiny_batch
@@ -230,16 +230,10 @@ def test_half_precision_is_as_exact_as_under_autocast(fused, autocast, dtype):
 def saved_by(model, x):
     """The tensors saved for the backward that are no parameter's, one for each memory."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved = {}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         model(x).sum()
-    return saved.values()
+    kept = {each.untyped_storage().data_ptr(): each for each in saved}
+    return [kept[each] for each in kept.keys() - parameters]
 
 
 def test_no_copy_of_an_activation_is_saved():

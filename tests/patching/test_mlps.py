@@ -20,6 +20,8 @@ from tests.patching import comparisons, toys
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import COMMON, TINY_MODELS, tiny_batch
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 MLPS = {**dict.fromkeys(KERNEL_KEYS, False), "swiglu": True, "geglu": True, "relu_squared": True}
 FALCON = {"mamba_d_ssm": 16, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_d_state": 4, "mamba_chunk_size": 8}
 FAMILIES = {
@@ -39,11 +41,6 @@ FAMILIES = {
 families = pytest.mark.parametrize("family", FAMILIES)
 assert_same = functools.partial(comparisons.assert_same, floor=1e-8)
 apply_unchanged = functools.partial(comparisons.apply_unchanged, floor=1e-8)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def built(family):

@@ -18,6 +18,7 @@ from liger_trainer.plan.estimate import estimate, moments
 from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.shapes import read_layer_shape
+from tests.calls import saved_tensors
 from tests.plan.cases import counted, run_of
 
 QWEN = "qwen3-30b-a3b"
@@ -29,16 +30,11 @@ def saved_bytes(function, arguments, model=None):
     """Bytes that autograd saves for `function`, without parameters, ids and the routing weights of two choices."""
     parameters = model.parameters() if model else (arguments["gate_up_proj"], arguments["down_proj"])
     weights = {parameter.data_ptr() for parameter in parameters}
-    storages = {}
-
-    def pack(tensor):
-        if tensor.is_floating_point() and tensor.shape[-1] > 2:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         output = function(**arguments)
     assert output.requires_grad
+    counted = (each.untyped_storage() for each in saved if each.is_floating_point() and each.shape[-1] > 2)
+    storages = {storage.data_ptr(): storage.nbytes() for storage in counted}
     return sum(size for pointer, size in storages.items() if pointer not in weights)
 
 

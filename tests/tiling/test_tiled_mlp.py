@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.mlp.swiglu import swiglu
 from liger_trainer.nn import LigerSwiGLUMLP
 from liger_trainer.tiling.tiled_mlp import tile_length, tiled_mlp
+from tests.calls import saved_tensors
 from tests.device import peak_memory
+
+pytestmark = pytest.mark.usefixtures("seeded")
 
 HIDDEN, INTERMEDIATE = 6, 10
 
@@ -44,11 +47,6 @@ class Layer(nn.Module):
     def forward(self, x):
         x = x + x.sin()
         return x + tiled_mlp(MLP.forward, self.mlp, x, self.num_tiles)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def gradients(function, module, x):
@@ -124,8 +122,8 @@ def test_a_layer_under_two_names():
 
 
 def test_only_x_and_the_weights_are_saved():
-    mlp, x, saved = MLP(), torch.randn(7, HIDDEN, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    mlp, x = MLP(), torch.randn(7, HIDDEN, requires_grad=True)
+    with saved_tensors() as saved:
         tiled_mlp(MLP.forward, mlp, x, 3)
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in (x, *mlp.parameters())]
 

@@ -40,14 +40,14 @@ def sft(folder: Any, model: Any = None, trainer_class: Any = LigerSFTTrainer, da
     return trainer_class(model or llama(), args, train_dataset=text_dataset() if data is None else data, **further)
 
 
-def dpo(folder: Any, model: Any, reference: Any = None, **options: Any) -> Any:
+def dpo(folder: Any, model: Any, reference: Any = None, trainer_class: Any = LigerDPOTrainer, **options: Any) -> Any:
     """Our trainer for DPO on pairs; the reference of an adapted model is that without the adapter."""
     rows = [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
     args = LigerDPOConfig(str(folder), **{**COMMON, "bf16": False, "gradient_checkpointing": False, **options})
     if reference is None and not hasattr(model, "peft_config"):
         reference = llama()
     data = Dataset.from_list(rows)
-    return LigerDPOTrainer(model, reference, args, train_dataset=data, processing_class=tokenizer())
+    return trainer_class(model, reference, args, train_dataset=data, processing_class=tokenizer())
 
 
 def losses_and_norms(trainer: Any) -> list[float]:

@@ -11,17 +11,16 @@ import torch
 from datasets import Dataset
 from transformers import BatchEncoding
 
-from liger_trainer.configs.dpo_config import LigerDPOConfig
 from liger_trainer.head import context, labelled_rows
 from liger_trainer.trainers import labelled_bound
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.labelled_bound import CountOnDevice, LabelledBounds, add_count, bound_of_parts
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.builders import causal
+from tests.trainers.builders import causal, dpo
 from tests.trainers.parity import build, lora
 from tests.trainers.test_parity_distillation import build as build_distillation
 from tests.trainers.test_parity_distillation import student
-from tests.trainers.tiny import COMMON, WORDS, llama, logged, token_rows, tokenizer
+from tests.trainers.tiny import llama, logged, token_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -230,10 +229,7 @@ def test_a_loss_of_a_subclass_gets_all_rows(tmp_path, chosen):
             everything = {**inputs, "completion_mask": inputs["attention_mask"]}
             return super()._compute_loss(model, everything, return_outputs)
 
-    rows = [{"prompt": WORDS[i % 4], "chosen": WORDS[(i + 1) % 4], "rejected": WORDS[(i + 2) % 4]} for i in range(16)]
-    settings = {**COMMON, "bf16": False, "gradient_checkpointing": False}
-    args = LigerDPOConfig(str(tmp_path), **settings)
-    trainer = OverPrompts(llama(), llama(), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer())
+    trainer = dpo(tmp_path, llama(), trainer_class=OverPrompts)
     trainer.train()
     assert not chosen
     assert not trainer._guard.findings

@@ -17,8 +17,8 @@ from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
-from liger_trainer.patching.finding import Finding, reason_to_leave
-from liger_trainer.patching.probe import Agreement, Probe, dummy_module, full_shape, identity, only_argument
+from liger_trainer.patching.finding import Finding, proved, reason_to_leave
+from liger_trainer.patching.probe import Probe, Proof, dummy_module, full_shape, identity, only_argument, refused
 
 _BIAS = "e_score_correction_bias"
 _TOKENS = 32
@@ -111,15 +111,10 @@ def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe)
     reason = reason_to_leave(module, enabled("router"))
     if reason:
         return Finding("router", target, module, reason=reason)
-    key = identity(module)
-    kernel, forward, agreement = probe.once(key, _probe_router, module, probe)
-    return Finding("router", target, module, kernel, forward, agreement.error, agreement.reason)
+    return proved("router", target, module, probe.once(identity(module), _probe_router, module, probe))
 
 
-def _probe_router(module: nn.Module, probe: Probe) -> tuple[str | None, Callable | None, Agreement]:
-    def refused(reason: str) -> tuple[None, None, Agreement]:
-        return None, None, Agreement(float("inf"), reason=reason)
-
+def _probe_router(module: nn.Module, probe: Probe) -> Proof:
     argument = only_argument(module)
     if argument is None:
         return refused("its forward takes more than the hidden states")
@@ -137,24 +132,22 @@ def _probe_router(module: nn.Module, probe: Probe) -> tuple[str | None, Callable
         return lambda hidden, weight: _by_expert(forward(_dummy(module, weight, constants), hidden))
 
     original = type(module).forward
-    best: tuple[RouterFormula, Agreement] | None = None
-    failures: list[Agreement] = []
+    agreements = {}
     for formula in ROUTER_FORMULAS:
         ours = router_forward(original, argument, formula, flattens=False, autocast=True)
-        agreement = probe.compare(on(original), on(ours), tensors)
-        if not agreement.equal:
-            failures.append(agreement)
-        elif best is None or agreement.distance < best[1].distance:
-            best = formula, agreement
-    if best is None:
-        return None, None, min(failures, key=lambda agreement: agreement.error).explained("none of the known routers")
-    formula, agreement = best
+        agreements[formula] = probe.compare(on(original), on(ours), tensors)
+    equal = [formula for formula, agreement in agreements.items() if agreement.equal]
+    if not equal:
+        nearest = min(agreements.values(), key=lambda agreement: agreement.error)
+        return Proof(None, None, nearest.explained("none of the known routers"))
+    formula = min(equal, key=lambda each: agreements[each].distance)
     ours = router_forward(original, argument, formula, flattens=True, autocast=True)
     hidden, weight = tensors
     flattens = probe.same(on(original), on(ours), [hidden.unflatten(0, (2, -1)), weight], False)
     half = [tensor.to(torch.bfloat16) for tensor in tensors]
     autocast = all(probe.same(on(original), on(ours), given, True) for given in (half, tensors))
-    return formula.kernel, router_forward(original, argument, formula, flattens=flattens, autocast=autocast), agreement
+    forward = router_forward(original, argument, formula, flattens=flattens, autocast=autocast)
+    return Proof(formula.kernel, forward, agreements[formula])
 
 
 def _tensors(module: nn.Module, probe: Probe, bias: torch.Tensor | None) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from liger_trainer.kernels.attention.plan import dense
 from liger_trainer.kernels.norms.launch import DeviceLimits
 from tests.accuracy import seeded_randn
 from tests.aot import compile_launch, recorded_launches
+from tests.calls import saved_tensors
 from tests.kernels.attention.shared_prompts import Group, mask_of, plan_of, tokens_of
 from tests.kernels.attention.test_attention import check, check_operator, distances, in_double, operands, results
 
@@ -135,11 +136,10 @@ def test_under_checkpointing(reentrant, device):
 @pytest.mark.kernel
 def test_copies_of_keys_are_not_kept(device):
     """They would take as much memory as the prompts that are not computed again."""
-    saved = []
     q, k, v = (x.requires_grad_() for x in tensors_of(SEVERAL, device))
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+    with saved_tensors() as saved:
         attention(q, k, v, plan=plan_of(SEVERAL, 0, device))
-    assert [shape for shape in saved if len(shape) == 4] == [q.shape, k.shape, v.shape, q.shape]
+    assert [x.shape for x in saved if x.dim() == 4] == [q.shape, k.shape, v.shape, q.shape]
 
 
 def test_kernels_compile(monkeypatch):

@@ -20,7 +20,7 @@ from liger_trainer.kernels.lora.lora_mlp import lora_mlp, lora_mlp_reference
 from tests.accuracy import errors, result_and_gradients, run
 from tests.accuracy import seeded_randn as randn
 from tests.aot import compile_launch, recorded_launches
-from tests.calls import recorded_calls
+from tests.calls import recorded_calls, saved_tensors
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -127,8 +127,7 @@ def test_what_is_not_finite_stays_in_its_row(value, device):
 def test_nothing_is_saved_or_computed_again(device, monkeypatch):
     weight = weight_of(device)
     x = randn(6, 64, device=device, **BF16).requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
+    with saved_tensors() as saved:
         fp8_stored_linear(x, weight)
     assert saved == []
     calls = recorded_calls(monkeypatch, stored, "cast_rows")

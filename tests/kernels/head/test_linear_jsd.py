@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.head.linear_jsd import linear_cosine_distance, linear_jsd, linear_jsd_reference, linear_kl
 from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div, linear_kl_div_reference
-from tests.device import assert_no_host_sync
+from tests.device import assert_no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     EXAMPLES,
     IGNORE,
@@ -473,11 +473,8 @@ def test_peak_memory_is_two_buffers_and_gradients(frozen: bool) -> None:
     student[1].requires_grad_(not frozen)
     linear_jsd(*student, *teacher, labels).backward()  # workspaces and compiled kernels
     student[0].grad = student[1].grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    (2.0 * linear_jsd(*student, *teacher, labels)).backward()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_memory_of_one_run(lambda: (2.0 * linear_jsd(*student, *teacher, labels)).backward())
     buffers, d_hidden = 2 * 1024 * vocab * 4, 2 * tokens * size
     d_weight = 0 if frozen else 2 * vocab * size
     slack = 5 * MIB  # exponents, and up to 1 MiB of every block that the allocator does not split off

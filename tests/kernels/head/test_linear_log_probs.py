@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.head import linear_log_probs as operator
 from liger_trainer.kernels.head import linear_log_probs_backward
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
-from tests.device import assert_no_host_sync
+from tests.device import assert_no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     EXAMPLES,
     HIDDEN,
@@ -473,11 +473,7 @@ def test_peak_memory_is_what_the_budgets_say(way: str) -> None:
 
     step()  # workspaces and compiled kernels
     hidden.grad = weight.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_memory_of_one_run(step)
     row, d_hidden = 2 * vocab, 2 * tokens * size
     d_weight = 2 * vocab * size if trained else 2 * d_hidden  # the unit gradient is fp32
     rows = {"retained": tokens, "recomputed": 2048, "default": 2048, "frozen head": 2048}[way]
@@ -490,15 +486,13 @@ def test_a_pair_of_32k_tokens_fits_the_default_budget(trained: bool) -> None:
     """Gemma's vocabulary: all logits would be 32 GiB."""
     hidden, weight, target = gpu_head(2 * 32768, 2560, 262208)
     weight.requires_grad_(trained)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    weighted_loss(
-        linear_log_probs(hidden, weight, target, softcap=30.0, outputs=("entropy",)), entropy=False
-    ).backward()
-    peak = torch.cuda.max_memory_allocated() - before
+
+    def step() -> None:
+        result = linear_log_probs(hidden, weight, target, softcap=30.0, outputs=("entropy",))
+        weighted_loss(result, entropy=False).backward()
+
     d_weight = 2 * weight.numel() if trained else 0
-    assert peak - d_weight <= 1536 * MIB
+    assert peak_memory_of_one_run(step) - d_weight <= 1536 * MIB
     assert hidden.grad is not None
     assert bool(hidden.grad.isfinite().all())
 

@@ -21,7 +21,7 @@ from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-from tests.device import as_if_not_packed, assert_no_host_sync, captured, no_host_sync
+from tests.device import as_if_not_packed, assert_no_host_sync, captured, no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     IGNORE,
     MIB,
@@ -294,21 +294,18 @@ def test_gradients_are_no_further_from_float64_than_eager_bf16(loss: str, head_t
 def test_a_sum_takes_the_memory_of_the_summed_loss(head_trained: bool) -> None:
     hidden, weight, target = gpu_head(8192, 1024, 128256, trained=head_trained)
 
-    def summed_loss() -> torch.Tensor:
-        return linear_cross_entropy(hidden, weight, target, reduction="sum")
+    def summed_loss() -> None:
+        linear_cross_entropy(hidden, weight, target, reduction="sum").backward()
 
-    def log_probs() -> torch.Tensor:
-        return -linear_log_probs(hidden, weight, target, outputs=("entropy",), expected_grad=1.0).log_probs.sum()
+    def log_probs() -> None:
+        result = linear_log_probs(hidden, weight, target, outputs=("entropy",), expected_grad=1.0)
+        (-result.log_probs.sum()).backward()
 
     peaks = []
-    for loss in (summed_loss, log_probs):
-        loss().backward()  # workspaces and compiled kernels
+    for step in (summed_loss, log_probs):
+        step()  # workspaces and compiled kernels
         hidden.grad = weight.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss().backward()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        peaks.append(peak_memory_of_one_run(step))
         hidden.grad = weight.grad = None
     assert peaks[1] <= peaks[0] + MIB, f"{peaks[1] / MIB:.1f} MiB, {peaks[0] / MIB:.1f} for the loss"
 

@@ -25,7 +25,7 @@ from liger_trainer.kernels.head.weight_gradient import (
 )
 from liger_trainer.kernels.runtime import INTERPRETED
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.device import captured, no_host_sync
+from tests.device import captured, no_host_sync, peak_memory
 from tests.kernels.head.heads import MIB, relative_error
 
 
@@ -443,8 +443,4 @@ def test_nothing_synchronises():
 @pytest.mark.usefixtures("_block_floating_point", "kernel")
 def test_peak_memory_is_the_gradient_and_its_exponents():
     parts = gpu_chunks_of(3, 256, 32000, 2048)
-    summed(parts)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    summed(parts)
-    assert torch.cuda.max_memory_allocated() - before <= 32000 * 2048 * (2 + 1 / 128) + MIB
+    assert peak_memory(lambda: summed(parts)) <= 32000 * 2048 * (2 + 1 / 128) + MIB

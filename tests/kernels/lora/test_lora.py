@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from liger_trainer.kernels.lora.lora import (
@@ -16,6 +15,7 @@ from liger_trainer.kernels.lora.lora import (
     lora_linears_reference,
 )
 from tests.accuracy import assert_as_accurate, seeded_randn
+from tests.calls import saved_tensors
 
 IN, TOKENS = 16, (2, 5)
 
@@ -152,18 +152,12 @@ def test_autocast_casts_as_it_does_for_linear_layers(wide):
 
 def saved_for_backward(function, *parameters):
     """Shapes and dtypes of the tensors saved for backward except `parameters`, each storage once."""
-    saved = {}
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in known:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         result = function()
     assert result.requires_grad
-    return sorted(((tuple(each.shape), each.dtype) for each in saved.values()), key=lambda it: (it[0], str(it[1])))
+    kept = {each.untyped_storage().data_ptr(): (tuple(each.shape), each.dtype) for each in saved}
+    return sorted((kept[each] for each in kept.keys() - known), key=lambda it: (it[0], str(it[1])))
 
 
 def test_a_layer_saves_its_input_and_a_few_columns():

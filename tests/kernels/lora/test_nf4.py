@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.functional import LoRA, LoRALayer, NestedAbsmax, NF4Weight, lora_linear, lora_linears, nf4_dequantize
 from liger_trainer.kernels.lora import nf4
@@ -15,6 +14,7 @@ from liger_trainer.kernels.lora.lora import lora_linears_reference
 from liger_trainer.kernels.lora.lora_mlp import lora_mlp, lora_mlp_reference
 from liger_trainer.kernels.lora.nf4 import nf4_dequantize_reference
 from tests import aot
+from tests.calls import saved_tensors
 from tests.quantised import library, matrix, moved, random_weight
 
 
@@ -145,8 +145,7 @@ def test_an_mlp_is_the_reference(activation):
 def test_nothing_of_the_floating_matrix_is_saved():
     weight, (a, b) = random_weight(24, 16, True), adapters(24, 16, dtype=torch.float32)
     x = torch.randn(40, 16, requires_grad=True)
-    saved = []
-    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    with saved_tensors() as saved:
         lora_linear(x, weight, None, a, b).sum()
     floating = [tensor for tensor in saved if tensor.is_floating_point() and tensor.numel()]
     assert sorted(tensor.numel() for tensor in floating) == sorted([x.numel(), a.numel(), b.numel(), 40 * 3])

@@ -321,7 +321,7 @@ def test_any_strides(activation, device):
 )
 @settings(max_examples=15, deadline=None)
 def test_any_shape_layout_and_option(rows, width, dtype, layout, multiplier, limit, interleaved, up_offset):
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     base = randn(rows, 3, 2 * width, dtype=dtype, device=device)
     gate_up = {
         "contiguous": lambda: base,

@@ -20,8 +20,8 @@ from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
 from tests.accuracy import assert_no_worse, result_and_gradients
 from tests.accuracy import seeded_randn as randn
 from tests.aot import compile_launch, on_targets, recorded_launches
-from tests.calls import recorded_calls
-from tests.device import assert_replayed_without_host_sync
+from tests.calls import recorded_calls, saved_tensors
+from tests.device import assert_replayed_without_host_sync, peak_memory_of_one_run
 
 
 def test_float64_runs_as_reference(device):
@@ -129,7 +129,7 @@ def test_h_is_built_again_bit_for_bit(variant, device):
 )
 @settings(max_examples=15, deadline=None)
 def test_any_shape_and_any_frozen_inputs(shape, intermediate, fused, strided, inplace, needed):
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     tensors = [x if x is None else x.detach() for x in inputs(fused, shape, device=device, intermediate=intermediate)]
     if strided and shape:
         tensors[:2] = [x if x is None else torch.stack((x, x), -1)[..., 0] for x in tensors[:2]]
@@ -144,10 +144,9 @@ def test_any_shape_and_any_frozen_inputs(shape, intermediate, fused, strided, in
 
 @pytest.mark.kernel
 def test_h_is_not_saved(device):
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
+    with saved_tensors() as saved:
         swiglu_down(*inputs(device=device))
-    assert sorted(saved) == sorted([(2, 3, INTERMEDIATE)] * 2 + [(HIDDEN, INTERMEDIATE)])
+    assert sorted(tuple(x.shape) for x in saved) == sorted([(2, 3, INTERMEDIATE)] * 2 + [(HIDDEN, INTERMEDIATE)])
 
 
 @pytest.mark.kernel
@@ -259,14 +258,6 @@ def real_randn(*shape, device="cuda", dtype=torch.bfloat16, scale=2.0):
     return scale * torch.randn(shape, device=device, dtype=dtype)
 
 
-def peak(run):
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return torch.cuda.max_memory_allocated() - before
-
-
 ROWS, REAL_HIDDEN, REAL_INTERMEDIATE = 8192, 4096, 14336
 
 
@@ -298,10 +289,11 @@ def test_memory_of_a_rebuilt_product(device):
     )
     torch.autograd.grad(swiglu_down(*leaves), leaves, dy)  # cuBLAS takes its workspace
     held = []
-    assert peak(lambda: held.append(swiglu_down(*leaves, inplace_backward=True))) <= product + y + 2**20
+    forward = peak_memory_of_one_run(lambda: held.append(swiglu_down(*leaves, inplace_backward=True)))
+    assert forward <= product + y + 2**20
     assert torch.cuda.memory_allocated() > 0
     (output,) = held
-    backward = peak(lambda: torch.autograd.grad(output, leaves, dy))
+    backward = peak_memory_of_one_run(lambda: torch.autograd.grad(output, leaves, dy))
     assert backward <= product + dweight + 2**20  # dh, which becomes h, and the weight's gradient
 
 

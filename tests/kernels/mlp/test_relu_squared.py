@@ -61,7 +61,7 @@ def test_no_worse_than_eager(dtype, device):
 )
 @settings(max_examples=15, deadline=None)
 def test_any_shape_and_layout(shape, columns, transposed, inplace):
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     x = randn(*shape, columns, device=device)
     x = (x.mT.contiguous().mT if transposed and x.dim() > 1 else x).requires_grad_()
     expected = value_and_gradients(relu_squared_reference, x)

@@ -6,13 +6,12 @@ import types
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.moe import expert_layers as layers
 from liger_trainer.kernels.moe import expert_lora
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts, moe_experts_reference
-from tests.calls import created_sizes, recorded_calls
+from tests.calls import created_sizes, recorded_calls, saved_tensors
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 12, 7
 
@@ -191,11 +190,9 @@ def test_the_adapted_weights_are_never_made():
 def test_parameters_alone_are_saved_for_adapters():
     case = Case()
     parameters = {leaf.data_ptr() for leaf in case.leaves}
-    saved = []
 
     def shapes(run):
-        saved.clear()
-        with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        with saved_tensors() as saved:
             run()
         return sorted(tuple(x.shape) for x in saved if x.data_ptr() not in parameters)
 
@@ -216,10 +213,9 @@ def test_the_saves_input_where_a_factor_of_the_first_layer_is_trained(trained, s
         leaf.requires_grad_(False)
     for position in trained:
         factors[position].requires_grad_()
-    saved = set()
-    with saved_tensors_hooks(lambda x: saved.add(x.data_ptr()) or x, lambda x: x):
+    with saved_tensors() as saved:
         got = case.results()
-    assert (case.hidden.data_ptr() in saved) == saves_input
+    assert (case.hidden.data_ptr() in {x.data_ptr() for x in saved}) == saves_input
     torch.testing.assert_close(got, case.results(moe_experts_reference))
 
 

@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from liger_trainer.kernels.moe import expert_layers as layers
 from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
 from liger_trainer.nn import LigerExperts
-from tests.calls import recorded_calls
+from tests.calls import recorded_calls, saved_tensors
 from tests.device import no_host_sync
 from tests.moe_blocks import BLOCKS, measure_block, on_meta
 
@@ -179,8 +179,7 @@ def test_a_retained_graph_gives_the_same_gradients_again(device):
 
 def test_what_is_saved_is_the_input_and_the_pre_activation(device):
     arguments, options = made("wide", device=device)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         run(moe_experts, arguments, options)
     floating = {t.data_ptr(): tuple(t.shape) for t in saved if t.is_floating_point()}
     own = {x.data_ptr() for x in arguments}
@@ -200,19 +199,13 @@ def test_the_input_is_saved_for_the_gradient_of_the_first_weight_alone(case, tra
     for position, argument in enumerate(arguments):
         argument.requires_grad_(position in trained)
     parameters = {x.data_ptr() for x in arguments[2:]}
-    storages = {}
-
-    def pack(tensor):
-        if tensor.is_floating_point() and tensor.data_ptr() not in parameters:
-            storages[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         got = gradients(moe_experts, arguments, options)[1:]
     torch.testing.assert_close(got, [expected[id(arguments[position])] for position in trained])
     tokens, top_k, _, hidden, inner = SIZES.values()
     of_pre = tokens * top_k * 2 * inner * 8
-    assert sum(storages.values()) == of_pre + (tokens * hidden * 8 if input_is_saved else 0)
+    kept = {x.data_ptr(): x.nbytes for x in saved if x.is_floating_point() and x.data_ptr() not in parameters}
+    assert sum(kept.values()) == of_pre + (tokens * hidden * 8 if input_is_saved else 0)
 
 
 def test_a_checkpoint_does_not_repeat_the_down_projection(device, monkeypatch):

@@ -20,7 +20,7 @@ from tests.accuracy import seeded_randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
 from tests.moe_routers import HIDDEN, ROUTERS
 
-DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 REFERENCES = {

@@ -21,7 +21,7 @@ from liger_trainer.kernels.moe.sort_by_expert import (
 from tests.aot import TARGETS, compile_launch, recorded_launches
 from tests.device import assert_replayed_without_host_sync
 
-DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def expected_rows(top_k_index, num_experts):

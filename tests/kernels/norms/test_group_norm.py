@@ -8,10 +8,7 @@ from liger_trainer.kernels.parity import group_norm as group_norm_module
 from liger_trainer.kernels.parity.group_norm import group_norm, group_norm_reference
 from tests.accuracy import assert_as_accurate
 
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.fixture(params=[1, 3, 100])

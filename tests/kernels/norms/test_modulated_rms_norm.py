@@ -9,6 +9,8 @@ from liger_trainer.kernels.parity import modulated_rms_norm as modulated_rms_nor
 from liger_trainer.kernels.parity.modulated_rms_norm import modulated_rms_norm
 from tests.accuracy import assert_as_accurate
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 SHAPES = {  # shape of x: shapes of scale and shift, and the same as they broadcast
     "a row a sample": ((3, 7, 24), (3, 24), (3, 1, 24)),
     "a row a sample, kept dimension": ((3, 7, 24), (3, 1, 24), (3, 1, 24)),
@@ -21,11 +23,6 @@ SHAPES = {  # shape of x: shapes of scale and shift, and the same as they broadc
     "as many samples as tokens": ((3, 3, 24), (3, 24), (3, 1, 24)),
     "one token": ((1, 24), (24,), (24,)),
 }
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def direct(shape, casting="llama", offset=0.0):

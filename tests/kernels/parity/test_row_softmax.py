@@ -20,6 +20,8 @@ from tests.accuracy import assert_no_worse
 from tests.aot import Launch, compile_launch, on_targets, recorded_launches
 from tests.device import peak_memory
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 
 @given(
     columns=st.integers(1, 40), scale=st.sampled_from([1e-3, 1.0, 20.0]), ties=st.booleans(), seed=st.integers(0, 99)
@@ -178,11 +180,6 @@ def _both_kernels(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(module, "MAX_IN_REGISTERS", 0)
         monkeypatch.setattr(module, "_LONG_TILE", 32)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def value_and_gradient(function, x, dy):
