@@ -172,7 +172,7 @@ class ActivationMemory:
             return
         self.record = proved(self.record, tried, {one for _, failed, _ in found for one in failed})
         self.limit = min(self.limit, *(limit for _, _, limit in found))  # fragments may be more where layers keep
-        self._proof, self._proved, self._watched = None, True, self._step
+        self._proof, self._proved = None, True
         self._plans.clear()
 
     def _decide(self) -> None:
