@@ -61,3 +61,10 @@ def test_limits_of_an_amd_gpu_have_its_wider_warps() -> None:
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
         assert device_limits.__wrapped__(torch.device("cuda")) == (16, 65536)
     assert device_limits(torch.device("xpu")).max_warps == 16
+
+
+def test_expanded_tensors_share_memory_unless_they_are_empty():
+    assert runtime.is_expanded(torch.randn(1, 3).expand(2, 3))
+    assert not runtime.is_expanded(torch.randn(2, 3))
+    assert not runtime.is_expanded(torch.randn(1, 3).expand(1, 3))
+    assert not runtime.is_expanded(torch.empty_strided((2, 0, 1), (0, 1, 1)))
