@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -35,7 +36,9 @@ else:
 class KernelFlags:
     """Which kernels run, and what happens if one cannot.
 
-    If `bf16` is not set in a TRL configuration, it is on for devices that support it, and off on the CPU.
+    If `bf16` is not set in a TRL configuration, it is on for devices that support it, and off on the CPU. On CUDA, the
+    `non_blocking` of `accelerator_config` is on unless that sets it or `dataloader_pin_memory` is off: the next batch
+    is then collated while the GPU works on the last one.
 
     Args:
         use_liger_kernel (`bool`, *optional*, defaults to `True`):
@@ -194,6 +197,7 @@ class KernelFlags:
         if isinstance(self.liger_kernel_config, str):
             self.liger_kernel_config = json.loads(self.liger_kernel_config)
         _set_default_bf16(self)
+        _set_default_non_blocking(self)
         _rename_default_checkpointing(self)
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
@@ -209,6 +213,21 @@ def _set_default_bf16(args: Any) -> None:
     """Switches `bf16` off if it is not set and there is no hardware for it; TRL would switch it on, an error there."""
     if getattr(args, "bf16", False) is None and (args.use_cpu or not is_torch_bf16_gpu_available()):
         args.bf16 = False
+
+
+def copies_without_waiting(args: TrainingArguments) -> bool:
+    """Whether, unless `accelerator_config` says otherwise, accelerate copies batches to CUDA without waiting.
+
+    A copy that waits ends when the GPU has finished the step before. Only then is the next batch collated and the next
+    forward launched, and the GPU is idle meanwhile.
+    """
+    return isinstance(args, KernelFlags) and args.dataloader_pin_memory and torch.cuda.is_available()
+
+
+def _set_default_non_blocking(args: Any) -> None:
+    config = getattr(args, "accelerator_config", None)
+    if copies_without_waiting(args) and (config is None or isinstance(config, dict)):
+        args.accelerator_config = {"non_blocking": True, **(config or {})}
 
 
 def _rename_default_checkpointing(args: Any) -> None:

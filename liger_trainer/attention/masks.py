@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.current_plan import NotPackable, current_plan_of
+from liger_trainer.attention.known_rows import Bounds, KnownRows, bounds_of, known_rows
 from liger_trainer.compat.private import is_at_least, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS, REMAPPED_POSITIONS
@@ -102,7 +103,8 @@ def attention_mask(
 ) -> AttentionPlan | torch.Tensor | None:
     """What our attention needs to know about a mask; the arguments are those of transformers' `sdpa_mask`.
 
-    The lengths of padded and packed rows are read on the host, once for each kind of mask that a model uses.
+    The lengths of padded and packed rows are read on the host, once for each kind of mask that a model uses, unless
+    they are known (`known_rows.py`).
 
     Returns:
         A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, where
@@ -155,13 +157,14 @@ def _plan(
     if pattern.packed is not None:
         chunk = [pattern.positions // pattern.chunk] if pattern.chunk and pattern.positions is not None else []
         return plan_of(packed_documents(pattern.packed, *chunk), batch * length, window, device)
-    rows = [(0, length)] * batch if padding_mask is None else _unpadded(padding_mask, length)
+    rows = [(0, length)] * batch if padding_mask is None else _unpadded(padding_mask, batch, length)
     if rows is None:
         return None
     chunks = 0 < pattern.chunk < length
     if not chunks and not _is_worth_documents(rows, length, dtype, torch.device(device)):
         # With a padding mask, transformers does not look for packing.
-        return AttentionPlan(window, None, length, whole_rows=padding_mask is not None)
+        whole = padding_mask is not None or known_rows() == KnownRows()
+        return AttentionPlan(window, None, length, whole_rows=whole)
     starts = [start for place, row in enumerate(rows) for start in _cut(place * length, length, row, pattern.chunk)]
     return plan_of(starts, batch * length, window, device)
 
@@ -188,7 +191,9 @@ def plan_of(documents: list[int], tokens: int, window: int, device: torch.device
     """The plan for documents that begin at these of all `tokens`."""
     bounds = [*documents, tokens]
     longest = max(end - start for start, end in itertools.pairwise(bounds))
-    return AttentionPlan(window, torch.tensor(bounds, dtype=torch.int32).to(device), longest)
+    # Copied from pinned memory, so that the host does not wait for what the device still has to do.
+    offsets = torch.tensor(bounds, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
+    return AttentionPlan(window, offsets.to(device, non_blocking=True), longest)
 
 
 def packed_documents(*numbers: torch.Tensor) -> list[int]:
@@ -198,19 +203,15 @@ def packed_documents(*numbers: torch.Tensor) -> list[int]:
     return begins.flatten().cpu().nonzero().flatten().tolist()
 
 
-def _unpadded(mask: torch.Tensor, length: int) -> list[tuple[int, int]] | None:
-    """The first token of each row, and the one behind the last; None if one between them is masked."""
-    mask = mask[:, :length]
-    first = mask.byte().argmax(-1)
-    behind = length - mask.byte().flip(-1).argmax(-1)
-    counts = mask.sum(-1)
-    rows = torch.stack([first, behind, counts], -1).tolist()
-    if any(count and end - start != count for start, end, count in rows):
-        return None
-    return [(start, end) if count else (0, 0) for start, end, count in rows]
+def _unpadded(mask: torch.Tensor, batch: int, length: int) -> Bounds | None:
+    """The bounds of each row, read from the mask unless they are known."""
+    known = known_rows()
+    if known is not None and known.bounds is not None and mask.shape == (batch, length) == (len(known.bounds), length):
+        return known.bounds
+    return bounds_of(mask[:, :length])
 
 
-def _is_worth_documents(rows: list[tuple[int, int]], length: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _is_worth_documents(rows: Bounds, length: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether rows have to be, or are better, cut at their padding.
 
     Padding behind the last token needs no mask, as no query before it sees it. Whole rows then take longer, but torch

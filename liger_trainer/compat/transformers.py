@@ -200,6 +200,13 @@ ATTENTION = Feature(
     needed=False,
 )
 
+PACKED_POSITIONS = Feature(
+    "not reading back position ids that a model has made itself",
+    Private("transformers.masking_utils:find_packed_sequence_indices", "position_ids"),
+    Private("transformers.masking_utils:_preprocess_mask_arguments", uses="find_packed_sequence_indices"),
+    needed=False,
+)
+
 CHECKPOINTED_LAYERS = Feature(
     "keeping activations by `activation_memory`",
     Private("transformers.modeling_layers:GradientCheckpointingLayer.gradient_checkpointing"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.attention.known_rows import rows_of_forward
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LOSS_OPTIONS
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
@@ -66,7 +67,8 @@ def make_model_forward(native: Callable) -> Callable:
     def run(
         self: Any, native: Callable, has_labels: bool, read_later: bool, num_items: Any, args: tuple, kwargs: dict
     ) -> Any:
-        with compiler_restored(), forward_context(context_of(self, has_labels, num_items, read_later)):
+        context = forward_context(context_of(self, has_labels, num_items, read_later))
+        with compiler_restored(), context, rows_of_forward(native, args, kwargs):
             return native(self, *args, **kwargs)
 
     run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from liger_trainer._version import __version__
 from liger_trainer.compat.private import installed_version
+from liger_trainer.configs.flags import copies_without_waiting
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
 _EMPTY: tuple[Any, ...] = (None, [], {})
@@ -24,7 +25,7 @@ def changed_arguments(args: TrainingArguments) -> list[tuple[str, object]]:
     """Name and value of each argument that is not the default of its class; tokens and keys are not shown."""
     values = args.to_dict()
     given = [field for field in dataclasses.fields(args) if field.init and getattr(args, field.name) not in _EMPTY]
-    changed = [field.name for field in given if not _is_default(field, values[field.name])]
+    changed = [field.name for field in given if not _is_default(args, field, values[field.name])]
     return [(name, _without_secrets(name, values[name])) for name in changed]
 
 
@@ -41,9 +42,9 @@ def environment(args: TrainingArguments) -> list[tuple[str, object]]:
     ]
 
 
-def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+def _is_default(args: TrainingArguments, field: dataclasses.Field[Any], value: Any) -> bool:
     if field.name == "accelerator_config":  # the default, None, stands for this one
-        return value.items() <= AcceleratorConfig().to_dict().items()
+        return value.items() <= AcceleratorConfig(non_blocking=copies_without_waiting(args)).to_dict().items()
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return value == (default.value if isinstance(default, enum.Enum) else default)
 

@@ -61,8 +61,8 @@ from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.fp8_base import store_base
+from liger_trainer.trainers.known_batches import KnownBatches, discard_facts
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
-from liger_trainer.trainers.labelled_bound import LabelledBounds, discard_count
 from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
@@ -158,7 +158,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         if add_tags is not None:  # PEFT puts them on the cards of adapters
             add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
-        self._labelled_bounds = LabelledBounds()
+        self._known_batches = KnownBatches()
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
         """The user's callback of this class, or a new one; put first, so that what it logs reaches every reporter."""
@@ -259,7 +259,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         # TRL's trainers warn about `return_outputs`.
         warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
         bound, expected = self._labelled_bound(inputs), self._expected_gradient(num_items_in_batch)
-        with bound, expected, smoothing, warned, recorded_z_losses() as z_losses:
+        padding = self._known_batches.padding(inputs)
+        with bound, expected, padding, smoothing, warned, recorded_z_losses() as z_losses:
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -276,7 +277,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         """Tells the head how many labels the micro-batch has, so that it multiplies no row without one."""
         trains = self.model.training and self.args.use_liger_kernel
         knows = trains and self._has_whole_rows and not self._has_users_loss
-        return labelled_rows_at_most(self._labelled_bounds.of(inputs) if knows else None)
+        return labelled_rows_at_most(self._known_batches.labels(inputs) if knows else None)
 
     @property
     def _has_users_loss(self) -> bool:
@@ -359,12 +360,12 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        self._labelled_bounds.take(batches)
+        self._known_batches.take(batches)
         self._count(batches)
         return batches, num_items_in_batch
 
     def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        discard_count(inputs)  # of a batch that did not come through `get_batch_samples`
+        discard_facts(inputs)  # of a batch that did not come through `get_batch_samples`
         prepared = super()._prepare_inputs(inputs, *args, **kwargs)
         if self.model.training and not isinstance(inputs, Mapping):  # prompts, which a policy has just answered
             self._count([prepared])
@@ -377,11 +378,11 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         # The data loader moves its batches to the device; the collator is the last place where ids are on the CPU.
         collator = self.data_collator
-        # Only a training takes the counts out again. A loader that dispatches batches can split nothing but tensors.
+        # Only a training takes what is read out again. A loader that dispatches batches can split nothing but tensors.
         streamed = isinstance(dataset, torch.utils.data.IterableDataset)
         dispatched = streamed if self.accelerator.dispatch_batches is None else self.accelerator.dispatch_batches
-        counts = kwargs.get("is_training", False) and self.is_in_train and not dispatched and self._has_whole_rows
-        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model), counts)
+        reads = kwargs.get("is_training", False) and self.is_in_train and not dispatched and self._has_whole_rows
+        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model), reads)
         try:
             return super()._get_dataloader(dataset, *args, **kwargs)
         finally:

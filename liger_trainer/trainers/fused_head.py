@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.attention.known_rows import rows_of_forward
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
@@ -134,8 +135,9 @@ def _fused_forward(
 
         def run(inputs: dict[str, Any]) -> Any:
             # The loss is computed inside this forward, in training and evaluation: the logits need not outlive it.
-            with forward_context(context_of(self, has_labels=True)):
-                return native(self, *args, **{**kwargs, **inputs})
+            arguments = {**kwargs, **inputs}
+            with forward_context(context_of(self, has_labels=True)), rows_of_forward(native, args, arguments):
+                return native(self, *args, **arguments)
 
         with compiler_restored():
             rows = None

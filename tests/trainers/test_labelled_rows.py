@@ -12,9 +12,10 @@ from datasets import Dataset
 from transformers import BatchEncoding
 
 from liger_trainer.head import context, labelled_rows
-from liger_trainer.trainers import labelled_bound
+from liger_trainer.trainers import known_batches
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
-from liger_trainer.trainers.labelled_bound import CountOnDevice, LabelledBounds, add_count, bound_of_parts
+from liger_trainer.trainers.known_batches import KnownBatches, add_facts
+from liger_trainer.trainers.labelled_bound import CountOnDevice, bound_of_parts
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal, dpo
 from tests.trainers.parity import build, lora
@@ -202,7 +203,7 @@ def test_evaluation_multiplies_all_rows(tmp_path, chosen):
 
 
 def test_a_bound_that_is_too_low_is_named_by_the_guard(tmp_path, monkeypatch, chosen):
-    monkeypatch.setattr(LabelledBounds, "of", lambda self, inputs: lambda: 4)
+    monkeypatch.setattr(KnownBatches, "labels", lambda self, inputs: lambda: 4)
     trainer = causal(tmp_path, rows=few_labels(), non_finite="skip")
     trainer.train()
     assert all(count > kept for _, count, kept in chosen)
@@ -270,8 +271,8 @@ def test_what_users_collate():
     labels = torch.tensor([[-100, 3, 4], [-100, -100, 5]])
     for kind in (dict, BatchEncoding):
         batch = kind({"labels": labels})
-        add_count(batch)
-        assert batch[labelled_bound._KEY] == 3
+        add_facts(batch)
+        assert batch[known_batches._KEY].labels == 3
 
     class Own(dict):
         def __setitem__(self, key, value):
@@ -282,19 +283,19 @@ def test_what_users_collate():
         {"labels": None}, {"labels": labels.to("meta")}, {"chosen_labels": labels}, None,
     ]  # fmt: skip
     for batch in untouched:
-        add_count(batch)
-        assert not hasattr(batch, "keys") or labelled_bound._KEY not in batch
+        add_facts(batch)
+        assert not hasattr(batch, "keys") or known_batches._KEY not in batch
 
 
 def test_the_larger_count_bounds_every_forward():
     batch = {"completion_mask": torch.tensor([[0, 1, 1]]), "KL_completion_mask": torch.tensor([[1, 1, 1]])}
-    add_count(batch)
-    assert batch[labelled_bound._KEY] == 3
-    bounds = LabelledBounds()
+    add_facts(batch)
+    assert batch[known_batches._KEY].labels == 3
+    bounds = KnownBatches()
     bounds.take([batch])
-    assert labelled_bound._KEY not in batch
-    assert bounds.of(dict(batch))() == 3
-    assert isinstance(bounds.of({**batch, "completion_mask": torch.ones(1, 3)}), CountOnDevice)
+    assert known_batches._KEY not in batch
+    assert bounds.labels(dict(batch))() == 3
+    assert isinstance(bounds.labels({**batch, "completion_mask": torch.ones(1, 3)}), CountOnDevice)
 
 
 @pytest.mark.parametrize(("rows", "most"), [(None, 7), (3, 7), (2, 5), (1, 4)])

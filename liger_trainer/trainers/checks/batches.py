@@ -1,4 +1,4 @@
-"""Checks and counts labels and token ids while the batch is still on the CPU, where reading them costs nothing."""
+"""Checks and reads a batch while it is still on the CPU, where that costs nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
-from liger_trainer.trainers.labelled_bound import add_count
+from liger_trainer.trainers.known_batches import add_facts
 
 
 class BatchError(ValueError):
@@ -25,13 +25,13 @@ class CheckedCollator:
         collator: The collator.
         num_labels: Size of the vocabulary that labels index; None not to check labels.
         num_tokens: Size of the embedding that `input_ids` index; None not to check them.
-        counts: Whether to add the number of labels to the batch (`labelled_bound`).
+        reads: Whether to add what a training step need not ask the device (`known_batches`).
     """
 
     collator: Callable
     num_labels: int | None
     num_tokens: int | None
-    counts: bool = False
+    reads: bool = False
 
     def __call__(self, features: list[Any]) -> Any:
         """Collates `features`.
@@ -44,15 +44,15 @@ class CheckedCollator:
             for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
                 _check(batch, f"{side}labels", self.num_labels, "the model's vocabulary", IGNORE_INDEX)
                 _check(batch, f"{side}input_ids", self.num_tokens, "the model's embedding", None)
-        if self.counts:
-            add_count(batch)
+        if self.reads:
+            add_facts(batch)
         return batch
 
 
-def checked_collator(collator: Callable, model: nn.Module, counts: bool = False) -> Callable:
+def checked_collator(collator: Callable, model: nn.Module, reads: bool = False) -> Callable:
     """`collator` with the checks that fit `model`: a language model's labels, a text model's token ids.
 
-    With `counts`, the batches of a language model get the number of their labels.
+    With `reads`, the batches of a language model get what a training step need not ask the device (`known_batches`).
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -65,7 +65,7 @@ def checked_collator(collator: Callable, model: nn.Module, counts: bool = False)
     num_labels = getattr(text, "vocab_size", None) if head is not None else None
     # In multimodal models an id beyond the text embedding can stand for an image.
     num_tokens = getattr(embedding, "num_embeddings", None) if text is config else None
-    return CheckedCollator(collator, num_labels, num_tokens, counts and num_labels is not None)
+    return CheckedCollator(collator, num_labels, num_tokens, reads and num_labels is not None)
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], model: nn.Module) -> None:

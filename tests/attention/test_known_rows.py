@@ -1,0 +1,119 @@
+"""Masks whose rows the host knows are those of the rows that it would read back, and nothing is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from liger_trainer.attention import masks
+from liger_trainer.attention.known_rows import bounds_of, known_rows, padding_known, rows_of_forward
+from liger_trainer.patching.apply import apply_liger_kernel
+from tests.attention.families import build, full, packed, padded
+from tests.attention.test_families import ONLY
+from tests.attention.test_masks import Reads
+from tests.trainers.builders import causal, losses_and_norms, sft
+from tests.trainers.tiny import token_rows
+
+MODELS = ("llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_moe")
+BATCHES = {
+    "whole": lambda: without_mask(full()),
+    "ones": full,
+    "left": lambda: padded("left"),
+    "right": lambda: padded("right"),
+    "packed": packed,
+}
+
+
+def without_mask(batch):
+    return {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
+def made(name: str) -> Any:
+    model = build(name, None if name in ("llama", "qwen3_moe") else 5).train()
+    apply_liger_kernel(model, {**ONLY, "linear_cross_entropy": True})
+    return model
+
+
+def trained(model: Any, batch: dict[str, Any], context: Any = None) -> tuple[list[torch.Tensor], int]:
+    """The loss and the gradients, and how often the forward reads a tensor of the device."""
+    with Reads() as reads:
+        if context is None:
+            loss = model(**batch).loss
+        else:
+            with context:
+                loss = model(**batch).loss
+    loss.backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return [loss.detach(), *gradients], reads.number
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_nothing_changes_but_the_reads(name, kind, monkeypatch):
+    results = []
+    for known in (False, True):
+        batch = BATCHES[kind]()  # position ids that were read once are not read again
+        with monkeypatch.context() as patch:
+            context = None
+            if not known:
+                patch.setattr(masks, "known_rows", lambda: None)
+                patch.setattr("liger_trainer.attention.known_rows.known_rows", lambda: None)
+            elif "attention_mask" in batch:
+                context = padding_known(batch["attention_mask"], bounds_of(batch["attention_mask"]))
+            results.append(trained(made(name), batch, context))
+    (expected, without), (found, reads) = results
+    assert all(map(torch.equal, found, expected))
+    assert reads == (without if kind == "packed" else 0)
+    assert without > 0 or (name, kind) == ("llama4_text", "whole"), "its masks and layers are told no position ids"
+
+
+def test_another_tensor_is_read():
+    """A mask that is not the one that was read, or that was written to since."""
+    model = made("llama")
+    batch = padded("left")
+    mask, wrong = batch["attention_mask"], [(0, 12)] * 3
+    expected = trained(model, batch)[0][0]
+    with padding_known(mask, wrong):
+        assert not torch.equal(model(**batch).loss, expected), "it is taken where it may be"
+        assert torch.equal(model(**{**batch, "attention_mask": mask.clone()}).loss, expected)
+        mask.mul_(1)
+        assert torch.equal(model(**batch).loss, expected)
+    assert known_rows() is None
+
+
+@pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "decoder_attention_mask", "past_key_values"])
+def test_arguments_that_may_tell_more_are_not_ignored(name):
+    def forward(self, input_ids=None, **kwargs):
+        """Of a model."""
+
+    for args, kwargs in (((1,), {}), ((), {"input_ids": 1, "labels": 2}), ((), {name: None})):
+        with rows_of_forward(forward, args, kwargs):
+            assert known_rows() is not None
+    with rows_of_forward(forward, (1,), {name: torch.ones(1)}):
+        assert known_rows() is None
+
+
+def unread(mask):
+    raise AssertionError("the trainer's mask is read back")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer_of", [causal, sft])
+def test_trainers_know_the_padding_of_their_batches(trainer_of, tmp_path, monkeypatch):
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    if trainer_of is causal:
+        options["rows"] = token_rows()
+    plain = trainer_of(tmp_path / "plain", build("llama"), **options)
+    monkeypatch.setattr(
+        plain._known_batches, "take", lambda batches: [batch.pop("liger_trainer_facts") for batch in batches]
+    )
+    plain.train()
+    expected = losses_and_norms(plain)
+    monkeypatch.setattr(masks, "bounds_of", unread)
+    with pytest.raises(AssertionError, match="is read back"):
+        plain.train()
+    knowing = trainer_of(tmp_path / "knowing", build("llama"), **options)
+    knowing.train()
+    assert losses_and_norms(knowing) == expected
