@@ -221,7 +221,8 @@ def copies_without_waiting(args: TrainingArguments) -> bool:
     A copy that waits ends when the GPU has finished the step before. Only then is the next batch collated and the next
     forward launched, and the GPU is idle meanwhile.
     """
-    return isinstance(args, KernelFlags) and args.dataloader_pin_memory and torch.cuda.is_available()
+    pinned = args.dataloader_pin_memory and not args.use_cpu
+    return isinstance(args, KernelFlags) and pinned and torch.cuda.is_available()
 
 
 def _set_default_non_blocking(args: Any) -> None:

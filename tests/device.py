@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import masking_utils
-
-from liger_trainer.attention import interface
 
 # A trainer in one process that sees several is refused.
 one_gpu = pytest.mark.skipif(
@@ -33,12 +30,6 @@ def assert_no_host_sync(step: Callable[[], Any]) -> None:
     step()
     with no_host_sync():
         step()
-
-
-def as_if_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers, and our attention, read position ids back to find the documents of packed rows; not any more."""
-    for module in (masking_utils, interface):
-        monkeypatch.setattr(module, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

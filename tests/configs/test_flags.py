@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from liger_trainer.configs.reward_config import LigerRewardConfig
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.run_report.settings import changed_arguments
 
 CLASSES = [LigerTrainingArguments, LigerSFTConfig, LigerDPOConfig, LigerKTOConfig, LigerGRPOConfig, LigerRLOOConfig]
 
@@ -233,3 +235,23 @@ def test_fp16_wins_over_the_default(tmp_path, monkeypatch):
     for module in ("liger_trainer.configs.flags", "transformers.training_args"):
         monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: True)
     assert LigerSFTConfig(output_dir=str(tmp_path), report_to="none", fp16=True).bf16 is False
+
+
+@pytest.mark.parametrize("cls", [LigerTrainingArguments, *OF_TRL])
+def test_batches_are_copied_without_waiting(cls, tmp_path, monkeypatch):
+    """On CUDA and from pinned memory, unless the user says otherwise; a report shows what the user has changed."""
+
+    def made(cuda=True, **options):
+        stub = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: cuda))
+        monkeypatch.setattr("liger_trainer.configs.flags.torch", stub)
+        args = cls(output_dir=str(tmp_path), report_to="none", bf16=False, **options)
+        reported = "accelerator_config" in dict(changed_arguments(args))
+        return args.accelerator_config.non_blocking, reported
+
+    assert made() == (True, False)
+    assert made(cuda=False) == (False, False)
+    assert made(dataloader_pin_memory=False) == (False, False)
+    assert made(use_cpu=True) == (False, False)
+    assert made(accelerator_config={"split_batches": True}) == (True, True)
+    assert made(accelerator_config={"non_blocking": False}) == (False, True)
+    assert made(cuda=False, accelerator_config={"non_blocking": True}) == (True, True)

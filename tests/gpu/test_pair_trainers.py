@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.device import as_if_not_packed, no_host_sync, one_gpu, peak_memory_of_one_run
+from tests.device import no_host_sync, one_gpu, peak_memory_of_one_run
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.test_parity_orpo_cpo import ARGUMENTS, CPO, ORPO, REWARD, build, pairs, without_padding
 from tests.trainers.tiny import logged, tokenizer
@@ -49,8 +49,7 @@ def long_pairs(rows=4, length=512):
 
 
 @KINDS
-def test_the_forward_does_not_wait_for_the_device(kind, tmp_path, monkeypatch):
-    as_if_not_packed(monkeypatch)
+def test_the_forward_does_not_wait_for_the_device(kind, tmp_path):
     batch, make = long_pairs(length=64)
     trainer = make(*kind[2:], tmp_path, padding_free=False)  # packing reads the batch
     original = trainer.model

@@ -7,12 +7,13 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from liger_trainer.attention import known_rows
 from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.device import as_if_not_packed, no_host_sync, one_gpu
+from tests.device import one_gpu
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
 pytestmark = [pytest.mark.gpu, one_gpu]
@@ -100,25 +101,37 @@ def test_losses_are_those_of_stock(bf16, tmp_path):
                 assert right[key] == pytest.approx(left[key], abs=tolerance, rel=tolerance), key
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_training_step_does_not_wait_for_the_device(tmp_path, monkeypatch):
-    as_if_not_packed(monkeypatch)
-    args = LigerTrainingArguments(
-        output_dir=str(tmp_path), **{**ON_DEVICE, "logging_steps": 100}, logging_nan_inf_filter=False, max_grad_norm=1.0
-    )
-    trainer = LigerTrainer(llama(), args, train_dataset=token_rows())
-    batch = {key: value.to(args.device) for key, value in next(iter(trainer.get_train_dataloader())).items()}
-    batch.pop("attention_mask")
-    trainer.create_optimizer_and_scheduler(10)
-    trainer.current_gradient_accumulation_steps = 1
-    num_items = trainer._get_num_items_in_batch([batch], args.device)
-    trainer.training_step(trainer.model, dict(batch), num_items)  # kernels are compiled here
+class NoWaits(TrainerCallback):
+    """From the end of step `first` to that of step `last`, an operation that waits for the device is an error."""
 
-    with no_host_sync():
-        trainer._throughput.count([batch])
-        trainer.training_step(trainer.model, dict(batch), num_items)
-        trainer._clip_grad_norm(trainer.model)
-        kwargs = {"model": trainer.model, "optimizer": trainer.optimizer}
-        trainer._guard.on_pre_optimizer_step(args, trainer.state, trainer.control, **kwargs)
-        trainer.optimizer.step()
-        trainer._guard.on_optimizer_step(args, trainer.state, trainer.control, **kwargs)
+    def __init__(self, first, last):
+        self.first, self.last = first, last
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in (self.first, self.last):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if state.global_step == self.first else "default")
+
+
+MADE_TO_WAIT = {"copies": {"accelerator_config": {"non_blocking": False}}, "reads": {}}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("waits", [None, *MADE_TO_WAIT])
+def test_training_does_not_wait_for_the_device(waits, masked, tmp_path, monkeypatch):
+    """Whole steps, with their batches, the padding of whose rows differs; and what would make them wait is found."""
+    rows = [{key: value for key, value in row.items() if masked or key != "attention_mask"} for row in token_rows(n=32)]
+    values = {**ON_DEVICE, "logging_steps": 100, "max_steps": 7, "max_grad_norm": 1.0, **MADE_TO_WAIT.get(waits, {})}
+    args = LigerTrainingArguments(output_dir=str(tmp_path), **values)
+    trainer = LigerTrainer(llama(), args, train_dataset=rows, callbacks=[NoWaits(3, 6)])
+    if waits == "reads":
+        monkeypatch.setattr(known_rows, "_known", lambda given: None)
+    try:
+        if waits is None:
+            trainer.train()
+        else:
+            with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+                trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics
-from tests.device import as_if_not_packed, no_host_sync, one_gpu, peak_memory_of_one_run
+from tests.device import no_host_sync, one_gpu, peak_memory_of_one_run
 from tests.trainers.parity import KINDS, build, logged, lora, save_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), one_gpu]
@@ -64,8 +64,7 @@ def _step(model, ids):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_step_does_not_wait_for_the_device(head, monkeypatch):
-    as_if_not_packed(monkeypatch)
+def test_a_step_does_not_wait_for_the_device(head):
     model, ids = _model(head), torch.randint(0, 32768, (2, 300), device="cuda")
     _step(model, ids)  # kernels are compiled here
     with no_host_sync():

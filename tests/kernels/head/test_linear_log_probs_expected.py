@@ -21,7 +21,7 @@ from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_head import install_fused_forward
 from liger_trainer.trainers.token_statistics import StatisticsOptions
-from tests.device import as_if_not_packed, assert_no_host_sync, captured, no_host_sync, peak_memory_of_one_run
+from tests.device import assert_no_host_sync, captured, no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     IGNORE,
     MIB,
@@ -312,7 +312,6 @@ def test_a_sum_takes_the_memory_of_the_summed_loss(head_trained: bool) -> None:
 
 @pytest.mark.gpu
 def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_if_not_packed(monkeypatch)
     config = LlamaConfig(
         vocab_size=32768, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4
     )

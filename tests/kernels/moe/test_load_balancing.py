@@ -15,7 +15,7 @@ from liger_trainer.parallel.router_losses import router_losses_reference
 from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from tests.accuracy import seeded_randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
-from tests.device import as_if_not_packed, no_host_sync
+from tests.device import no_host_sync
 
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]])
 
@@ -250,8 +250,7 @@ def test_forward_keeps_nothing_and_backward_makes_the_gradients_alone(device):
 
 
 @pytest.mark.gpu
-def test_a_training_step_of_a_model_does_not_wait_for_the_device(device, monkeypatch):
-    as_if_not_packed(monkeypatch)
+def test_a_training_step_of_a_model_does_not_wait_for_the_device(device):
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True))
