@@ -249,8 +249,11 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
             style = {"marker": "o", "markersize": 4, "label": library, "color": _COLOURS.get(library)}
             style["linestyle"] = "-" if any(record.activation_memory for record in own) else ":"  # nothing in between
             axis.plot(*zip(*points), **style)
+            below = style["linestyle"] == ":"  # left of the points, and away from the line of liger_trainer
             for record, point in zip(own, points):
-                axis.annotate(_setting(record), point, (4, 4), textcoords="offset points", fontsize=6)
+                offset = (4, -9) if below else (-3, 4)
+                axis.annotate(_setting(record), point, offset, textcoords="offset points", fontsize=6, ha="right")
+        axis.margins(x=0.1)
         axis.set_xlabel("peak memory, GiB")
         axis.set_ylabel("tokens/s" if first.gpus == 1 else "tokens/s a GPU")
     axes[0].legend(frameon=False, fontsize=7)
