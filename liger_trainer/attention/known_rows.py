@@ -67,13 +67,26 @@ def padding_known(mask: torch.Tensor, bounds: Bounds) -> contextlib.AbstractCont
 
 
 def rows_of_forward(
-    forward: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: Any, forward: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Around ``forward(model, *args, **kwargs)``: its rows are known as far as these and [`padding_known`] tell."""
+    """Around ``forward(model, *args, **kwargs)``: its rows are known as far as these and [`padding_known`] tell.
+
+    Nothing is known where code other than transformers' runs before the masks, as it may make position ids or a mask.
+    """
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
+    if not (_is_known_code(forward) and _is_known_code(type(getattr(model, "base_model", model)).forward)):
+        return set_to(_rows, None)
     arguments = {**dict(zip(_names(forward), args, strict=False)), **kwargs}
     return set_to(_rows, _known({name: value for name, value in arguments.items() if value is not None}))
+
+
+@functools.cache
+def _is_known_code(function: Any) -> bool:
+    """Whether the function and what it wraps are transformers', or pass on what they are given."""
+    library = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+    inner = getattr(function, "__wrapped__", None)
+    return library in ("transformers", "torch", "liger_trainer") and (inner is None or _is_known_code(inner))
 
 
 @functools.cache

@@ -68,7 +68,7 @@ def make_model_forward(native: Callable) -> Callable:
         self: Any, native: Callable, has_labels: bool, read_later: bool, num_items: Any, args: tuple, kwargs: dict
     ) -> Any:
         context = forward_context(context_of(self, has_labels, num_items, read_later))
-        with compiler_restored(), context, rows_of_forward(native, args, kwargs):
+        with compiler_restored(), context, rows_of_forward(self, native, args, kwargs):
             return native(self, *args, **kwargs)
 
     run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)

@@ -136,7 +136,7 @@ def _fused_forward(
         def run(inputs: dict[str, Any]) -> Any:
             # The loss is computed inside this forward, in training and evaluation: the logits need not outlive it.
             arguments = {**kwargs, **inputs}
-            with forward_context(context_of(self, has_labels=True)), rows_of_forward(native, args, arguments):
+            with forward_context(context_of(self, has_labels=True)), rows_of_forward(self, native, args, arguments):
                 return native(self, *args, **arguments)
 
         with compiler_restored():

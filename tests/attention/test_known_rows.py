@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM, LlamaModel
 
 from liger_trainer.attention import masks
 from liger_trainer.attention.known_rows import bounds_of, known_rows, padding_known, rows_of_forward
@@ -85,14 +86,43 @@ def test_another_tensor_is_read():
 
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "decoder_attention_mask", "past_key_values"])
 def test_arguments_that_may_tell_more_are_not_ignored(name):
-    def forward(self, input_ids=None, **kwargs):
-        """Of a model."""
-
+    model = build("llama")
+    forward = type(model).forward
     for args, kwargs in (((1,), {}), ((), {"input_ids": 1, "labels": 2}), ((), {name: None})):
-        with rows_of_forward(forward, args, kwargs):
+        with rows_of_forward(model, forward, args, kwargs):
             assert known_rows() is not None
-    with rows_of_forward(forward, (1,), {name: torch.ones(1)}):
+    with rows_of_forward(model, forward, (1,), {name: torch.ones(1)}):
         assert known_rows() is None
+
+
+class OwnModel(LlamaForCausalLM):
+    """A model of a user's, which finds the documents of packed rows itself."""
+
+    def forward(self, input_ids=None, **kwargs):
+        positions = packed()["position_ids"]
+        return super().forward(input_ids=input_ids, position_ids=positions, use_cache=False, **kwargs)
+
+
+class OwnBase(LlamaModel):
+    """The same one level below."""
+
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids=input_ids, **{**kwargs, "position_ids": packed()["position_ids"]})
+
+
+@pytest.mark.parametrize("own", [OwnModel, OwnBase])
+def test_position_ids_of_a_users_model_are_read(own):
+    batch = packed()
+    expected = trained(made("llama"), batch)[0][0]
+    del batch["position_ids"], batch["use_cache"]
+    model = made("llama")
+    assert not torch.equal(trained(model, batch)[0][0], expected)
+    model = build("llama").train()
+    changed = model if own is OwnModel else model.model
+    changed.__class__ = own
+    model.config.use_cache = False
+    apply_liger_kernel(model, {**ONLY, "linear_cross_entropy": True})
+    assert torch.equal(trained(model, batch)[0][0], expected)
 
 
 def unread(mask):
