@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import find_packed_sequence_indices
 
+from liger_trainer.attention.known_rows import find_packed_sequence_indices
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.attention.attention import attention

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from transformers import masking_utils
-from transformers.masking_utils import find_packed_sequence_indices
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import PACKED_POSITIONS
 from liger_trainer.context_variables import set_to
 from liger_trainer.head.lm_head import version_of
+
+_find = masking_utils.find_packed_sequence_indices
 
 Bounds = Sequence[tuple[int, int]]
 """The first token of each row, and the one behind the last; (0, 0) for a row of padding."""
@@ -110,12 +111,10 @@ def known_rows() -> KnownRows | None:
     return None if torch.compiler.is_compiling() else _rows.get()
 
 
-def _find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
-    rows = known_rows()
-    if rows is not None and rows.bounds is None:  # the model has made these ids itself
-        return None
-    return find_packed_sequence_indices(position_ids)
+def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Transformers' function of this name; None, without looking, for ids that a model has made itself."""
+    return _find(position_ids) if known_rows() is None else None
 
 
 if available(PACKED_POSITIONS):
-    masking_utils.find_packed_sequence_indices = _find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices

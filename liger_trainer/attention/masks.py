@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.current_plan import NotPackable, current_plan_of
-from liger_trainer.attention.known_rows import Bounds, KnownRows, bounds_of, known_rows
+from liger_trainer.attention.known_rows import Bounds, bounds_of, known_rows
 from liger_trainer.compat.private import is_at_least, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS, REMAPPED_POSITIONS
@@ -163,8 +163,7 @@ def _plan(
     chunks = 0 < pattern.chunk < length
     if not chunks and not _is_worth_documents(rows, length, dtype, torch.device(device)):
         # With a padding mask, transformers does not look for packing.
-        whole = padding_mask is not None or known_rows() == KnownRows()
-        return AttentionPlan(window, None, length, whole_rows=whole)
+        return AttentionPlan(window, None, length, whole_rows=padding_mask is not None)
     starts = [start for place, row in enumerate(rows) for start in _cut(place * length, length, row, pattern.chunk)]
     return plan_of(starts, batch * length, window, device)
 

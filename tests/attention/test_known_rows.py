@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, LlamaModel
 
+from liger_trainer.attention import known_rows as known_rows_module
 from liger_trainer.attention import masks
 from liger_trainer.attention.known_rows import bounds_of, known_rows, padding_known, rows_of_forward
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.known_batches import KnownBatches, add_facts
+from liger_trainer.trainers.labelled_bound import CountOnDevice
 from tests.attention.families import build, full, packed, padded
 from tests.attention.test_families import ONLY
-from tests.attention.test_masks import Reads
+from tests.attention.test_masks import LENGTH, Reads, create, padding
+from tests.attention.training import left_padded
+from tests.calls import recorded_calls
 from tests.trainers.builders import causal, losses_and_norms, sft
-from tests.trainers.tiny import token_rows
 
 MODELS = ("llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_moe")
 BATCHES = {
@@ -39,12 +44,9 @@ def made(name: str) -> Any:
 
 def trained(model: Any, batch: dict[str, Any], context: Any = None) -> tuple[list[torch.Tensor], int]:
     """The loss and the gradients, and how often the forward reads a tensor of the device."""
-    with Reads() as reads:
-        if context is None:
-            loss = model(**batch).loss
-        else:
-            with context:
-                loss = model(**batch).loss
+    model.gradient_checkpointing_enable()
+    with Reads() as reads, context or contextlib.nullcontext():
+        loss = model(**batch).loss
     loss.backward()
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     return [loss.detach(), *gradients], reads.number
@@ -57,16 +59,17 @@ def test_nothing_changes_but_the_reads(name, kind, monkeypatch):
     for known in (False, True):
         batch = BATCHES[kind]()  # position ids that were read once are not read again
         with monkeypatch.context() as patch:
-            context = None
+            context, looked = None, recorded_calls(patch, known_rows_module, "_find")  # in checkpoints too
             if not known:
                 patch.setattr(masks, "known_rows", lambda: None)
-                patch.setattr("liger_trainer.attention.known_rows.known_rows", lambda: None)
+                patch.setattr(known_rows_module, "known_rows", lambda: None)
             elif "attention_mask" in batch:
                 context = padding_known(batch["attention_mask"], bounds_of(batch["attention_mask"]))
             results.append(trained(made(name), batch, context))
     (expected, without), (found, reads) = results
     assert all(map(torch.equal, found, expected))
     assert reads == (without if kind == "packed" else 0)
+    assert bool(looked) == (kind == "packed")
     assert without > 0 or (name, kind) == ("llama4_text", "whole"), "its masks and layers are told no position ids"
 
 
@@ -82,6 +85,30 @@ def test_another_tensor_is_read():
         mask.mul_(1)
         assert torch.equal(model(**batch).loss, expected)
     assert known_rows() is None
+
+
+def test_another_mask_of_the_same_forward_is_read():
+    """Such as one of a vision tower: it has other rows."""
+    mask, other = padding((0, 5), (0, 0)), padding((0, 0, 5), (0, 0, 0))
+    model = build("llama")
+    forward = type(model).forward, (), {"attention_mask": mask}
+    with padding_known(mask, [(0, LENGTH), (0, LENGTH)]), rows_of_forward(model, *forward):
+        assert create("full", attention_mask=mask) is None, "the bounds are taken as they are given"
+        found = create("full", batch=3, attention_mask=other).offsets.tolist()
+        assert found[-3:] == [2 * LENGTH, 2 * LENGTH + 5, 3 * LENGTH]
+
+
+def test_facts_are_those_of_the_last_step():
+    batches = [
+        {"labels": torch.zeros(2, LENGTH, dtype=torch.long), "attention_mask": padding((0, 5), (0, 0))} for _ in "12"
+    ]
+    known = KnownBatches()
+    for batch in batches:
+        add_facts(batch)
+        known.take([batch])
+    for batch, forgotten in zip(batches, (True, False)):
+        assert isinstance(known.labels(batch), CountOnDevice) == forgotten
+        assert isinstance(known.padding(batch), contextlib.nullcontext) == forgotten
 
 
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "decoder_attention_mask", "past_key_values"])
@@ -134,7 +161,7 @@ def unread(mask):
 def test_trainers_know_the_padding_of_their_batches(trainer_of, tmp_path, monkeypatch):
     options = {"max_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
     if trainer_of is causal:
-        options["rows"] = token_rows()
+        options["rows"] = left_padded()
     plain = trainer_of(tmp_path / "plain", build("llama"), **options)
     monkeypatch.setattr(
         plain._known_batches, "take", lambda batches: [batch.pop("liger_trainer_facts") for batch in batches]
