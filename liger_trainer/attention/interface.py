@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from liger_trainer.attention.known_rows import find_packed_sequence_indices
+from liger_trainer.attention.known_rows import known_rows
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import PACKED_POSITIONS
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
@@ -104,6 +106,14 @@ def _with_packing(plan: AttentionPlan, batch: int, length: int, kwargs: dict[str
     return plan if packed is None else packed._replace(window=plan.window)
 
 
+_find = masking_utils.find_packed_sequence_indices
+
+
+def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """What transformers' function of this name finds; None, without looking, for ids that a model has made itself."""
+    return _find(position_ids) if known_rows() is None else None
+
+
 def eager_function(module: nn.Module) -> Any:
     """The function of the model's file that computes attention with a mask; None if it has none."""
     forward = type(module).forward
@@ -147,6 +157,8 @@ def _capture(module, query, key, value, attention_mask, **options):
 
 CAPTURING = f"{NAME}_capturing"
 
+if available(PACKED_POSITIONS):
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 AttentionInterface.register(NAME, attention_forward)
 AttentionInterface.register(CAPTURING, _capture)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -16,14 +16,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import masking_utils
 
-from liger_trainer.compat.private import available
-from liger_trainer.compat.transformers import PACKED_POSITIONS
 from liger_trainer.context_variables import set_to
 from liger_trainer.head.lm_head import version_of
-
-_find = masking_utils.find_packed_sequence_indices
 
 Bounds = Sequence[tuple[int, int]]
 """The first token of each row, and the one behind the last; (0, 0) for a row of padding."""
@@ -109,12 +104,3 @@ def _known(given: Mapping[str, Any]) -> KnownRows | None:
 def known_rows() -> KnownRows | None:
     """What is known of the rows of the forward that is running; None if nothing is, or while it is compiled."""
     return None if torch.compiler.is_compiling() else _rows.get()
-
-
-def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Transformers' function of this name; None, without looking, for ids that a model has made itself."""
-    return _find(position_ids) if known_rows() is None else None
-
-
-if available(PACKED_POSITIONS):
-    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, LlamaModel
 
-from liger_trainer.attention import known_rows as known_rows_module
-from liger_trainer.attention import masks
+from liger_trainer.attention import interface, masks
 from liger_trainer.attention.known_rows import bounds_of, known_rows, padding_known, rows_of_forward
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.known_batches import KnownBatches, add_facts
@@ -59,10 +58,10 @@ def test_nothing_changes_but_the_reads(name, kind, monkeypatch):
     for known in (False, True):
         batch = BATCHES[kind]()  # position ids that were read once are not read again
         with monkeypatch.context() as patch:
-            context, looked = None, recorded_calls(patch, known_rows_module, "_find")  # in checkpoints too
+            context, looked = None, recorded_calls(patch, interface, "_find")  # in checkpoints too
             if not known:
                 patch.setattr(masks, "known_rows", lambda: None)
-                patch.setattr(known_rows_module, "known_rows", lambda: None)
+                patch.setattr(interface, "known_rows", lambda: None)
             elif "attention_mask" in batch:
                 context = padding_known(batch["attention_mask"], bounds_of(batch["attention_mask"]))
             results.append(trained(made(name), batch, context))
