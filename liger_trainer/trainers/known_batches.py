@@ -97,7 +97,7 @@ class KnownBatches:
 
 def _mask_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
     mask = batch.get("attention_mask")
-    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() else None
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Version]:

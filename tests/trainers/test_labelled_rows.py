@@ -281,6 +281,7 @@ def test_what_users_collate():
     untouched = [
         [labels], labels, Own(labels=labels), {"labels": torch.tensor([1, 0])}, {"labels": torch.rand(2, 3)},
         {"labels": None}, {"labels": labels.to("meta")}, {"chosen_labels": labels}, None,
+        {"attention_mask": torch.ones(2, 0)}, {"attention_mask": torch.ones(2, 1, 3, 3)},
     ]  # fmt: skip
     for batch in untouched:
         add_facts(batch)
