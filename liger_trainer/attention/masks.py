@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.current_plan import NotPackable, current_plan_of
 from liger_trainer.attention.known_rows import Bounds, bounds_of, known_rows
-from liger_trainer.compat.private import is_at_least, require
+from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS, REMAPPED_POSITIONS
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
@@ -51,7 +51,7 @@ def _inner_code(function: Callable) -> types.CodeType:
 
 
 _AND, _WINDOW, _CHUNKS, _PACKED = map(_inner_code, require(MASK_FUNCTIONS))
-_REMAPPED = _inner_code(*require(REMAPPED_POSITIONS)) if is_at_least("transformers", "5.23") else None
+_REMAPPED = _inner_code(*require(REMAPPED_POSITIONS)) if REMAPPED_POSITIONS.applies else None
 
 
 def _pattern(function: Callable) -> _Pattern | None:

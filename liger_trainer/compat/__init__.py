@@ -17,6 +17,7 @@ from liger_trainer.compat.private import TESTED, Feature
 
 
 def features() -> list[Feature]:
-    """Every feature that needs private names, by library. The libraries themselves are not imported."""
+    """Every feature that needs private names of what is installed, by library. The libraries are not imported."""
     modules = [importlib.import_module(f"{__name__}.{library}") for library in TESTED]
-    return [value for module in modules for value in vars(module).values() if isinstance(value, Feature)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Feature)]
+    return [feature for feature in found if feature.applies]

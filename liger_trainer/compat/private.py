@@ -91,15 +91,22 @@ class Feature:
         text: What the feature is, for messages.
         *names: All from one library.
         needed: Whether training could go wrong without it. If not, it is switched off where a name has changed.
+        since: The first version of the library that has the names, and needs the feature; None for all that we allow.
     """
 
-    def __init__(self, text: str, *names: Private, needed: bool = True) -> None:
-        self.text, self.names, self.needed = text, names, needed
+    def __init__(self, text: str, *names: Private, needed: bool = True, since: str | None = None) -> None:
+        self.text, self.names, self.needed, self.since = text, names, needed, since
 
     @property
     def library(self) -> str:
         """The name of the distribution that the names come from."""
         return self.names[0].library
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is something to check: not where an older version is installed."""
+        installed = installed_version(self.library)
+        return self.since is None or installed is None or is_at_least(self.library, self.since)
 
 
 def require(feature: Feature) -> list[Any]:

@@ -120,10 +120,11 @@ EXPERTS = Feature(
     needed=False,
 )
 
-SHARED_EXPERTS = Feature(  # since 5.18
+SHARED_EXPERTS = Feature(
     "leaving experts that processes share as they are",
     Private("transformers.integrations.moe:use_experts_implementation", uses="_is_expert_parallel"),
     needed=False,
+    since="5.18",
 )
 
 EXPERT_EXCHANGE = Feature(
@@ -183,13 +184,14 @@ MASK_FUNCTIONS = Feature(
     ),
 )
 
-REMAPPED_POSITIONS = Feature(  # since 5.23
+REMAPPED_POSITIONS = Feature(
     "recognising windows and chunks inside of packed rows",
     Private(
         "transformers.masking_utils:remap_positions_for_packed_sequence",
         "mask_function, position_ids",
         uses="mask_function, position_ids",
     ),
+    since="5.23",
 )
 
 ATTENTION = Feature(

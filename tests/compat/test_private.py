@@ -198,6 +198,8 @@ def declared(library):
 )
 def test_the_part_that_needs_it_cannot_be_imported(path, library, name, monkeypatch):
     feature = feature_of(library, name)
+    if not feature.applies:
+        pytest.skip(f"{library} has these names since {feature.since}")
     monkeypatch.setattr(Private, "problem", lambda self: "is missing" if self is feature.names[-1] else None)
     with pytest.raises(ImportError, match=re.escape(f"which liger_trainer needs for {feature.text}.")):
         exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {"__name__": f"copy_of_{path.stem}"})
@@ -210,6 +212,12 @@ def test_tested_versions_are_those_of_the_constraints():
 
 def test_every_test_that_runs_with_other_versions_exists():
     assert all((ROOT / place).exists() for place in versions.TESTS)
+
+
+@pytest.mark.parametrize(("since", "applies"), [(None, True), ("1.9", True), ("1.10", True), ("1.10.1", False)])
+def test_names_of_newer_versions_are_not_asked_for(since, applies, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda library: "1.10.0+cpu")
+    assert Feature("", Private("library:name"), since=since).applies == applies
 
 
 def test_doctor_lists_them(monkeypatch):

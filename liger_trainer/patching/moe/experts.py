@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from liger_trainer.compat.private import available, is_at_least
+from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import EXPERTS, SHARED_EXPERTS
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import (
@@ -39,7 +39,7 @@ from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, for
 from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, full_shape, identity
 
-_HAS_REGISTRY = available(EXPERTS) and (not is_at_least("transformers", "5.18") or available(SHARED_EXPERTS))
+_HAS_REGISTRY = available(EXPERTS) and (not SHARED_EXPERTS.applies or available(SHARED_EXPERTS))
 if _HAS_REGISTRY:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
