@@ -247,11 +247,10 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
             own.sort(key=lambda record: record.peak_gibibytes or 0)
             points = [(record.peak_gibibytes, record.tokens_per_second) for record in own]
             style = {"marker": "o", "markersize": 4, "label": library, "color": _COLOURS.get(library)}
-            style["linestyle"] = "-" if any(record.activation_memory for record in own) else ":"  # nothing in between
-            axis.plot(*zip(*points), **style)
-            below = style["linestyle"] == ":"  # left of the points, and away from the line of liger_trainer
+            continuous = any(record.activation_memory for record in own)
+            axis.plot(*zip(*points), linestyle="-" if continuous else ":", **style)
+            offset = (-3, 4) if continuous else (4, -9)  # labels are above the one line and below the others
             for record, point in zip(own, points):
-                offset = (4, -9) if below else (-3, 4)
                 axis.annotate(_setting(record), point, offset, textcoords="offset points", fontsize=6, ha="right")
         axis.margins(x=0.1)
         axis.set_xlabel("peak memory, GiB")

@@ -215,20 +215,19 @@ def _set_default_bf16(args: Any) -> None:
         args.bf16 = False
 
 
-def copies_without_waiting(args: TrainingArguments) -> bool:
+def copies_without_waiting(args: Any) -> bool:
     """Whether, unless `accelerator_config` says otherwise, accelerate copies batches to CUDA without waiting.
 
     A copy that waits ends when the GPU has finished the step before. Only then is the next batch collated and the next
     forward launched, and the GPU is idle meanwhile.
     """
-    pinned = args.dataloader_pin_memory and not args.use_cpu
+    pinned = getattr(args, "dataloader_pin_memory", False) and not args.use_cpu
     return isinstance(args, KernelFlags) and pinned and torch.cuda.is_available()
 
 
 def _set_default_non_blocking(args: Any) -> None:
-    config = getattr(args, "accelerator_config", None)
-    if copies_without_waiting(args) and (config is None or isinstance(config, dict)):
-        args.accelerator_config = {"non_blocking": True, **(config or {})}
+    if copies_without_waiting(args) and isinstance(args.accelerator_config, dict | None):
+        args.accelerator_config = {"non_blocking": True, **(args.accelerator_config or {})}
 
 
 def _rename_default_checkpointing(args: Any) -> None:

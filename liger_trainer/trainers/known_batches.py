@@ -65,10 +65,12 @@ class KnownBatches:
         """Takes the facts of a step out of its `batches`, in place."""
         self._labels, self._masks = [], []
         for batch in batches:
-            facts = batch.pop(_KEY, None) if isinstance(batch, MutableMapping) else None
-            if facts is not None and facts.labels is not None:
+            if not isinstance(batch, MutableMapping) or _KEY not in batch:
+                continue
+            facts = batch.pop(_KEY)
+            if facts.labels is not None:
                 self._labels.append((_versions(labels_of(batch)), facts.labels))
-            if facts is not None and facts.bounds is not None:
+            if facts.bounds is not None:
                 self._masks.append((_version(batch["attention_mask"]), facts.bounds))
 
     def labels(self, inputs: Any) -> Callable[[], int] | None:

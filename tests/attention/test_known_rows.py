@@ -98,10 +98,8 @@ def test_another_mask_of_the_same_forward_is_read():
 
 
 def test_facts_are_those_of_the_last_step():
-    batches = [
-        {"labels": torch.zeros(2, LENGTH, dtype=torch.long), "attention_mask": padding((0, 5), (0, 0))} for _ in "12"
-    ]
-    known = KnownBatches()
+    mask, known = padding((0, 5), (0, 0)), KnownBatches()
+    batches = [{"labels": torch.zeros_like(mask), "attention_mask": mask.clone()} for _ in range(2)]
     for batch in batches:
         add_facts(batch)
         known.take([batch])

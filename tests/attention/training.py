@@ -18,9 +18,9 @@ from tests.trainers.builders import causal, losses_and_norms, sft
 from tests.trainers.tiny import token_rows
 
 
-def left_padded() -> list[dict[str, torch.Tensor]]:
+def left_padded(n: int = 16) -> list[dict[str, torch.Tensor]]:
     """The rows of `token_rows`, padded in front."""
-    rows = [{key: value.flip(0) for key, value in row.items()} for row in token_rows()]
+    rows = [{key: value.flip(0) for key, value in row.items()} for row in token_rows(n)]
     for row in rows:
         row["labels"][:4] = -100  # up to three are padding; the next has no predecessor but padding
     return rows

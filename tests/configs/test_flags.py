@@ -13,7 +13,7 @@ from trl import TrlParser
 from liger_trainer.configs.cpo_config import LigerCPOConfig
 from liger_trainer.configs.distillation_config import LigerDistillationConfig
 from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.flags import activation_memory_of, kernel_config_of, retained_bytes_of
+from liger_trainer.configs.flags import KernelFlags, activation_memory_of, kernel_config_of, retained_bytes_of
 from liger_trainer.configs.gkd_config import LigerGKDConfig
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
 from liger_trainer.configs.kto_config import LigerKTOConfig
@@ -235,6 +235,11 @@ def test_fp16_wins_over_the_default(tmp_path, monkeypatch):
     for module in ("liger_trainer.configs.flags", "transformers.training_args"):
         monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: True)
     assert LigerSFTConfig(output_dir=str(tmp_path), report_to="none", fp16=True).bf16 is False
+
+
+def test_the_flags_alone():
+    """As of a configuration of the user's own, which has nothing of Hugging Face's."""
+    assert KernelFlags().kernel_config() == kernel_config_of(KernelFlags())
 
 
 @pytest.mark.parametrize("cls", [LigerTrainingArguments, *OF_TRL])

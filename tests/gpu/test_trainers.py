@@ -13,6 +13,7 @@ from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.attention.training import left_padded
 from tests.device import one_gpu
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
@@ -117,11 +118,13 @@ MADE_TO_WAIT = {"copies": {"accelerator_config": {"non_blocking": False}}, "read
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("padding", ["right", "left", None])
 @pytest.mark.parametrize("waits", [None, *MADE_TO_WAIT])
-def test_training_does_not_wait_for_the_device(waits, masked, tmp_path, monkeypatch):
+def test_training_does_not_wait_for_the_device(waits, padding, tmp_path, monkeypatch):
     """Whole steps, with their batches, the padding of whose rows differs; and what would make them wait is found."""
-    rows = [{key: value for key, value in row.items() if masked or key != "attention_mask"} for row in token_rows(n=32)]
+    rows = left_padded(32) if padding == "left" else token_rows(32)  # on the left, rows are cut into documents
+    if padding is None:
+        rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows]
     values = {**ON_DEVICE, "logging_steps": 100, "max_steps": 7, "max_grad_norm": 1.0, **MADE_TO_WAIT.get(waits, {})}
     args = LigerTrainingArguments(output_dir=str(tmp_path), **values)
     trainer = LigerTrainer(llama(), args, train_dataset=rows, callbacks=[NoWaits(3, 6)])

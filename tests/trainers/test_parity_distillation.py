@@ -76,10 +76,10 @@ def granite():
 
 
 def capped(seed=4):
-    # Without a cap in the attention, which the SDPA of older transformers leaves out.
-    sizes = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16, "attn_logit_softcapping": None}
-    sizes["final_logit_softcapping"] = 2.0
-    return made(Gemma2ForCausalLM, Gemma2Config(**LIVELY, **sizes), seed=seed)
+    sizes = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16, "final_logit_softcapping": 2.0}
+    # Older transformers' default is SDPA, which leaves the cap of the attention out.
+    config = Gemma2Config(**LIVELY, **sizes, attn_implementation="eager")
+    return made(Gemma2ForCausalLM, config, seed=seed)
 
 
 def frozen_head():
