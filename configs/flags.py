@@ -37,8 +37,8 @@ class KernelFlags:
     """Which kernels run, and what happens if one cannot.
 
     If `bf16` is not set in a TRL configuration, it is on for devices that support it, and off on the CPU. On CUDA, the
-    `non_blocking` of `accelerator_config` is on unless that sets it or `dataloader_pin_memory` is off: the next batch
-    is then collated while the GPU works on the last one.
+    `non_blocking` of `accelerator_config` is on, unless that sets it or is a file, or `dataloader_pin_memory` is off:
+    the next batch is then collated while the GPU works on the last one.
 
     Args:
         use_liger_kernel (`bool`, *optional*, defaults to `True`):
@@ -226,8 +226,11 @@ def copies_without_waiting(args: Any) -> bool:
 
 
 def _set_default_non_blocking(args: Any) -> None:
-    if copies_without_waiting(args) and isinstance(args.accelerator_config, dict | None):
-        args.accelerator_config = {"non_blocking": True, **(args.accelerator_config or {})}
+    config = getattr(args, "accelerator_config", None)
+    if isinstance(config, str) and config.startswith("{"):  # JSON text; transformers takes any other for a file
+        config = json.loads(config)
+    if copies_without_waiting(args) and isinstance(config, dict | None):
+        args.accelerator_config = {"non_blocking": True, **(config or {})}
 
 
 def _rename_default_checkpointing(args: Any) -> None:

@@ -258,5 +258,9 @@ def test_batches_are_copied_without_waiting(cls, tmp_path, monkeypatch):
     assert made(dataloader_pin_memory=False) == (False, False)
     assert made(use_cpu=True) == (False, False)
     assert made(accelerator_config={"split_batches": True}) == (True, True)
+    assert made(accelerator_config='{"split_batches": true}') == (True, True)
+    file = tmp_path / "accelerator.json"
+    file.write_text('{"split_batches": true}')
+    assert made(accelerator_config=str(file)) == (False, True)
     assert made(accelerator_config={"non_blocking": False}) == (False, True)
     assert made(cuda=False, accelerator_config={"non_blocking": True}) == (True, True)
