@@ -239,10 +239,12 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
     figure, axes = _axes(len(shown), f"Speed and memory of a training step, {device}")
     for axis, found in zip(axes, shown):
         first = found[0]
+        layers = f"{first.layers} layers" if first.layers else ""
         adapters = f"LoRA r={first.lora}" if first.lora else ""
         gpus = f"{first.gpus} GPUs" if first.gpus > 1 else ""
         sizes = f"{first.batch} × {first.length}"
-        axis.set_title(" · ".join(filter(None, (MODELS[first.model].title, adapters, sizes, gpus))), fontsize=10)
+        title = " · ".join(filter(None, (MODELS[first.model].title, layers, adapters, sizes, gpus)))
+        axis.set_title(title, fontsize=10)
         for library, own in _by_library(found).items():
             own.sort(key=lambda record: record.peak_gibibytes or 0)
             points = [(record.peak_gibibytes, record.tokens_per_second) for record in own]
