@@ -27,7 +27,7 @@ def parameters(text: str) -> list[inspect.Parameter]:
     return list(inspect.signature(eval(f"lambda {text}: None", {"torch": torch})).parameters.values())
 
 
-@pytest.mark.parametrize(("module", "name", "signature"), recorded())
+@pytest.mark.parametrize(("module", "name", "signature"), [*recorded()])
 def test_called_as_ligers(module, name, signature):
     holder, _, method = name.partition(".")
     if holder in modules.ABSENT:

@@ -97,7 +97,7 @@ def test_the_reference_is_softmax_under_the_dense_mask(name):
     torch.testing.assert_close(got.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize(("name", "window"), itertools.product(PLANS, [6, 8]))
+@pytest.mark.parametrize(("name", "window"), [*itertools.product(PLANS, [6, 8])])
 def test_another_window_is_another_result(name, window):
     plan = plan_of(name, "cpu")
     tensors = operands("cpu", torch.float64)
