@@ -70,9 +70,16 @@ def multiplies_into_fp32(device: torch.device) -> bool:
 
 
 def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:
-    """``out = left @ right``, or ``out += left @ right``; `out` may be fp32 where the operands are half precision."""
+    """``out = left @ right``, or ``out += left @ right``; `out` may be fp32 where the operands are half precision.
+
+    What lies between the rows of an operand may be uninitialised.
+    """
     if out.device.type == "cpu":  # whose matmuls have no fp32 result for half-precision operands
         left, right = left.to(out.dtype), right.to(out.dtype)
+        if left.shape[1] % 2 and left.stride(1) == 1:
+            # With AMX, torch 2.13 takes bf16 in pairs. It multiplies the element behind an odd row by 0, which may be
+            # NaN, unless the operand is contiguous.
+            left = left.contiguous()
     if out.dtype == left.dtype:
         if add:
             torch.addmm(out, left, right, out=out)

@@ -49,7 +49,7 @@ from liger_trainer.kernels.head.loss_arguments import (
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, compute_dtype
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
-from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv
 
@@ -118,7 +118,7 @@ def _run_chunks(
                 row_statistics_(logits, labels, found, options, bias, class_weights, upstream, buffer.shape[1])
             # With an upstream gradient, `logits` now holds the gradient of the logits.
             if needs.hidden:
-                torch.mm(logits, weight, out=d_hidden[start:stop])
+                matmul_into(d_hidden[start:stop], logits, weight)
             if weight_sum is not None:
                 weight_sum.add(logits, part)
             if needs.bias:

@@ -125,7 +125,7 @@ def _run_chunks(
                 gradient,
             )
             if needs.hidden:
-                torch.mm(gradient, head, out=d_hidden[start:stop])
+                matmul_into(d_hidden[start:stop], gradient, head)
             if weight_sum is not None:
                 weight_sum.add(gradient, part)
             if needs.bias:

@@ -24,7 +24,7 @@ from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_
 from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_spans, saturating_chunk_rows
 from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, Shard, compute_dtype
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
-from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept
 
@@ -88,7 +88,7 @@ def _run_chunks(
                 shard=shard,
             )
             if needs.hidden:
-                torch.mm(gradient, weight, out=d_hidden[start:stop])
+                matmul_into(d_hidden[start:stop], gradient, weight)
             if weight_sum is not None:
                 weight_sum.add(gradient, part)
             if needs.bias:

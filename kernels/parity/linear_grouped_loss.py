@@ -31,7 +31,7 @@ from liger_trainer.kernels.head.loss_arguments import check_labels_on_cpu, check
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
-from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
 from liger_trainer.kernels.runtime import cdiv
 
 Formula = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -89,7 +89,7 @@ class _GradientInForward(torch.autograd.Function):
                 total.add_(loss.detach())
                 row_gradient_(logits, labels, found, options, upstream.contiguous(), bias, width=width)
                 if needs.hidden:
-                    torch.mm(logits, weight, out=d_hidden[start:stop])
+                    matmul_into(d_hidden[start:stop], logits, weight)
                 if weight_sum is not None:
                     weight_sum.add(logits, part)
                 if needs.bias:
