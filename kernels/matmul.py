@@ -76,9 +76,9 @@ def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add:
     """
     if out.device.type == "cpu":  # whose matmuls have no fp32 result for half-precision operands
         left, right = left.to(out.dtype), right.to(out.dtype)
-        if left.shape[1] % 2 and left.stride(1) == 1:
-            # With AMX, torch 2.13 takes bf16 in pairs. It multiplies the element behind an odd row by 0, which may be
-            # NaN, unless the operand is contiguous.
+        if left.stride(1) == 1:
+            # With AMX, torch 2.13 multiplies what lies behind the rows of a bf16 operand by 0, and it may be NaN. It
+            # does not if the operand is contiguous.
             left = left.contiguous()
     if out.dtype == left.dtype:
         if add:

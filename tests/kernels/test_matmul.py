@@ -9,7 +9,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("columns", [5, 33, 64])
+@pytest.mark.parametrize("columns", [5, 33, 34, 64])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_between_the_rows_is_read(dtype, out_dtype, columns, add):
