@@ -227,7 +227,8 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
     Returns:
         `file`; None if there is no record to draw.
     """
-    from liger_trainer.benchmarks.models import MODELS
+    from liger_trainer.benchmarks.training import ALIGNMENT
+    from liger_trainer.benchmarks.training_tables import task_title
 
     tasks: defaultdict[tuple, list[TrainingRecord]] = defaultdict(list)
     for record in records:
@@ -239,11 +240,9 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
     figure, axes = _axes(len(shown), f"Speed and memory of a training step, {device}")
     for axis, found in zip(axes, shown):
         first = found[0]
-        layers = f"{first.layers} layers" if first.layers else ""
-        adapters = f"LoRA r={first.lora}" if first.lora else ""
-        gpus = f"{first.gpus} GPUs" if first.gpus > 1 else ""
-        sizes = f"{first.batch} × {first.length}"
-        title = " · ".join(filter(None, (MODELS[first.model].title, layers, adapters, sizes, gpus)))
+        task = task_title(dataclasses.replace(first, checkpointing=True))
+        sizes = "" if first.trainer in ALIGNMENT else f"{first.batch} × {first.length}"
+        title = ", ".join(filter(None, (task, sizes, f"{first.gpus} GPUs" if first.gpus > 1 else "")))
         axis.set_title(title, fontsize=10)
         for library, own in _by_library(found).items():
             own.sort(key=lambda record: record.peak_gibibytes or 0)
