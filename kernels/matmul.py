@@ -77,8 +77,8 @@ def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add:
     if out.device.type == "cpu":  # whose matmuls have no fp32 result for half-precision operands
         left, right = left.to(out.dtype), right.to(out.dtype)
         if left.stride(1) == 1:
-            # With AMX, torch 2.13 multiplies what lies behind the rows of a bf16 operand by 0, and it may be NaN. It
-            # does not if the operand is contiguous.
+            # With AMX, torch 2.13 reads past the rows of a bf16 operand that is not contiguous. It multiplies what it
+            # finds there by 0, which makes NaN of NaN.
             left = left.contiguous()
     if out.dtype == left.dtype:
         if add:
