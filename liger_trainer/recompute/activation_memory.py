@@ -108,6 +108,8 @@ class ActivationMemory:
         if self._recorder is not None:
             self._recorded.append(self._recorder.step())
             self._recorder = None
+        if self._memory is not None and not self._proved:
+            self._memory.note_peak()  # callbacks at the end of a step may reset the counter
 
     def resume(self, record: Step, limit: float) -> None:
         """Goes on with the record and the limit of an earlier run, without recording again."""

@@ -28,11 +28,18 @@ class DeviceMemory:
 
     def take_peak(self) -> int:
         """The most bytes that were allocated since the last call, of which `MemoryCallback` is told."""
+        self.note_peak()
         peak = self._backend.max_memory_allocated(self._device)
-        self._highest = max(self._highest, peak)
         remember_peak(self._device)
         self._backend.reset_peak_memory_stats(self._device)
         return peak
+
+    def note_peak(self) -> None:
+        """Remembers the most bytes allocated so far, for [`limit`], should anybody reset the allocator's counter.
+
+        Without the peak of the step that reserved them, reserved bytes would all count as fragments.
+        """
+        self._highest = max(self._highest, self._backend.max_memory_allocated(self._device))
 
     def limit(self) -> float:
         """Bytes that may be allocated, so that what else is on the device and the allocator's fragments fit beside it.
@@ -47,7 +54,8 @@ class DeviceMemory:
         self.ran_out()  # what happened before is in these numbers
         others = total - free - statistics["reserved_bytes.all.current"]
         room = total - others - max(_SLACK * total, _GIB)
-        fragments = statistics["reserved_bytes.all.peak"] - max(self._highest, statistics["allocated_bytes.all.peak"])
+        self.note_peak()
+        fragments = statistics["reserved_bytes.all.peak"] - self._highest
         return min(room - fragments, room / (1 + _FRAGMENTATION))
 
     def ran_out(self) -> bool:

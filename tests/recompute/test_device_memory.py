@@ -49,6 +49,16 @@ def test_the_limit_leaves_room_for_others_fragments_and_a_margin(allocated, rese
     assert memory.limit() / GIB == pytest.approx(limit)  # the peak from before the counter was reset
 
 
+def test_who_resets_the_counter_after_a_step_leaves_no_fragments_behind(monkeypatch):
+    device = Device(allocated=70, reserved=72)
+    memory = memory_of(monkeypatch, device)
+    memory.note_peak()  # the end of a step
+    limit = memory.limit()
+    device.reset_peak_memory_stats(None)  # as a callback does that measures later steps
+    assert memory.limit() == limit
+    assert limit / GIB == pytest.approx((80 - 2 - 1.6) / 1.03)
+
+
 def test_it_ran_out_once(monkeypatch):
     device = Device(10, 20)
     memory = memory_of(monkeypatch, device)

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 
 from liger_trainer.recompute import recording
 from liger_trainer.recompute.activation_memory import ActivationMemory
@@ -204,13 +205,16 @@ class FakeMemory:
     """An allocator that always had the same peak; the limits are those of one call after the other."""
 
     def __init__(self, *limits, peak=0):
-        self._limits, self._peak, self.out = list(limits), peak, False
+        self._limits, self._peak, self.out, self.noted = list(limits), peak, False, 0
 
     def allocated(self):
         return 0
 
     def take_peak(self):
         return self._peak
+
+    def note_peak(self):
+        self.noted += 1
 
     def limit(self):
         return self._limits.pop(0) if len(self._limits) > 1 else self._limits[0]
@@ -262,6 +266,20 @@ def test_auto_keeps_less_where_keeping_leaves_more_fragments(tmp_path):
         trainer, kept = kept_in_steps(tmp_path, FakeMemory(*limits, peak=10_000), steps=5, runs_out=None)
         assert trainer._kept.limit == 30_000
         assert 10_000 < kept[-1] <= 20_000
+
+
+def test_the_peak_is_noted_before_callbacks_of_a_step_see_the_counter(tmp_path):
+    """In the three steps before the last measurement of the limit; a callback may reset the counter after each."""
+    memory, seen = FakeMemory(55_000, peak=10_000), []
+
+    class Resets(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            seen.append(memory.noted)
+
+    trainer = causal(tmp_path, llama(), **{**ON, "activation_memory": "1GiB"}, callbacks=[Resets()])
+    trainer._kept = ActivationMemory("auto", torch.device("cpu"), memory)
+    trainer.train()
+    assert seen == [1, 2, 3, 3, 3]
 
 
 def test_a_layer_of_more_tokens_than_were_planned_for_keeps_nothing():
