@@ -18,6 +18,7 @@ from hypothesis import settings
 
 import tests.speedups  # noqa: F401
 from tests.fast import holds_fast_tests, is_fast
+from tests.seeding import seed
 
 # Compiled code is for one kind of CPU, and torch's cache of it does not ask which.
 _KIND = f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
@@ -86,13 +87,20 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """Before every other fixture of the test: what they draw is the test's own as well."""
+    seed(request.node.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
+    """What several tests share is drawn alike whichever of them asks first; `_seeded` runs after it."""
+    if fixturedef.scope != "function":
+        seed(request.node.nodeid, fixturedef.argname, request.param_index)
+
+
 @pytest.fixture
 def device() -> str:
     """The accelerator's type where there is one, else "cpu"."""
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-
-
-@pytest.fixture
-def seeded() -> None:
-    """For tests that draw random numbers without a generator of their own."""
-    torch.manual_seed(0)

@@ -1,8 +1,8 @@
 """Processes that are forked from one that has imported the libraries, which takes a new one ten seconds of work.
 
 The server is started at the first use in a test process, and lives as long as that. It imports and does nothing else:
-no group or accelerator is in use where it forks. Its children share a hash seed; tests that start programs as a user
-does (`accelerate launch`, `python -m liger_trainer`) have one in every process.
+no group or accelerator is in use where it forks. Its children share a hash seed and draw from the seed of the test;
+tests that start programs as a user does (`accelerate launch`, `python -m liger_trainer`) have one in every process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.seeding import seed
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = [
@@ -73,7 +75,7 @@ def run(
         environment: Variables beside those of the server.
     """
     with tempfile.TemporaryDirectory() as logs:
-        program = (work, arguments, str(cwd), dict(environment or {}))
+        program = (work, arguments, str(cwd), dict(environment or {}), torch.initial_seed())
         process = forking().Process(target=_main, args=(program, logs))
         process.start()
         process.join()
@@ -101,7 +103,7 @@ def torchrun(
             run_id=Path(logs).name, max_restarts=0, monitor_interval=0.1, start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
         )  # fmt: skip
-        program = (work, arguments, str(ROOT), dict(environment or {}))
+        program = (work, arguments, str(ROOT), dict(environment or {}), torch.initial_seed())
         summary = ""
         # Beside the main thread, in which it would take over the signals of the test process.
         with ThreadPoolExecutor(1) as launcher:
@@ -117,12 +119,13 @@ def _written(logs: str, stream: str) -> str:
 
 
 def _rank(program: tuple[Any, ...]) -> None:
-    work, arguments, cwd, environment = program
+    work, arguments, cwd, environment, seed_of_the_test = program
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     gc.freeze()  # the imported libraries, which are no garbage
     os.chdir(cwd)
     torch.set_num_threads(1)
     os.environ.update(environment)
+    seed(seed_of_the_test)
     try:
         code = work(*arguments)
     except Exception:

@@ -74,12 +74,14 @@ TINY_MODELS: dict[str, Callable[..., PreTrainedModel]] = {
 """Family name → builder. Keyword arguments override fields of the (text) config."""
 
 
-def tiny_batch(name: str, model: PreTrainedModel, batch: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
+def tiny_batch(
+    name: str, model: PreTrainedModel, batch: int = 2, length: int = 12, seed: int = 1
+) -> dict[str, torch.Tensor]:
     """Inputs for one training forward of `model`, a `TINY_MODELS[name]()`: text only, some labels ignored.
 
     The first row starts with three ignored labels (a prompt) and the last row ends in two padding tokens.
     """
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, 110, (batch, length), generator=generator)
     attention_mask = torch.ones_like(input_ids)
     input_ids[-1, -2:] = 0

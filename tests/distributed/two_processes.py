@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 
 from tests.distributed.nodes import free_port
 from tests.forked import forking
+from tests.seeding import seed
 
 WORLD = 2
 CASE_TIMEOUT = 60
@@ -41,6 +42,7 @@ def _run_cases(module: str, names: Sequence[str], rank: int, world: int, port: i
             group = dist.PrefixStore(f"group {index}", store)
             dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=timeout)
         failure = ""
+        seed(module, name)
         try:
             cases[name](rank)
         except Exception:

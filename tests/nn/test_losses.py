@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from liger_trainer import functional, nn
 from liger_trainer.nn import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss, LigerVocabParallelCrossEntropy
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 TOKENS, HIDDEN, VOCAB = 7, 12, 19
 
 

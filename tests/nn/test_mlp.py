@@ -15,8 +15,6 @@ from liger_trainer import nn
 from liger_trainer.nn.mlp import outputs_are_unhooked
 from tests.calls import saved_tensors
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 HIDDEN, INTERMEDIATE = 8, 12
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
 

@@ -14,8 +14,6 @@ from transformers.models.llama4 import modeling_llama4
 from liger_trainer import functional, nn
 from tests.kernels.rope.test_rope import original
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 
 def trained(module):
     """`module` with random parameters."""

@@ -193,7 +193,7 @@ def test_wrapper_with_the_forward_of_the_model_inside_keeps_it():
     truth = loss_and_gradients(adapted[0], batch)
     assert apply_liger_kernel(adapted[1]).applied
     for _ in range(2):
-        assert_same(loss_and_gradients(adapted[1], batch), truth)
+        assert_same(loss_and_gradients(adapted[1], batch), truth, 1e-4)  # a gate is one number
         revert_liger_kernel(adapted[1])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from liger_trainer.patching.binding import bound_modules
 from tests.patching.comparisons import (
     LAYERS,
     apply_unchanged,
+    assert_as_near_to_the_truth,
     assert_same,
     image_batch,
     loss_and_gradients,
     relative,
-    total_error,
 )
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
@@ -132,14 +132,7 @@ def test_variants_of_a_family(variant):
 @families
 def test_bf16_is_as_near_to_the_truth_as_the_model_itself(family):
     model = TINY_MODELS[family]().to(torch.bfloat16)
-    batch = tiny_batch(family, model)
-    truth = loss_and_gradients(copy.deepcopy(model).float(), batch)
-    theirs = loss_and_gradients(model, batch)
-    apply_liger_kernel(model, LAYERS)
-    ours = loss_and_gradients(model, batch)
-    assert ours.keys() == theirs.keys()
-    assert total_error(truth, ours) <= 1.1 * total_error(truth, theirs)
-    assert {name: value.dtype for name, value in ours.items()} == {name: v.dtype for name, v in theirs.items()}
+    assert_as_near_to_the_truth(model, LAYERS, partial(tiny_batch, family))
 
 
 @families
@@ -147,13 +140,8 @@ def test_autocast_as_the_trainer_does(family):
     model = TINY_MODELS[family]()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the default, grouped_mm, leaves fp32 weights fp32 under autocast
-    batch = tiny_batch(family, model)
-    truth = loss_and_gradients(model, batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        theirs = loss_and_gradients(model, batch)
-        apply_liger_kernel(model, LAYERS)
-        ours = loss_and_gradients(model, batch)
-    assert total_error(truth, ours) <= 1.1 * total_error(truth, theirs)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    assert_as_near_to_the_truth(model, LAYERS, partial(tiny_batch, family), autocast)
 
 
 @families

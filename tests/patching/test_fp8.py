@@ -92,7 +92,7 @@ def test_few_rows_stay_in_bf16(model, monkeypatch):
     revert_liger_kernel(model)
     torch.testing.assert_close(short, (layer.mlp(x), layer.self_attn.q_proj(x)))
     for one, other in zip(ours, short):
-        assert (one - other).norm() > 0.02 * other.norm()
+        assert (one - other).norm() > 0.005 * other.norm()
 
 
 def test_nothing_happens_unless_asked(model):

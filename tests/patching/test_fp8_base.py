@@ -53,9 +53,9 @@ def on_rounded_weights(model):
 def assert_near(got, expected):
     assert got.keys() == expected.keys()
     errors = [float((got[name] - value).norm() / value.norm()) for name, value in expected.items() if name != "loss"]
-    assert float(got["loss"]) == pytest.approx(float(expected["loss"]), rel=2e-3)
-    assert 0 < max(errors) < 0.25  # it grows from product to product
-    assert sum(errors) < 0.15 * len(errors)
+    assert float(got["loss"]) == pytest.approx(float(expected["loss"]), rel=2e-2)
+    assert 0 < max(errors) < 0.5  # it grows from product to product
+    assert sum(errors) < 0.3 * len(errors)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3"])
@@ -125,7 +125,7 @@ def test_the_model_without_its_adapters_and_in_a_generation():
     ids = torch.arange(3, 12)[None]
     with model.disable_adapter(), rounded.disable_adapter(), torch.no_grad():
         got, expected = model(input_ids=ids).logits, rounded(input_ids=ids).logits
-    assert 0 < (got - expected).norm() < 0.06 * expected.norm()
+    assert 0 < (got - expected).norm() < 0.12 * expected.norm()
     generated = model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False)
     assert generated.shape == (1, 12)
 

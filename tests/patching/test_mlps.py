@@ -20,8 +20,6 @@ from tests.patching import comparisons, toys
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import COMMON, TINY_MODELS, tiny_batch
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 MLPS = {**dict.fromkeys(KERNEL_KEYS, False), "swiglu": True, "geglu": True, "relu_squared": True}
 FALCON = {"mamba_d_ssm": 16, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_d_state": 4, "mamba_chunk_size": 8}
 FAMILIES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +10,13 @@ import transformers as tf
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching import rotations
-from tests.patching.comparisons import LAYERS, image_batch, loss_and_gradients, relative, total_error
+from tests.patching.comparisons import (
+    LAYERS,
+    assert_as_near_to_the_truth,
+    image_batch,
+    loss_and_gradients,
+    relative,
+)
 from tests.patching.test_experts import MODELS
 from tests.tiny_models import COMMON, _build, tiny_batch
 
@@ -46,7 +52,7 @@ def _qwen3_vl():
 
 
 def _text_of(family):
-    return lambda model: tiny_batch(family, model)
+    return partial(tiny_batch, family)
 
 
 # Family: (builder, its batch, the kernels of its rotary functions)
@@ -87,15 +93,8 @@ def test_loss_and_every_gradient(family, calls_of):
 @families
 def test_bf16_is_as_near_to_the_truth_as_the_model_itself(family):
     build, batch_of, _ = FAMILIES[family]
-    model = build().to(torch.bfloat16)
-    batch = batch_of(model)
-    truth = loss_and_gradients(copy.deepcopy(model).float(), batch)
-    batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
-    theirs = loss_and_gradients(model, batch)
-    apply_liger_kernel(model, {**LAYERS, "rms_norm": False, "layer_norm": False, "swiglu": False, "geglu": False})
-    ours = loss_and_gradients(model, batch)
-    assert total_error(truth, ours) <= 1.1 * total_error(truth, theirs)
-    assert {name: value.dtype for name, value in ours.items()} == {name: v.dtype for name, v in theirs.items()}
+    layers = {**LAYERS, "rms_norm": False, "layer_norm": False, "swiglu": False, "geglu": False}
+    assert_as_near_to_the_truth(build().to(torch.bfloat16), layers, batch_of)
 
 
 def test_llama4_vision_tower():

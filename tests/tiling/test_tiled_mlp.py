@@ -18,8 +18,6 @@ from liger_trainer.tiling.tiled_mlp import tile_length, tiled_mlp
 from tests.calls import saved_tensors
 from tests.device import peak_memory
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 HIDDEN, INTERMEDIATE = 6, 10
 
 

@@ -8,8 +8,6 @@ from liger_trainer.kernels.parity import group_norm as group_norm_module
 from liger_trainer.kernels.parity.group_norm import group_norm, group_norm_reference
 from tests.accuracy import assert_as_accurate
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 
 @pytest.fixture(params=[1, 3, 100])
 def several_programs_a_group(request, monkeypatch):

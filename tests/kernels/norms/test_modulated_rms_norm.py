@@ -9,8 +9,6 @@ from liger_trainer.kernels.parity import modulated_rms_norm as modulated_rms_nor
 from liger_trainer.kernels.parity.modulated_rms_norm import modulated_rms_norm
 from tests.accuracy import assert_as_accurate
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 SHAPES = {  # shape of x: shapes of scale and shift, and the same as they broadcast
     "a row a sample": ((3, 7, 24), (3, 24), (3, 1, 24)),
     "a row a sample, kept dimension": ((3, 7, 24), (3, 1, 24), (3, 1, 24)),

@@ -20,8 +20,6 @@ from tests.accuracy import assert_no_worse
 from tests.aot import Launch, compile_launch, on_targets, recorded_launches
 from tests.device import peak_memory
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 
 @given(
     columns=st.integers(1, 40), scale=st.sampled_from([1e-3, 1.0, 20.0]), ties=st.booleans(), seed=st.integers(0, 99)
