@@ -174,6 +174,12 @@ LOSS_OPTIONS = Feature(
     "refusing options that a model's loss would ignore", Private("transformers.loss.loss_utils:LOSS_MAPPING")
 )
 
+CACHE_NAMES = Feature(
+    "telling the steps of a generation from other forwards",
+    Private("transformers.generation.utils:ALL_CACHE_NAMES"),
+    needed=False,
+)
+
 MASK_FUNCTIONS = Feature(
     "recognising windows, chunks and packed rows in the description of an attention mask",
     Private("transformers.masking_utils:and_masks", uses="mask_functions"),
