@@ -53,7 +53,7 @@ def _inner_code(function: Callable) -> types.CodeType:
 _AND, _WINDOW, _CHUNKS, _PACKED = map(_inner_code, require(MASK_FUNCTIONS))
 _REMAPPED = _inner_code(*require(REMAPPED_POSITIONS)) if REMAPPED_POSITIONS.applies else None
 
-_PARTS = {
+_PARTS: dict[types.CodeType | None, tuple[str, str]] = {
     _WINDOW: ("window", "sliding_window"),
     _CHUNKS: ("chunk", "chunk_size"),
     _PACKED: ("packed", "packed_sequence_mask"),
