@@ -19,9 +19,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.current_plan import NotPackable, current_plan_of
 from liger_trainer.attention.known_rows import Bounds, bounds_of, known_rows
-from liger_trainer.compat.private import require
+from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
-from liger_trainer.compat.transformers import MASK_FUNCTIONS, REMAPPED_POSITIONS
+from liger_trainer.compat.transformers import MASK_FUNCTIONS, RECOGNISED_MASKS, REMAPPED_POSITIONS
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import triton_drives
 
@@ -74,7 +74,14 @@ def _parts(function: Callable, positions: torch.Tensor | None = None) -> Iterato
 
 
 def _pattern(function: Callable) -> _Pattern | None:
-    """What the mask function computes; None for anything but causal attention with a window, chunks or packing.
+    """What the mask function computes; None for anything but causal attention with a window, chunks or packing."""
+    if function is causal_mask_function:
+        return _Pattern()
+    return composed_pattern(function) if available(RECOGNISED_MASKS) else None
+
+
+def composed_pattern(function: Callable) -> _Pattern | None:
+    """[`_pattern`], without asking whether those of the installed transformers are recognised.
 
     transformers composes the same parts in another order from version to version.
     """

@@ -12,7 +12,7 @@ from torch import nn
 
 from liger_trainer.attention.known_rows import rows_of_forward
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.transformers import CACHE_NAMES, LOSS_OPTIONS
+from liger_trainer.compat.transformers import GENERATION_STEPS, LOSS_OPTIONS
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import (
     are_logits_read_later,
@@ -38,13 +38,8 @@ _OPTIONS = (
 )
 
 
-def _cache_names() -> tuple[str, ...]:
-    """What the forwards of transformers call the cache of a generation.
-
-    A caller may use the older name where it is deprecated.
-    """
-    installed = require(CACHE_NAMES)[0] if available(CACHE_NAMES) else ()
-    return tuple(dict.fromkeys(("cache", "past_key_values", "cache_params", *installed)))
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What forwards call the cache of a generation, the newest name first; callers may use one that is deprecated."""
 
 
 @functools.cache
@@ -62,7 +57,7 @@ def make_model_forward(native: Callable) -> Callable:
         ValueError: In the forward, for an option of Liger's loss that the model's own loss would ignore.
     """
     names = tuple(inspect.signature(native).parameters)[1:]
-    caches = _cache_names()
+    available(GENERATION_STEPS)
 
     def passed(name: str, args: tuple, kwargs: dict) -> Any:
         if name in kwargs:
@@ -91,7 +86,7 @@ def make_model_forward(native: Callable) -> Callable:
         num_items = kwargs.get("num_items_in_batch")
         if not torch.compiler.is_compiling() and does_loss_follow():
             has_labels = skip_logits = True
-        cached = any(passed(name, args, kwargs) is not None for name in caches)
+        cached = any(passed(name, args, kwargs) is not None for name in CACHE_NAMES)
         read_later = not skip_logits and not cached and _read_later(self)
         skip_logits = skip_logits or read_later
         if not defers(self, has_labels, skip_logits):
