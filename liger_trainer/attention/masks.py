@@ -19,9 +19,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.current_plan import NotPackable, current_plan_of
 from liger_trainer.attention.known_rows import Bounds, bounds_of, known_rows
-from liger_trainer.compat.private import require
+from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
-from liger_trainer.compat.transformers import MASK_FUNCTIONS, REMAPPED_POSITIONS
+from liger_trainer.compat.transformers import MASK_FUNCTIONS, RECOGNISED_MASKS, REMAPPED_POSITIONS
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import triton_drives
 
@@ -53,31 +53,60 @@ def _inner_code(function: Callable) -> types.CodeType:
 _AND, _WINDOW, _CHUNKS, _PACKED = map(_inner_code, require(MASK_FUNCTIONS))
 _REMAPPED = _inner_code(*require(REMAPPED_POSITIONS)) if REMAPPED_POSITIONS.applies else None
 
+_PARTS: dict[types.CodeType | None, tuple[str, str]] = {
+    _WINDOW: ("window", "sliding_window"),
+    _CHUNKS: ("chunk", "chunk_size"),
+    _PACKED: ("packed", "packed_sequence_mask"),
+}
+"""By the code of a mask function: the field of the pattern, and the variable of the closure that holds its value."""
+
+
+def _parts(function: Callable, positions: torch.Tensor | None = None) -> Iterator[tuple[Callable, torch.Tensor | None]]:
+    """The mask functions that must all hold, each with the position ids that stand in for its indices, if any do."""
+    code, cells = getattr(function, "__code__", None), _cells(function)
+    if code is not None and code is _AND:
+        for part in cells["mask_functions"]:
+            yield from _parts(part, positions)
+    elif code is not None and code is _REMAPPED and positions is None:
+        yield from _parts(cells["mask_function"], cells["position_ids"])
+    else:
+        yield function, positions
+
 
 def _pattern(function: Callable) -> _Pattern | None:
     """What the mask function computes; None for anything but causal attention with a window, chunks or packing."""
     if function is causal_mask_function:
         return _Pattern()
-    code, cells = getattr(function, "__code__", None), _cells(function)
-    if code is not _AND or len(cells["mask_functions"]) != 2:
+    return composed_pattern(function) if available(RECOGNISED_MASKS) else None
+
+
+def composed_pattern(function: Callable) -> _Pattern | None:
+    """[`_pattern`], without asking whether those of the installed transformers are recognised.
+
+    transformers composes the same parts in another order from version to version.
+    """
+    found: dict[str, Any] = {}
+    remapped: dict[str, torch.Tensor | None] = {}
+    for part, positions in _parts(function):
+        name, cell = _PARTS.get(getattr(part, "__code__", None), ("", ""))
+        if part is causal_mask_function:
+            name = "causal"
+        if not name or name in found:
+            return None
+        found[name], remapped[name] = _cells(part).get(cell), positions
+    if "causal" not in found or remapped.pop("packed", None) is not None:
         return None
-    one, other = cells["mask_functions"]
-    if _REMAPPED is None and getattr(other, "__code__", None) is _PACKED:
-        inside = _pattern(one)  # whose chunks begin with the row
-        packed = _cells(other)["packed_sequence_mask"]
-        return None if inside is None or inside.chunk else inside._replace(packed=packed)
-    code, cells = getattr(one, "__code__", None), _cells(one)
-    if code is _WINDOW and other is causal_mask_function:
-        return _Pattern(window=cells["sliding_window"])
-    if code is _CHUNKS and other is causal_mask_function:
-        return _Pattern(chunk=cells["chunk_size"])
-    # Inside a document positions rise by one, so windows of positions are those of tokens.
-    if code is _PACKED and getattr(other, "__code__", None) is _REMAPPED:
-        remapped = _cells(other)
-        inside = _pattern(remapped["mask_function"])
-        packed = {"packed": cells["packed_sequence_mask"], "positions": remapped["position_ids"]}
-        return None if inside is None else inside._replace(**packed)
-    return None
+    positions = remapped["causal"]
+    if any(each is not positions for each in remapped.values()):
+        return None
+    if positions is not None and "packed" not in found:
+        return None
+    # Inside a document positions rise by one, so windows of positions are those of tokens. Without positions, the
+    # chunks of packed rows begin with the row.
+    if positions is None and {"chunk", "packed"} <= found.keys():
+        return None
+    del found["causal"]
+    return _Pattern(**found, positions=positions)
 
 
 def _cells(function: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from liger_trainer.compat.private import installed_version
+from liger_trainer.compat.private import TESTED, installed_version, is_newer_than_tested
 from liger_trainer.requirements import requirements
 
 Status = Literal["ok", "note", "warning", "error"]
@@ -58,10 +58,12 @@ def versions() -> list[Finding]:
     for package, wanted in requirements().items():
         found = installed_version(package)
         text = f"{found or 'not installed'} (supported {wanted})"
-        if found is not None and SpecifierSet(wanted).contains(found.split("+")[0], prereleases=True):
-            findings.append(Finding(package, "ok", text))
-        else:
+        if found is None or not SpecifierSet(wanted).contains(found.split("+")[0], prereleases=True):
             findings.append(Finding(package, "error", f"{text}: pip install '{package}{wanted}'"))
+        elif is_newer_than_tested(package):
+            findings.append(Finding(package, "note", f"{text}: newer than what was tested ({TESTED[package]})"))
+        else:
+            findings.append(Finding(package, "ok", text))
     return findings
 
 
@@ -122,10 +124,14 @@ def _try_kernel(device: str) -> Finding:
 
 
 def private_names() -> list[Finding]:
-    """The private names that features rely on: a line for each that has changed or is missing, and one for the rest."""
+    """What features rely on in other libraries: a line for each thing that has changed, and a count of the rest.
+
+    These are private names, and what is recognised by its shape, which is tried.
+    """
     import torch
 
     from liger_trainer.compat import features
+    from liger_trainer.compat.private import tried
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # else bitsandbytes downloads a CPU kernel where `kernels` is installed
     if not torch.accelerator.is_available():
@@ -137,18 +143,28 @@ def private_names() -> list[Finding]:
         if version is None:
             findings.append(Finding(library, "note", "not installed, and not needed without it"))
             continue
-        as_expected: dict[str, None] = {}  # in order, once each
-        for feature, name in ((each, name) for each in group for name in each.names):
-            problem = name.problem()
-            if problem is None:
-                as_expected[name.name] = None
-                continue
+        names: set[str] = set()
+        recognised: set[str] = set()
+        for feature in group:
             status: Status = "error" if feature.needed else "warning"
-            kind = "missing" if problem == "is missing" else f"changed: it {problem}"
-            text = f"{name.name}: {kind}; needed for {feature.text}"
-            findings.append(Finding(f"{library} {version}", status, text))
-        names = ", ".join(as_expected)
-        findings.append(Finding(f"{library} {version}", "ok", f"{len(as_expected)} private names as expected: {names}"))
+            problems = [(name.name, name.problem()) for name in feature.names]
+            for name, problem in problems:
+                if problem is None:
+                    names.add(name)
+                    continue
+                kind = "missing" if problem == "is missing" else f"changed: it {problem}"
+                text = f"{name}: {kind}; needed for {feature.text}"
+                findings.append(Finding(f"{library} {version}", status, text))
+            if feature.canary is None or any(problem for _, problem in problems):
+                continue
+            changed = tried(feature)
+            if changed is None:
+                recognised.add(feature.canary)
+            else:
+                text = f"{changed}; needed for {feature.text}. Install {library}=={TESTED[library]}"
+                findings.append(Finding(f"{library} {version}", status, text))
+        structures = f", {len(recognised)} structures recognised" if recognised else ""
+        findings.append(Finding(f"{library} {version}", "ok", f"{len(names)} private names as expected{structures}"))
     return findings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -92,10 +93,15 @@ class Feature:
         *names: All from one library.
         needed: Whether training could go wrong without it. If not, it is switched off where a name has changed.
         since: The first version of the library that has the names, and needs the feature; None for all that we allow.
+        canary: Of a feature that recognises something by its shape, where no name tells that it has changed: our
+            function, as ``"module:function"``, which builds the thing with the installed library, tries to recognise
+            it, and returns what has changed, or None. It runs once, when the feature is first used.
     """
 
-    def __init__(self, text: str, *names: Private, needed: bool = True, since: str | None = None) -> None:
-        self.text, self.names, self.needed, self.since = text, names, needed, since
+    def __init__(
+        self, text: str, *names: Private, needed: bool = True, since: str | None = None, canary: str | None = None
+    ) -> None:
+        self.text, self.names, self.needed, self.since, self.canary = text, names, needed, since, canary
 
     @property
     def library(self) -> str:
@@ -107,6 +113,19 @@ class Feature:
         """Whether there is something to check: not where an older version is installed."""
         installed = installed_version(self.library)
         return self.since is None or installed is None or is_at_least(self.library, self.since)
+
+
+@functools.cache
+def tried(feature: Feature) -> str | None:
+    """What the canary of `feature` says has changed; None if nothing has, or if there is no canary."""
+    if feature.canary is None:
+        return None
+    module, _, name = feature.canary.partition(":")
+    try:
+        # Without what the caller has set: a canary may run in the middle of a forward.
+        return contextvars.Context().run(getattr(importlib.import_module(module), name))
+    except Exception as error:  # whatever another version of the library may raise
+        return f"trying it raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def require(feature: Feature) -> list[Any]:
@@ -151,14 +170,24 @@ def is_at_least(library: str, version: str) -> bool:
     return Version(importlib.metadata.version(library)) >= Version(version)
 
 
+def is_newer_than_tested(library: str) -> bool:
+    """Whether the installed version of a library is newer than the one that the tests run with."""
+    from packaging.version import Version
+
+    found = installed_version(library)
+    if found is None or library not in TESTED:
+        return False
+    return Version(Version(found).public) > Version(TESTED[library])
+
+
 def _message(feature: Feature) -> str | None:
     problems = ((name, name.problem()) for name in feature.names)
-    name, problem = next(((name, problem) for name, problem in problems if problem), (None, None))
-    if name is None:
+    problem = next((f"`{name.name}` {problem}" for name, problem in problems if problem), None) or tried(feature)
+    if problem is None:
         return None
     library = feature.library
     return (
-        f"{library} {installed_version(library) or '(not installed)'}: `{name.name}` {problem}, which liger_trainer "
+        f"{library} {installed_version(library) or '(not installed)'}: {problem}, which liger_trainer "
         f"needs for {feature.text}. Install the version it is tested with: `pip install {library}=={TESTED[library]}`."
     )
 

@@ -152,6 +152,7 @@ SPLIT_HEAD = Feature(
         "self, input_layouts, output_layouts, use_local_output",
     ),
     needed=False,
+    canary="liger_trainer.canaries:split_head",
 )
 
 LOAD_BALANCING = Feature(
@@ -162,6 +163,7 @@ LOAD_BALANCING = Feature(
     ),
     Private("transformers.models.mixtral.modeling_mixtral:MixtralForCausalLM.forward", uses="load_balancing_loss_func"),
     needed=False,
+    canary="liger_trainer.canaries:load_balancing_loss",
 )
 
 PLANNED_ATTENTION = Feature(
@@ -172,6 +174,13 @@ PLANNED_ATTENTION = Feature(
 
 LOSS_OPTIONS = Feature(
     "refusing options that a model's loss would ignore", Private("transformers.loss.loss_utils:LOSS_MAPPING")
+)
+
+GENERATION_STEPS = Feature(
+    "running the steps of a generation as the model's classes are written",
+    Private("transformers:GenerationMixin.prepare_inputs_for_generation", "self, input_ids, next_sequence_length, ..."),
+    needed=False,
+    canary="liger_trainer.canaries:cache_of_a_step",
 )
 
 MASK_FUNCTIONS = Feature(
@@ -194,12 +203,32 @@ REMAPPED_POSITIONS = Feature(
     since="5.23",
 )
 
+RECOGNISED_MASKS = Feature(
+    "packed rows, windows and chunks without a mask of all pairs of tokens",
+    Private("transformers.masking_utils:create_causal_mask", "config, inputs_embeds, attention_mask, ..."),
+    Private(
+        "transformers.masking_utils:create_sliding_window_causal_mask", "config, inputs_embeds, attention_mask, ..."
+    ),
+    Private("transformers.masking_utils:create_chunked_causal_mask", "config, inputs_embeds, attention_mask, ..."),
+    needed=False,
+    canary="liger_trainer.canaries:masks",
+)
+
+ROTARY_FUNCTION = Feature(
+    "rotary embeddings as one kernel",
+    Private("transformers.models.llama.modeling_llama:apply_rotary_pos_emb", "q, k, cos, sin, ..."),
+    Private("transformers.models.llama.modeling_llama:LlamaAttention.forward", uses="apply_rotary_pos_emb"),
+    needed=False,
+    canary="liger_trainer.canaries:rotary_function",
+)
+
 ATTENTION = Feature(
     "attention without masks",
     Private("transformers:PreTrainedConfig._attn_implementation"),
     Private("transformers:PreTrainedModel._supports_sdpa"),
     Private("transformers.masking_utils:sdpa_mask", "batch_size, q_length, kv_length, ..."),
     needed=False,
+    canary="liger_trainer.canaries:attention",
 )
 
 PACKED_POSITIONS = Feature(
@@ -213,4 +242,12 @@ CHECKPOINTED_LAYERS = Feature(
     "keeping activations by `activation_memory`",
     Private("transformers.modeling_layers:GradientCheckpointingLayer.gradient_checkpointing"),
     Private("transformers:PreTrainedModel._set_gradient_checkpointing", uses="_gradient_checkpointing_func"),
+    canary="liger_trainer.canaries:checkpointed_layer",
+)
+
+STACKED_EXPERTS = Feature(
+    "the experts of a mixture of experts as one operator",
+    Private("transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward", "self, hidden_states, ..."),
+    needed=False,
+    canary="liger_trainer.canaries:experts",
 )

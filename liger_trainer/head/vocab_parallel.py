@@ -38,15 +38,18 @@ def gathering_forward(head: nn.Module) -> Callable | None:
     styles = sys.modules.get("transformers.distributed.tensor_parallel")
     if not inspect.isfunction(function) or styles is None or function.__globals__ is not vars(styles):
         return None
-    if not available(SPLIT_HEAD):
-        return None
+    return function if available(SPLIT_HEAD) and gathers_logits(function, head) else None
+
+
+def gathers_logits(function: Any, head: nn.Module) -> bool:
+    """Whether `function`, which tensor parallelism has given `head`, runs a linear layer and gathers its results."""
     held = inspect.getclosurevars(function).nonlocals
     style: Any = held.get("self")
     inner = held.get("original_forward")
     if not hasattr(style, "output_layouts") or held.get("module") is not head:
-        return None
+        return False
     gathers = style.input_layouts.is_replicate() and style.output_layouts.is_replicate() and style.use_local_output
-    return function if gathers and getattr(inner, "__func__", None) is nn.Linear.forward else None
+    return gathers and getattr(inner, "__func__", None) is nn.Linear.forward
 
 
 @dataclasses.dataclass(eq=False)

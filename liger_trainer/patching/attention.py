@@ -95,6 +95,11 @@ def _of_one_config(
             yield Finding("attention", target, module, _KERNEL, attention_forward, error, remark, _switch)
 
 
+def attention_problem(module: nn.Module, probe: Probe) -> str:
+    """Why `module` would be left alone, whatever its model; empty if it would not."""
+    return _prove(module, probe).reason if _calls_interface(module) else "it does not call the attention interface"
+
+
 def _kind(module: nn.Module) -> tuple[Any, ...]:
     """A key that is equal for the attentions of all layers with the same proof."""
     cls, attributes, *rest = identity(module)

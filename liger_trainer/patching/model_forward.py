@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from liger_trainer.attention.known_rows import rows_of_forward
-from liger_trainer.compat.private import require
-from liger_trainer.compat.transformers import LOSS_OPTIONS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.transformers import GENERATION_STEPS, LOSS_OPTIONS
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import (
     are_logits_read_later,
@@ -38,6 +38,10 @@ _OPTIONS = (
 )
 
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What forwards call the cache of a generation, the newest name first; callers may use one that is deprecated."""
+
+
 @functools.cache
 def make_model_forward(native: Callable) -> Callable:
     """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
@@ -53,6 +57,7 @@ def make_model_forward(native: Callable) -> Callable:
         ValueError: In the forward, for an option of Liger's loss that the model's own loss would ignore.
     """
     names = tuple(inspect.signature(native).parameters)[1:]
+    available(GENERATION_STEPS)
 
     def passed(name: str, args: tuple, kwargs: dict) -> Any:
         if name in kwargs:
@@ -81,10 +86,11 @@ def make_model_forward(native: Callable) -> Callable:
         num_items = kwargs.get("num_items_in_batch")
         if not torch.compiler.is_compiling() and does_loss_follow():
             has_labels = skip_logits = True
-        read_later = not skip_logits and _read_later(self, kwargs)
+        cached = any(passed(name, args, kwargs) is not None for name in CACHE_NAMES)
+        read_later = not skip_logits and not cached and _read_later(self)
         skip_logits = skip_logits or read_later
         if not defers(self, has_labels, skip_logits):
-            return _plain(self, native, args, kwargs)
+            return _plain(self, native, cached, args, kwargs)
         if not torch.compiler.is_compiling():
             return run(self, native, has_labels, read_later, num_items, args, kwargs)
         if not CAN_DEFER_COMPILED or whole_graph_wanted():
@@ -95,17 +101,15 @@ def make_model_forward(native: Callable) -> Callable:
     return forward
 
 
-def _read_later(self: nn.Module, kwargs: dict) -> bool:
-    """Whether this is the forward of an evaluation whose logits the trainer reads; never a step of a generation."""
-    if torch.compiler.is_compiling() or self.training or kwargs.get("past_key_values") is not None:
-        return False
-    return are_logits_read_later()
+def _read_later(self: nn.Module) -> bool:
+    """Whether this is the forward of an evaluation whose logits the trainer reads."""
+    return not torch.compiler.is_compiling() and not self.training and are_logits_read_later()
 
 
-def _plain(self: nn.Module, native: Callable, args: tuple, kwargs: dict) -> Any:
+def _plain(self: nn.Module, native: Callable, cached: bool, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():
         return native(self, *args, **kwargs)
-    if kwargs.get("past_key_values") is not None and not torch.is_grad_enabled():
+    if cached and not torch.is_grad_enabled():
         with generation_step(), forward_context(None):
             return native(self, *args, **kwargs)
     if current_forward() is None:

@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from liger_trainer.compat.private import available
 from liger_trainer.compat.rebound import forward_calling, used_globals
+from liger_trainer.compat.transformers import ROTARY_FUNCTION
 from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rotations import ONE_TENSOR, arguments_of, prove_rotation
@@ -24,6 +26,8 @@ HIDDEN_CALL = "its forward is decorated in a way that hides the call"
 def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Iterator[Finding]:
     """The finding for every rotary function that `module`'s forward calls by a global name."""
     patched = type(module).forward
+    if enabled("rope"):
+        available(ROTARY_FUNCTION)
     functions: list[tuple[str, Callable]] = probe.once(("rope", patched), list, rotary_globals(patched))
     for name, function in functions:
         target = f"{name} in {type(module).__name__}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import nn
@@ -18,13 +18,11 @@ from liger_trainer.compat.transformers import CHECKPOINTED_LAYERS
 Checkpoint = Callable[..., Any]
 """``checkpoint(function, *args, **kwargs)``, as `torch.utils.checkpoint.checkpoint`."""
 
-Layers = weakref.WeakKeyDictionary[nn.Module, tuple[str, str]]
+Layers = MutableMapping[nn.Module, tuple[str, str]]
 """Modules, each with its name and the attribute that holds the function which checkpoints it."""
 
-_OF_TRANSFORMERS = "_gradient_checkpointing_func"
+OF_TRANSFORMERS = "_gradient_checkpointing_func"
 _OF_FSDP = "checkpoint_fn"
-
-require(CHECKPOINTED_LAYERS)
 
 
 class Replaced:
@@ -51,11 +49,12 @@ def layers_of(model: nn.Module) -> Layers:
     Args:
         model: With its wrappers.
     """
+    require(CHECKPOINTED_LAYERS)
     wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     found: Layers = weakref.WeakKeyDictionary()
     for name, module in model.named_modules():
         if isinstance(module, GradientCheckpointingLayer):
-            found[module] = name, _OF_TRANSFORMERS
+            found[module] = name, OF_TRANSFORMERS
         elif wrappers is not None and isinstance(module, wrappers.CheckpointWrapper):
             require(CHECKPOINT_WRAPPERS)
             found[module] = name, _OF_FSDP
@@ -72,7 +71,7 @@ def replace_checkpoints(layers: Layers, instead: Callable[..., Any]) -> None:
         instead: Called with the layer's name, the function that the layer had, and that function's arguments.
     """
     for module, (name, attribute) in layers.items():
-        if attribute == _OF_TRANSFORMERS and not module.gradient_checkpointing:
+        if attribute == OF_TRANSFORMERS and not module.gradient_checkpointing:
             continue
         checkpoint = getattr(module, attribute)
         if not isinstance(checkpoint, Replaced) or checkpoint.instead != instead:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, LlamaConfig, StaticCache, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -23,6 +23,7 @@ from transformers.masking_utils import (
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
     or_masks,
+    packed_sequence_mask_function,
     sliding_window_overlay,
 )
 
@@ -50,8 +51,8 @@ def config(attention: str, size: int = 4) -> LlamaConfig:
 
 
 def create(kind: str, attention: str = OURS, size: int = 4, batch: int = 2, length: int = LENGTH, **arguments: Any):
-    arguments = {"attention_mask": None, "past_key_values": None, "position_ids": None, **arguments}
-    return CREATE[kind](config(attention, size), torch.zeros(batch, length, 8), **arguments)
+    mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
+    return CREATE[kind](config(attention, size), torch.zeros(batch, length, 8), mask, None, positions, **arguments)
 
 
 def as_dense(mask: Any, batch: int, length: int = LENGTH) -> torch.Tensor:
@@ -241,6 +242,66 @@ def test_a_function_of_the_users(kind, overlay, function, arguments):
     assert_dense_and_equal(kind, **arguments, **{overlay: function})
 
 
+ROWS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 4, [0] * 2 + [1] * 9 + [2]])
+PACKING = packed_sequence_mask_function(ROWS)
+WINDOW, CHUNKS = sliding_window_overlay(4), chunked_overlay(4, torch.zeros(2, dtype=torch.long))
+
+
+def remapped(function):
+    """The function of positions; as it is, where transformers has no such thing."""
+    if not is_at_least("transformers", "5.23"):
+        return function
+    return masking_utils.remap_positions_for_packed_sequence(function, PACKED["documents"])
+
+
+def masks_of(function, **arguments):
+    """What our name and "sdpa" give for a mask function; with a local size, without which "sdpa" may skip the mask."""
+    arguments = {"batch_size": 2, "q_length": LENGTH, "kv_length": LENGTH, "mask_function": function, **arguments}
+    arguments |= {"allow_is_causal_skip": True, "local_size": 4}
+    return [ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments, config=config(OURS)) for name in (OURS, "sdpa")]
+
+
+@pytest.mark.parametrize(
+    "compose", [and_masks, lambda one, two: and_masks(and_masks(two), one)], ids=["flat", "nested"]
+)
+@pytest.mark.parametrize("packed_first", [True, False])
+@pytest.mark.parametrize("causal_first", [True, False])
+@pytest.mark.parametrize("overlay", [None, WINDOW, CHUNKS], ids=["causal", "window", "chunks"])
+def test_parts_in_any_order(overlay, causal_first, packed_first, compose):
+    """The order of a composition changes nothing, and has changed between versions of transformers."""
+    parts = [causal_mask_function] if overlay is None else [overlay, causal_mask_function]
+    inside = remapped(and_masks(*reversed(parts)) if causal_first else and_masks(*parts))
+    got, expected = masks_of(compose(PACKING, inside) if packed_first else compose(inside, PACKING))
+    if overlay is CHUNKS and not is_at_least("transformers", "5.23"):  # they begin with the row
+        assert isinstance(got, torch.Tensor)
+    else:
+        assert_sound(got, 2, LENGTH)
+    assert torch.equal(as_dense(got, 2), expected)
+
+
+@pytest.mark.skipif(not is_at_least("transformers", "5.23"), reason="has no positions in masks")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: remapped(causal_mask_function),
+        lambda: remapped(and_masks(PACKING, causal_mask_function)),
+        lambda: and_masks(PACKING, remapped(and_masks(PACKING, causal_mask_function))),
+        lambda: and_masks(PACKING, CHUNKS, remapped(causal_mask_function)),
+        lambda: and_masks(PACKING, CHUNKS, causal_mask_function),
+        lambda: and_masks(PACKING, causal_mask_function, remapped(WINDOW)),
+        lambda: and_masks(PACKING, remapped(remapped(causal_mask_function))),
+        lambda: and_masks(PACKING, remapped(WINDOW)),
+        lambda: and_masks(PACKING, PACKING, remapped(causal_mask_function)),
+        lambda: and_masks(PACKING, or_masks(remapped(causal_mask_function), every_third)),
+        lambda: and_masks(PACKING, and_masks(remapped(causal_mask_function), every_third)),
+    ],
+)
+def test_compositions_that_almost_are_packing(function):
+    got, expected = masks_of(function())
+    assert isinstance(got, torch.Tensor)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -256,11 +317,8 @@ def test_a_function_of_the_users(kind, overlay, function, arguments):
     ],
 )
 def test_compositions_that_almost_are_a_window(function):
-    sizes = {"batch_size": 2, "q_length": LENGTH, "kv_length": LENGTH, "mask_function": function}
     for mask in (None, MASKS["left"].bool()):
-        arguments = {**sizes, "attention_mask": mask, "config": config(OURS), "allow_is_causal_skip": True}
-        arguments["local_size"] = 4  # with which transformers does not skip it
-        got, expected = (ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments) for name in (OURS, "sdpa"))
+        got, expected = masks_of(function, attention_mask=mask)
         assert torch.equal(got, expected)
 
 
@@ -279,8 +337,7 @@ def test_without_a_causal_order(kind):
     for attention in (OURS, "sdpa"):
         made = config(attention)
         made.is_causal = False
-        arguments = {"attention_mask": MASKS["left"], "past_key_values": None}
-        masks.append(CREATE[kind](made, torch.zeros(2, LENGTH, 8), **arguments))
+        masks.append(CREATE[kind](made, torch.zeros(2, LENGTH, 8), MASKS["left"], None))
     assert isinstance(masks[0], torch.Tensor)
     assert torch.equal(*masks)
 
@@ -326,8 +383,7 @@ def test_a_cache_that_holds_something(kind, cache, seen, queries, left):
         made = config(attention)
         past = filled(caches(made, kind)[cache], seen)
         mask = padding((0, left), (0, 0), seen + queries)
-        arguments = {"attention_mask": mask, "past_key_values": past}
-        masks.append(CREATE[kind](made, torch.zeros(2, queries, 8), **arguments))
+        masks.append(CREATE[kind](made, torch.zeros(2, queries, 8), mask, past))
         keys, _ = past.get_mask_sizes(queries, 0)
     got, expected = (sees(mask, 2, queries, keys) for mask in masks)
     assert torch.equal(got, expected)
@@ -341,8 +397,7 @@ def test_the_first_forward_with_a_cache(kind, cache, left):
     for attention in (OURS, "sdpa"):
         made = config(attention)
         past = caches(made, kind)[cache]
-        arguments = {"attention_mask": padding((0, left), (0, 0)), "past_key_values": past}
-        masks.append(CREATE[kind](made, torch.zeros(2, LENGTH, 8), **arguments))
+        masks.append(CREATE[kind](made, torch.zeros(2, LENGTH, 8), padding((0, left), (0, 0)), past))
         keys, _ = past.get_mask_sizes(LENGTH, 0)
     if isinstance(masks[0], AttentionPlan):
         assert keys == LENGTH
@@ -461,7 +516,7 @@ def traced(kind, **arguments):
 
     @torch.compile(backend="eager", fullgraph=True)
     def run(mask):
-        return CREATE[kind](made, torch.zeros(2, LENGTH, 8), mask, past_key_values=None, position_ids=None)
+        return CREATE[kind](made, torch.zeros(2, LENGTH, 8), mask, None)
 
     torch._dynamo.reset()
     return run(**arguments)

@@ -1,7 +1,10 @@
 """Without a gradient and without kernels, as in a generation on the CPU, modules run the code of their classes."""
 
+import inspect
+
 import pytest
 import torch
+from transformers import DynamicCache, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.patching import gated_mlp, norms, rotations
@@ -34,6 +37,27 @@ def test_generation_on_the_cpu(family, calls_of):
     ours[0].clear()
     patched.train()(input_ids=ids, labels=ids).loss.backward()
     assert ours[0]
+
+
+ARGUMENTS = list(inspect.signature(LlamaForCausalLM.forward).parameters)
+NAMES = [name for name in ("cache", "past_key_values") if name in ARGUMENTS]
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["positional", *dict.fromkeys([*NAMES, "past_key_values"])])
+def test_a_step_is_told_by_its_cache_whatever_its_name(name, calls_of):
+    """The cache has another name from version to version; callers may use the older one."""
+    ours, model = calls_of(norms, "rms_norm"), llama().eval()
+    apply_liger_kernel(model)
+    ours.clear()
+    ids = torch.arange(3, 15).view(2, 6)
+    with torch.no_grad():
+        if name == "positional":
+            place = ARGUMENTS.index(NAMES[0])
+            model(*(ids, *[None] * (place - 2), DynamicCache(config=model.config)))
+        else:
+            model(input_ids=ids, **{name: DynamicCache(config=model.config)})
+    assert ours == []
 
 
 @pytest.mark.parametrize("chosen", ["eager", "grouped_mm", "batched_mm", "liger_trainer"])

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.compat.private import available
-from liger_trainer.compat.transformers import EXPERTS, SHARED_EXPERTS
+from liger_trainer.compat.transformers import EXPERTS, SHARED_EXPERTS, STACKED_EXPERTS
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import (
     IMPLEMENTATION,
@@ -94,6 +94,8 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     """The finding for `module` if it has stacked weights of experts and is called with a router's choices."""
     layout = layout_of(module)
     if layout is None:
+        if is_dispatched(module):  # experts of transformers', by other names?
+            available(STACKED_EXPERTS)
         return None
     arguments = tuple(inspect.signature(_own_loop(module)).parameters)[1:]
     if len(arguments) == 1:
@@ -107,7 +109,7 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     formula, agreement = probe.once(key, _probe_experts, module, layout, probe)
     if formula is None:
         return Finding("experts", target, module, error=agreement.error, reason=agreement.reason)
-    bind = choose if _is_dispatched(module) else bind_forward
+    bind = choose if is_dispatched(module) else bind_forward
     return Finding(
         "experts", target, module, formula.kernel, experts_forward(formula, arguments), agreement.error, bind=bind
     )
@@ -118,14 +120,14 @@ def _own_loop(module: nn.Module) -> Callable:
     return inspect.unwrap(type(module).forward)
 
 
-def _is_dispatched(module: Any) -> bool:
+def is_dispatched(module: Any) -> bool:
     """Whether the class looks its implementation up in transformers' registry."""
     return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 
 def _implementation(module: Any) -> str | None:
     """The implementation that the model's config names; None for a class that does not look it up."""
-    if not _is_dispatched(module):
+    if not is_dispatched(module):
         return None
     config = module.config.model_config if is_chosen(module) else module.config
     return config._experts_implementation
@@ -140,7 +142,7 @@ def _obstacle(module: Any, layout: ExpertsFormula | str, arguments: tuple[str, .
     foreign = overriding_forward(module)
     if foreign is not None and not getattr(module, "_is_expert_parallel", False):
         return f"its forward is already overridden by {foreign}"
-    if _is_dispatched(module) and not _HAS_REGISTRY:
+    if is_dispatched(module) and not _HAS_REGISTRY:
         return "the installed transformers chooses how experts run in another way"
     chosen = _implementation(module)
     if chosen not in _REPLACED:

@@ -31,7 +31,7 @@ from liger_trainer.patching.probe import Agreement, Probe
 from liger_trainer.patching.rope import HIDDEN_CALL
 
 COMPONENT = "load_balancing_loss"
-_NAME = "load_balancing_loss_func"
+NAME = "load_balancing_loss_func"
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 _z_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("liger_trainer_z_losses", default=None)
@@ -87,12 +87,12 @@ def _is_known(gate_logits: Any, num_experts: int | None, mask: torch.Tensor | No
 def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:
     """The finding for the load-balancing function that `module`'s forward calls, if it calls one."""
     forward = type(module).forward
-    native = called_global(forward, _NAME)
+    native = called_global(forward, NAME)
     if native is None:
         if hasattr(module, "router_aux_loss_coef"):  # a model that computes such a loss, by another name?
             available(LOAD_BALANCING)
         return
-    target = f"{_NAME} in {type(module).__name__}"
+    target = f"{NAME} in {type(module).__name__}"
     if not config.load_balancing_loss:
         yield Finding(COMPONENT, target, module, reason=SWITCHED_OFF)
         return
@@ -100,13 +100,13 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
     ours = make_load_balancing_loss(native, config.global_load_balancing)
     foreign = overriding_forward(module)
     if foreign is not None:
-        if any(called_global(layer, _NAME) is ours for layer in forward_layers(module)):
+        if any(called_global(layer, NAME) is ours for layer in forward_layers(module)):
             yield Finding(COMPONENT, target, module, kernel)  # inside the fused head of an earlier trainer
         else:
             yield Finding(COMPONENT, target, module, reason=f"its forward is already overridden by {foreign}")
         return
     agreement = probe.once((COMPONENT, native), _prove, native, probe)
-    copy = forward_calling(forward, _NAME, ours)
+    copy = forward_calling(forward, NAME, ours)
     if agreement.equal and copy is None:
         agreement = Agreement(agreement.error, reason=HIDDEN_CALL)
     if agreement.equal:
