@@ -80,8 +80,8 @@ def _sigmoid(module, hidden, logits, dtype=None):
     return logits, *routed
 
 
-def _sigmoid_of_all(module, hidden, logits):
-    weights, index = grouped_topk_sigmoid_routing(logits, module.top_k, normalise=False)
+def _sigmoid_of_largest(module, hidden, logits):
+    weights, index = grouped_topk_sigmoid_routing(logits, module.top_k, sigmoid_after_topk=True, normalise=False)
     return torch.zeros_like(logits).scatter(1, index, weights), logits
 
 
@@ -95,7 +95,7 @@ ROUTER_FORMULAS = (
     RouterFormula(_to_fp32, _softmax_after_topk_as_hidden, _SOFTMAX),  # Granite
     RouterFormula(_in_fp32, _sigmoid, _SIGMOID, mixed=True),  # DeepSeek-V3, GLM-4
     RouterFormula(F.linear, functools.partial(_sigmoid, dtype=torch.float32), _SIGMOID),  # MiniMax-M3
-    RouterFormula(F.linear, _sigmoid_of_all, _SIGMOID),  # Llama 4, whose experts all see every token
+    RouterFormula(F.linear, _sigmoid_of_largest, _SIGMOID),  # Llama 4, whose experts all see every token
 )
 """Known routers. Some differ only in the dtypes of their results; of those that agree, the closest in bf16 is used."""
 
