@@ -35,7 +35,7 @@ from liger_trainer.patching.trial import Agreement, Trial
 
 _KEY = "scaled experts"
 _SIZES = 128, 24  # hidden and intermediate size of the dummy module, for a router gradient of many numbers
-_FEWER_TOKENS = 64
+_FEWER_TOKENS = 96
 _Forwards = tuple[Callable, Callable]  # of the block, and of its experts
 
 
