@@ -4,11 +4,13 @@
 
     softmax:  p = softmax(l)       index = top k of p         w = p[index]     ( / their sum)
     sigmoid:  s = sigmoid(l)       index = top k of s + b     w = c s[index]   ( / (their sum + 1e-20))
+              or                   index = top k of l + b
 
 The first is the router of Mixtral (arXiv 2401.04088), Qwen-MoE and OLMoE; divided by the sum it is the softmax of the k
 largest logits, as in GPT-OSS and Granite. The second is DeepSeek-V3's (arXiv 2412.19437): the bias b balances the load
 and only affects the choice; where experts come in groups, only those groups with the largest sums of their two best
-experts are allowed. One group, no bias and no division make it Llama 4's.
+experts are allowed. Llama 4's has one group, no bias and no division, and ranks logits: in fp32 all logits above 16.7
+have a sigmoid of 1.
 
 One pass over the logits forward and one backward, in fp32 with a single rounding at the end. Saved for backward: logits
 and index. Bytes moved in bf16 for T tokens and E experts: 2 TE forward and 4 TE backward (2 where the weights are
@@ -99,6 +101,7 @@ def _route_kernel(
     members,
     scale,
     SIGMOID: tl.constexpr,
+    RANK_LOGITS: tl.constexpr,
     NORMALISE: tl.constexpr,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -119,7 +122,7 @@ def _route_kernel(
     logits = tl.load(logits_ptr + experts[None, :], mask=in_rows & present[None, :], other=-float("inf")).to(tl.float32)
 
     choice = logits
-    if SIGMOID:
+    if not RANK_LOGITS:
         choice = tl.sigmoid(logits)
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + experts, mask=present, other=0.0).to(tl.float32)[None, :]
@@ -226,13 +229,18 @@ def _route(
     correction_bias: torch.Tensor | None,
     k: int,
     sigmoid: bool,
+    rank_logits: bool,
     normalise: bool,
     num_groups: int,
     top_groups: int,
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and experts, both (T, k); `num_groups`, `top_groups` and `scale` are 1 for a softmax router."""
+    """Weights and experts, both (T, k).
+
+    A softmax router ranks its logits, which order as its probabilities do; its `num_groups`, `top_groups` and `scale`
+    are 1.
+    """
     num_rows, num_experts = logits.shape
     weights = logits.new_empty((num_rows, k), dtype=dtype)
     index = logits.new_empty((num_rows, k), dtype=torch.int64)
@@ -248,6 +256,7 @@ def _route(
         _route_kernel[(cdiv(num_rows, rows),)](
             *(logits, bias, weights, index, logits.stride(0), num_rows, num_groups, members, scale),
             SIGMOID=sigmoid,
+            RANK_LOGITS=rank_logits,
             NORMALISE=normalise,
             TOP_K=k,
             COLUMNS=next_power_of_2(k),
@@ -261,7 +270,7 @@ def _route(
 
 
 @_route.register_fake
-def _(logits, correction_bias, k, sigmoid, normalise, num_groups, top_groups, scale, dtype):
+def _(logits, correction_bias, k, sigmoid, rank_logits, normalise, num_groups, top_groups, scale, dtype):
     size = (logits.shape[0], k)
     return logits.new_empty(size, dtype=dtype), logits.new_empty(size, dtype=torch.int64)
 
@@ -302,7 +311,7 @@ refuse_second_derivative(_route_backward, "topk_softmax_routing and grouped_topk
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    logits, _, _, ctx.sigmoid, ctx.normalise, _, _, ctx.scale, _ = inputs
+    logits, _, _, ctx.sigmoid, _, ctx.normalise, _, _, ctx.scale, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, output[1])
 
@@ -376,7 +385,7 @@ def topk_softmax_routing(
             logits, k, normalise=normalise, softmax_after_topk=softmax_after_topk, dtype=dtype
         )
     normalise = normalise or softmax_after_topk
-    weights, index = _route(logits, None, k, False, normalise, 1, 1, 1.0, dtype or logits.dtype)
+    weights, index = _route(logits, None, k, False, True, normalise, 1, 1, 1.0, dtype or logits.dtype)
     return weights, index
 
 
@@ -405,19 +414,22 @@ def grouped_topk_sigmoid_routing(
     correction_bias: torch.Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    sigmoid_after_topk: bool = False,
     normalise: bool = True,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts of each token with the largest corrected sigmoids within its best groups, and their weights.
+    """The k experts of each token with the largest corrected sigmoids (or logits) within its best groups, and their weights.
 
     Args:
         logits: (T, E), of any strides. The kernel takes float16, bfloat16 and float32; other dtypes run the reference.
         k: Experts per token.
-        correction_bias: (E,), any floating dtype; added to the sigmoids for the choice but not for the weights. It gets
+        correction_bias: (E,), any floating dtype; added to what is ranked but not to the weights. It gets
             no gradient.
         num_groups: Number of groups, of E / num_groups neighbouring experts each.
         top_groups: How many groups a token may choose from: those with the largest sum of their two best experts.
+        sigmoid_after_topk: Choose by the logits instead of their sigmoids, as Llama 4 does. The two orders differ with
+            a bias or groups, and without them where sigmoids round to the same number.
         normalise: Divide the weights by their sum + 1e-20.
         scale: Factor applied to the weights.
         dtype: Dtype of the weights; by default that of `logits`.
@@ -440,12 +452,14 @@ def grouped_topk_sigmoid_routing(
             correction_bias=correction_bias,
             num_groups=num_groups,
             top_groups=top_groups,
+            sigmoid_after_topk=sigmoid_after_topk,
             normalise=normalise,
             scale=scale,
             dtype=dtype,
         )
     bias = None if correction_bias is None else correction_bias.detach()
-    weights, index = _route(logits, bias, k, True, normalise, num_groups, top_groups, scale, dtype or logits.dtype)
+    options = (sigmoid_after_topk, normalise, num_groups, top_groups, scale, dtype or logits.dtype)
+    weights, index = _route(logits, bias, k, True, *options)
     return weights, index
 
 
@@ -456,13 +470,16 @@ def grouped_topk_sigmoid_routing_reference(
     correction_bias: torch.Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    sigmoid_after_topk: bool = False,
     normalise: bool = True,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped_topk_sigmoid_routing` in plain torch; it does not check its arguments."""
-    scores = logits.to(_wide(logits)).sigmoid()
-    choice = scores.detach() if correction_bias is None else scores.detach() + correction_bias.detach()
+    wide = logits.to(_wide(logits))
+    scores = wide.sigmoid()
+    choice = (wide if sigmoid_after_topk else scores).detach()
+    choice = choice if correction_bias is None else choice + correction_bias.detach()
     if num_groups > 1:
         grouped = choice.unflatten(-1, (num_groups, -1))
         best = grouped.topk(2).values.sum(-1).topk(top_groups).indices

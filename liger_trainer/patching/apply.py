@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -76,6 +77,7 @@ def apply_liger_kernel(
             "`model` is wrapped in nn.DataParallel, whose replicas would share the forwards of one device. Give the "
             "model itself, and train on several devices with DistributedDataParallel (`accelerate launch`, `torchrun`)."
         )
+    start = time.perf_counter()
     parsed = KernelConfig.parse(config)
     revert_liger_kernel(model)
 
@@ -105,7 +107,8 @@ def apply_liger_kernel(
         raise
     weakref.finalize(model, free_buffers).atexit = False
     meta = any(parameter.is_meta for parameter in model.parameters())
-    return KernelReport(_model_name(model), tuple(report_rows), (_META_REMARK,) if meta else ())
+    remarks = (_META_REMARK,) if meta else ()
+    return KernelReport(_model_name(model), tuple(report_rows), remarks, time.perf_counter() - start)
 
 
 def revert_liger_kernel(model: nn.Module) -> int:

@@ -40,6 +40,7 @@ from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.fp8 import mode_for
+from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
     Probe,
@@ -52,6 +53,8 @@ from liger_trainer.patching.probe import (
     projection,
     refused,
 )
+from liger_trainer.patching.side_effects import run_part
+from liger_trainer.patching.trial import Trial
 from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
 # In the order in which they are used: gate and up, or both in one, and down.
@@ -128,17 +131,13 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
     shapes = [*first, (hidden, intermediate)]
     tensors = [probe.randn(4, 16, hidden), *(probe.randn(*shape) * 0.25 for shape in shapes)]
 
-    original = on_projections(module, names, type(module).forward)
-    # Again with gates and ups of 16 and more, since a clamp shows only where values reach it.
-    large = [tensors[0] * 16, *tensors[1:]]
+    trial = Trial(on_projections(module, names, type(module).forward), tensors, MLP)
     recompute, tiled, lora = enabled("recompute_mlp"), enabled("tiled_mlp"), enabled("lora")
     failures = []
     for variant in _variants(module):
         forward = gated_mlp_forward(argument, names, variant, recompute, lora)
         ours = on_projections(module, names, in_tiles(forward, argument, _PROBED_TILES) if tiled else forward)
-        agreement = probe.compare(original, ours, tensors)
-        if agreement.equal:
-            agreement = probe.compare(original, ours, large)
+        agreement = trial.prove(ours)
         if agreement.equal:
             kernel = variant.kernel + (" on fused gate_up" if fused else "")
             kernel += ("" if recompute else ", product saved") + (", in tiles" if tiled else "")
@@ -162,19 +161,18 @@ def state_besides(module: nn.Module, names: tuple[str, ...]) -> list[str]:
 def on_projections(module: nn.Module, names: tuple[str, ...], forward: Callable) -> Callable:
     """`forward` as a function of the input and the weights of the projections `names`, on a dummy of `module`."""
 
-    def computation(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        children = {name: dummy_child(child) for name, child in _other_children(module, names).items()}
+    def computation(x: torch.Tensor, *weights: torch.Tensor, training: bool = True) -> torch.Tensor:
+        children = {name: dummy_child(child, training) for name, child in _other_children(module, names).items()}
         children |= {name: projection(weight) for name, weight in zip(names, weights)}
-        return forward(dummy_module(module, {}, children), x)
+        return run_part(forward, dummy_module(module, {}, children, training), x)
 
     return computation
 
 
-def dummy_child(module: nn.Module) -> nn.Module:
+def dummy_child(module: nn.Module, training: bool) -> nn.Module:
     """A dummy of a stateless child, so that the probe does not trigger hooks on the real one."""
-    return dummy_module(
-        module, {}, {name: dummy_child(child) for name, child in module._modules.items() if child is not None}
-    )
+    children = {name: dummy_child(child, training) for name, child in module._modules.items() if child is not None}
+    return dummy_module(module, {}, children, training)
 
 
 def has_hooks_between(module: nn.Module, names: tuple[str, ...]) -> bool:

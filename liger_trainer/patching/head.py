@@ -34,13 +34,16 @@ from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forwa
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.patching.binding import bind_forward, overriding_forward, unbind_forward
+from liger_trainer.patching.inputs import AS_DRAWN, HEAD
 from liger_trainer.patching.model_forward import (
     foreign_forward,
     is_patched_model,
     make_model_forward,
     native_forward,
 )
+from liger_trainer.patching.probe import neutral, projection
 from liger_trainer.patching.report import KernelReportRow
+from liger_trainer.patching.trial import relative_difference
 
 TOLERANCE = 5e-3
 """Largest relative difference allowed: fp32 gives about 1e-6, TensorFloat-32 about 1e-3."""
@@ -205,30 +208,34 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
 
     Returns:
         The largest difference of the loss and the gradients of hidden states, weight and bias, each relative to the
-        largest native value.
+        largest native value. It is that of the first of the inputs for the head (`inputs.py`) that is not allowed.
     """
-    generator = torch.Generator().manual_seed(0)  # the global random state does not change
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
-    weight, bias, hidden = draw(_VOCAB, _HIDDEN) / 4, draw(_VOCAB), draw(_BATCH, _LENGTH, _HIDDEN)
-    target = torch.randint(0, _VOCAB, (_BATCH * _LENGTH,), generator=generator)
-    target[:3] = IGNORE_INDEX
-    target = target.to(device)
+    generator = torch.Generator("cpu").manual_seed(0)  # the global random state does not change
 
-    def results(patched: bool) -> list[torch.Tensor]:
-        head = nn.utils.skip_init(nn.Linear, _HIDDEN, _VOCAB, bias=has_bias, device=device, dtype=torch.float32)
-        with torch.no_grad():
-            head.weight.copy_(weight)
-            if has_bias:
-                head.bias.copy_(bias)
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device)
+
+    def results(patched: bool, hidden: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight, bias)[: 3 if has_bias else 2]]
+        head = projection(leaves[1], nn.Linear)
+        head._parameters["bias"] = leaves[2] if has_bias else None  # type: ignore[assignment]
         if patched:
             bind_forward(head, forward)
-        states = hidden.clone().requires_grad_()
         with forward_context(ForwardContext(has_labels=True)), expected_loss_gradient(None):
-            logits = head(states).float().view(-1, _VOCAB)
+            logits = head(leaves[0]).float().view(-1, _VOCAB)
             loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)
-        loss.backward()
-        return [loss.detach(), states.grad, *(parameter.grad for parameter in head.parameters())]  # type: ignore[list-item]
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        pairs = list(zip(results(patched=False), results(patched=True), strict=True))
-    return max(float((ours - native).abs().max() / native.abs().max()) for native, ours in pairs)
+    worst = 0.0
+    with neutral(device):
+        weight, bias, hidden = draw(_VOCAB, _HIDDEN) / 4, draw(_VOCAB), draw(_BATCH, _LENGTH, _HIDDEN)
+        target = torch.randint(0, _VOCAB, (_BATCH * _LENGTH,), generator=generator, device="cpu")
+        target[:3] = IGNORE_INDEX
+        target = target.to(device)
+        for case in (AS_DRAWN, *HEAD):
+            (states,) = case.change([hidden])
+            native, ours = results(False, states), results(True, states)
+            worst = max(worst, *map(relative_difference, native, ours))
+            if not worst <= TOLERANCE:
+                break
+    return worst

@@ -16,9 +16,9 @@ from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import Finding, proved, reason_to_leave
 from liger_trainer.patching.fp8 import is_long_enough
+from liger_trainer.patching.inputs import norm_inputs
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import (
-    Agreement,
     Probe,
     Proof,
     dummy_module,
@@ -28,6 +28,8 @@ from liger_trainer.patching.probe import (
     only_argument,
     refused,
 )
+from liger_trainer.patching.side_effects import run_part
+from liger_trainer.patching.trial import Agreement, Trial
 
 # (casting, offset). In float32 most of these are the same function; the bfloat16 distance distinguishes them, and of
 # formulas that agree equally well the first is used.
@@ -80,19 +82,24 @@ def _probe_rms_norm(module: nn.Module, probe: Probe) -> Proof:
     name = eps_name(module)
     assert name is not None
 
+    theirs = _on(module, original)
+    trial = Trial(theirs, tensors, norm_inputs(getattr(module, name)))
     best: Proof | None = None
     failures: list[Agreement] = []
     formulas = RMS_NORM_FORMULAS if weighted else RMS_NORM_FORMULAS[:1] + RMS_NORM_FORMULAS[-1:]
     for casting, offset in formulas:
         options = (original, argument, name, offset, casting, weighted)
-        direct = rms_norm_forward(*options, mixed=True, autocast=True)
-        agreement = probe.compare(_on(module, original), _on(module, direct), tensors)
-        if not agreement.equal:
-            failures.append(agreement)
-        elif best is None or agreement.distance < best.agreement.distance:
-            mixed, autocast = _dtype_cases(probe, _on(module, original), _on(module, direct), tensors)
+        ours = _on(module, rms_norm_forward(*options, mixed=True, autocast=True))
+        agreement = trial.compare(ours)
+        if agreement.equal and best is not None and agreement.distance >= best.agreement.distance:
+            continue
+        agreement = trial.everywhere(ours, agreement)
+        if agreement.equal:
+            mixed, autocast = _dtype_cases(probe, theirs, ours, tensors)
             kernel = "rms_norm" if not weighted else f"rms_norm (casting={casting}{', 1 + weight' if offset else ''})"
             best = Proof(kernel, rms_norm_forward(*options, mixed=mixed, autocast=autocast), agreement)
+        else:
+            failures.append(agreement)
     return best or no_formula(failures, "none of the RMSNorm formulas")
 
 
@@ -103,21 +110,22 @@ def _probe_layer_norm(module: nn.Module, probe: Probe) -> Proof:
     (size,) = normalized_shape
     present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
     tensors = [probe.randn(*_ROWS, size), *(probe.randn(size) for _ in present)]
-    original = nn.LayerNorm.forward
-    direct = layer_norm_forward(mixed=True, autocast=True)
-    agreement = probe.compare(_on(module, original, present), _on(module, direct, present), tensors)
+    theirs = _on(module, nn.LayerNorm.forward, present)
+    ours = _on(module, layer_norm_forward(mixed=True, autocast=True), present)
+    eps: Any = module.eps
+    agreement = Trial(theirs, tensors, norm_inputs(eps)).prove(ours)
     if not agreement.equal:
         return Proof(None, None, agreement)
-    mixed, autocast = _dtype_cases(probe, _on(module, original, present), _on(module, direct, present), tensors)
+    mixed, autocast = _dtype_cases(probe, theirs, ours, tensors)
     return Proof("layer_norm", layer_norm_forward(mixed=mixed, autocast=autocast), agreement)
 
 
 def _on(module: nn.Module, forward: Callable, names: list[str] | None = None) -> Callable:
     """`forward` as a function of the input and the parameters, on a dummy of `module`."""
 
-    def computation(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def computation(x: torch.Tensor, *parameters: torch.Tensor, training: bool = True) -> torch.Tensor:
         given = dict(zip(names if names is not None else ["weight"], parameters))
-        return forward(dummy_module(module, {**dict.fromkeys(module._parameters), **given}, {}), x)
+        return run_part(forward, dummy_module(module, {**dict.fromkeys(module._parameters), **given}, {}, training), x)
 
     return computation
 

@@ -14,8 +14,10 @@ _PROJECTIONS = (2, 3)
 
 def find_other_mlp(module: nn.Module, enabled: Callable[[str], bool]) -> Iterator[Finding]:
     """The finding for `module` if it is two or three linear layers that lead from a size back to it."""
+    if len(module._modules) < min(_PROJECTIONS) or type(module).__module__.startswith("torch."):
+        return
     children = {name: child for name, child in module.named_children() if not is_stateless(child)}
-    if len(children) not in _PROJECTIONS or type(module).__module__.startswith("torch.") or not only_argument(module):
+    if len(children) not in _PROJECTIONS or not only_argument(module):
         return
     sizes = [size for child in children.values() if (size := _sizes(child))]
     if len(sizes) < len(children) or sizes[0][0] != sizes[-1][1]:

@@ -8,9 +8,8 @@ adapter are probed like any other, and neither their weights nor the global rand
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -21,19 +20,10 @@ from torch.nn.utils import parametrize
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.patching.side_effects import copies_of_containers
+from liger_trainer.patching.trial import Agreement, Computation, Trial, values_alike
 
 require(MODULE_CONTENTS)
-
-FP32_TOLERANCE = 1e-5
-"""Largest relative difference in float32, of values and gradients, at which two forwards count as equal."""
-
-# In bfloat16 the two may round in different places. Ours must be as close to the float32 result as the original, give
-# or take a quarter (the noise of a few hundred samples), or as close as one rounding of the result allows: on average,
-# or at most, where a tensor has few numbers (GPT-OSS's sinks), whose noise says nothing about a quarter.
-_BF16_SLACK = 1.25
-_BF16_FLOOR = 2.0**-9
-_BF16_FLOOR_OF_FEW = 2.0**-8
-_FEW = 32
 
 _HOOKS = (
     "_forward_hooks",
@@ -45,34 +35,11 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 
-Computation = Callable[..., Any]
+# Attributes that say nothing of what a module computes.
+_OF_EVERY_MODULE = {*nn.Module().__dict__, "forward", "_is_hf_initialized"}
+_PLAIN = (bool, int, float, str, type(None))
+
 _Result = TypeVar("_Result")
-
-
-@dataclasses.dataclass(frozen=True)
-class Agreement:
-    """How two computations compare.
-
-    Args:
-        error: Largest relative float32 difference of outputs and gradients; infinite if one is missing.
-        distance: Largest relative bfloat16 difference, which distinguishes formulas that only round differently.
-        reason: Why they do not agree; empty if they do.
-    """
-
-    error: float
-    distance: float = 0.0
-    reason: str = ""
-
-    @property
-    def equal(self) -> bool:
-        """Whether ours may replace the original."""
-        return not self.reason
-
-    def explained(self, what: str) -> Agreement:
-        """This result with the reason that the original computes `what`, if both ran and their values differ."""
-        if self.equal or not math.isfinite(self.error) or self.error <= FP32_TOLERANCE:
-            return self
-        return dataclasses.replace(self, reason=f"it computes {what} (relative difference {self.error:.1e})")
 
 
 class Proof(NamedTuple):
@@ -90,7 +57,7 @@ def refused(reason: str) -> Proof:
 
 def no_formula(failures: Iterable[Agreement], what: str) -> Proof:
     """The proof of a candidate that equals none of our formulas, because it computes `what`."""
-    nearest = min(failures, key=lambda agreement: (agreement.error, agreement.distance))
+    nearest = min(failures, key=lambda each: (not each.case, each.error, each.distance))
     return Proof(None, None, nearest.explained(what))
 
 
@@ -119,115 +86,64 @@ class Probe:
             self.cache[key] = prove(*arguments)
         return self.cache[key]
 
+    def on_cpu(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the CPU the default device, inside of `isolated`; a context slows every operation down."""
+        return contextlib.nullcontext() if self.device.type == "cpu" else torch.device("cpu")
+
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Turns off the caller's modes (meta device, no_grad, inference, autocast), and hides warnings."""
-        kinds = {"cpu", self.device.type}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
+        """The [`neutral`] state on the probe's device, without warnings."""
+        with warnings.catch_warnings(), neutral(self.device):
             warnings.simplefilter("ignore")
-            for kind in kinds:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            if torch.get_default_device() != self.device:  # a context slows every operation down
-                stack.enter_context(self.device)
             yield
 
     def compare(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> Agreement:
         """Compares the two on `tensors` in float32 and in bfloat16, outputs and gradients of every tensor."""
-        try:
-            truth = _run(original, tensors)
-            rounded = _run(original, [tensor.to(torch.bfloat16) for tensor in tensors])
-        except Exception as error:
-            return Agreement(float("inf"), reason=f"the probe could not run its forward: {_first_line(error)}")
-        try:
-            exact = _run(ours, tensors)
-            nearby = _run(ours, [tensor.to(torch.bfloat16) for tensor in tensors])
-        except Exception as error:
-            return Agreement(float("inf"), reason=f"the kernel did not run: {_first_line(error)}")
-        return _judge(truth, rounded, exact, nearby)
+        return Trial(original, tensors).compare(ours)
 
-    def same(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor], autocast: bool) -> bool:
+    def same(
+        self,
+        original: Computation,
+        ours: Computation,
+        tensors: Sequence[torch.Tensor],
+        autocast: bool,
+        constants: Sequence[torch.Tensor] = (),
+    ) -> bool:
         """Whether both give the same dtypes, and the same values within bfloat16 rounding, on these `tensors`."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
-            try:
-                expected, got = _run(original, tensors), _run(ours, tensors)
-            except Exception:
-                return False
-            return not _mismatch(expected, got) and all(_rms(a, b) <= 2**-7 for a, b in zip(expected, got))
+            return values_alike(original, ours, tensors, constants)
 
 
-def _run(computation: Computation, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    result = computation(*leaves)
-    outputs = list(result) if isinstance(result, tuple) else [result]
-    upstream = []
-    for output in outputs:
-        # A fixed wave, as a wrong formula could cancel a constant gradient.
-        wave = torch.arange(output.numel(), device=output.device, dtype=torch.float32).mul(0.7).cos()
-        upstream.append(wave.to(torch.bfloat16).to(output.dtype).view(output.shape))
-    gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-    return [tensor if tensor is None else tensor.detach() for tensor in (*outputs, *gradients)]
+@contextlib.contextmanager
+def neutral(device: torch.device) -> Iterator[None]:
+    """The state of a fresh process, whatever the caller's: devices, dtypes, modes, and random numbers to draw.
+
+    Args:
+        device: The default device.
+    """
+    dtype = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        # A forward with dropout draws; the numbers that the caller draws next stay the same.
+        stack.enter_context(torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type))
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device() != device:  # a context slows every operation down
+            stack.enter_context(device)
+        yield
 
 
-def _mismatch(expected: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> str:
-    if len(expected) != len(got):
-        return "it returns another number of tensors than the kernel"
-    for one, other in zip(expected, got):
-        if (one is None) != (other is None):
-            return "an input has a gradient in one of the two only"
-        if one is not None and other is not None and (one.shape != other.shape or one.dtype != other.dtype):
-            return f"it gives {tuple(one.shape)} {one.dtype} where the kernel gives {tuple(other.shape)} {other.dtype}"
-    return ""
-
-
-def _judge(
-    truth: list[torch.Tensor | None],
-    rounded: list[torch.Tensor | None],
-    exact: list[torch.Tensor | None],
-    nearby: list[torch.Tensor | None],
-) -> Agreement:
-    mismatch = _mismatch(truth, exact) or _mismatch(rounded, nearby)
-    if mismatch:
-        return Agreement(float("inf"), reason=mismatch)
-    error = max(_largest(one, other) for one, other in zip(truth, exact))
-    if not error <= FP32_TOLERANCE:
-        return Agreement(error, reason=f"it computes another formula (relative difference {error:.1e})")
-    distance = max(_rms(one, other) for one, other in zip(rounded, nearby))
-    for true, theirs, own in zip(truth, rounded, nearby):
-        few = true is not None and true.numel() < _FEW
-        allowed = max(_BF16_SLACK * _rms(true, theirs), _BF16_FLOOR_OF_FEW if few else _BF16_FLOOR)
-        if not _rms(true, own) <= allowed:
-            return Agreement(error, distance, f"in bfloat16 it rounds differently (relative difference {distance:.1e})")
-    return Agreement(error, distance)
-
-
-def _largest(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    if one is None or other is None or not one.numel():
-        return 0.0
-    scale = one.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-    return float((one.double() - other.double()).abs().max() / scale)
-
-
-def _rms(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    if one is None or other is None or not one.numel():
-        return 0.0
-    scale = one.double().norm().clamp_min(torch.finfo(torch.float32).tiny)
-    return float((one.double() - other.double()).norm() / scale)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
-
-
-def dummy_module(module: nn.Module, parameters: Mapping[str, Any], children: Mapping[str, nn.Module]) -> nn.Module:
-    """A module of the same class and plain attributes, in training mode, without hooks, with these contents."""
+def dummy_module(
+    module: nn.Module, parameters: Mapping[str, Any], children: Mapping[str, nn.Module], training: bool = True
+) -> nn.Module:
+    """A module of the same class and plain attributes, without hooks, with these contents."""
     # The class's constructor would allocate the real size and draw from the global generator.
     dummy: nn.Module = object.__new__(class_of(module))
-    attributes = {**module.__dict__, **{name: type(module.__dict__[name])() for name in _HOOKS}}
-    attributes.update(_parameters=dict(parameters), _buffers={}, _modules=dict(children), training=True)
+    attributes = {**copies_of_containers(module.__dict__), **{name: type(module.__dict__[name])() for name in _HOOKS}}
+    attributes.update(_parameters=dict(parameters), _buffers={}, _modules=dict(children), training=training)
     attributes.pop("forward", None)
     dummy.__dict__.update(attributes)
     return dummy
@@ -272,19 +188,28 @@ def projection(weight: torch.Tensor, kind: type[nn.Linear] = _Projection) -> nn.
 
 def identity(module: nn.Module) -> tuple[Any, ...]:
     """A key that is equal for modules with the same proof: class, plain attributes, shapes, stateless children."""
-    plain = (bool, int, float, str, type(None))
     attributes = tuple(
-        (name, value if isinstance(value, plain) else id(value))
+        (name, _plain(value))
         for name, value in sorted(module.__dict__.items())
-        if not name.startswith("_") and name not in ("training", "forward")
+        if name not in _OF_EVERY_MODULE and (isinstance(value, _PLAIN) or not name.startswith("_"))
     )
-    shapes = tuple((name, None if p is None else full_shape(p)) for name, p in module._parameters.items())
+    tensors = {**module._parameters, **module._buffers}
+    shapes = tuple((name, None if tensor is None else full_shape(tensor)) for name, tensor in tensors.items())
     stateless = tuple(
         (name, identity(child) if is_stateless(child) else None)
         for name, child in module._modules.items()
         if child is not None
     )
     return (class_of(module), attributes, shapes, stateless)
+
+
+def _plain(value: Any) -> Any:
+    """A key for an attribute: itself, with its type, as 1 equals True; the identity of any other object."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, functools.partial):
+        return _plain((value.func, value.args, *value.keywords.items()))
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -299,7 +224,11 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def is_stateless(module: nn.Module) -> bool:
     """Whether `module` holds neither parameters nor buffers, such as an activation."""
-    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
+    return not any(
+        tensor is not None
+        for part in module.modules()
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+    )
 
 
 def only_argument(module: nn.Module) -> str | None:

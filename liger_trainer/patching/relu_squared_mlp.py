@@ -13,7 +13,9 @@ from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.gated_mlp import has_hooks_between, on_projections, state_besides
+from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.probe import Probe, identity, only_argument
+from liger_trainer.patching.trial import Trial
 
 _NAMES = ("up_proj", "down_proj")
 _SIZES = (16, 24)  # hidden and intermediate size of the dummy module
@@ -43,7 +45,7 @@ def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, float]
     tensors = [probe.randn(4, 16, hidden), probe.randn(intermediate, hidden), probe.randn(hidden, intermediate)]
     forward = relu_squared_mlp_forward(argument)
     original, ours = (on_projections(module, _NAMES, each) for each in (type(module).forward, forward))
-    agreement = probe.compare(original, ours, tensors)
+    agreement = Trial(original, tensors, MLP).prove(ours)
     return forward if agreement.equal else None, agreement.error
 
 

@@ -37,11 +37,19 @@ class KernelReportRow:
 
 @dataclasses.dataclass(frozen=True)
 class KernelReport:
-    """Result of [`apply_liger_kernel`]: iterate over its rows, or print it."""
+    """Result of [`apply_liger_kernel`]: iterate over its rows, or print it.
+
+    Args:
+        model: The class of the model.
+        rows: One for each kind of candidate.
+        remarks: Sentences about the whole model.
+        seconds: What proving and patching took. Reports that differ in it alone are equal.
+    """
 
     model: str
     rows: tuple[KernelReportRow, ...]
     remarks: tuple[str, ...] = ()
+    seconds: float = dataclasses.field(default=0.0, compare=False)
 
     def __iter__(self) -> Iterator[KernelReportRow]:
         return iter(self.rows)
@@ -64,7 +72,7 @@ class KernelReport:
             from rich.console import Console
             from rich.table import Table
         except ModuleNotFoundError:  # it comes with `liger-trainer[train]`
-            return "\n".join([f"liger_trainer kernels in {self.model}", *map(_line, self.rows), *self.remarks])
+            return "\n".join([f"liger_trainer kernels in {self.model}", *map(_line, self.rows), *self._last_lines()])
 
         table = Table(title=f"liger_trainer kernels in {self.model}", title_justify="left")
         for heading in ("component", "target", "count", "kernel", "probe error", "remark"):
@@ -76,7 +84,10 @@ class KernelReport:
         text = io.StringIO()
         width = min(120, shutil.get_terminal_size((120, 24)).columns)
         Console(file=text, width=width).print(table)
-        return "\n".join([text.getvalue().rstrip(), *self.remarks])
+        return "\n".join([text.getvalue().rstrip(), *self._last_lines()])
+
+    def _last_lines(self) -> list[str]:
+        return [*self.remarks, f"Proved and patched in {self.seconds:.1f} s."]
 
 
 def _line(row: KernelReportRow) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from liger_trainer.kernels.rope.layouts import rope_complex
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
 from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.inputs import ROTATION, Case
 from liger_trainer.patching.pending_norm import PendingNorm
-from liger_trainer.patching.probe import Agreement, Probe, Proof, no_formula, refused
+from liger_trainer.patching.probe import Probe, Proof, no_formula, refused
+from liger_trainer.patching.trial import Agreement, Trial
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
 
@@ -128,12 +130,16 @@ def _prove_tables(function: Callable, parameters: Any, probe: Probe) -> Proof:
     for rotation in ROTATIONS:
         for precise in (False, True):
             usual = [layout for layout in _layouts() if _is_usual(layout, rotation, default)]
-            agreements = {layout: _compare(function, has_dim, rotation, layout, precise, probe) for layout in usual}
+            agreements = {
+                layout: _prove_layout(function, has_dim, rotation, layout, precise, probe, ROTATION) for layout in usual
+            }
             if not any(agreement.equal for agreement in agreements.values()):
                 failures += agreements.values()
                 continue
             others = [layout for layout in _layouts() if layout not in agreements]
-            agreements |= {layout: _compare(function, has_dim, rotation, layout, precise, probe) for layout in others}
+            agreements |= {
+                layout: _prove_layout(function, has_dim, rotation, layout, precise, probe, ()) for layout in others
+            }
             proven = {layout: agreement for layout, agreement in agreements.items() if agreement.equal}
             used = next(layout for layout in usual if layout in proven)
             mixed = _mixed_result(function, has_dim, rotation, used, precise, probe)
@@ -174,12 +180,19 @@ def _tensors(layout: Layout, probe: Probe) -> list[torch.Tensor]:
     return [*rows, *tables]
 
 
-def _compare(
-    function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
+def _prove_layout(
+    function: Callable,
+    has_dim: bool,
+    rotation: Rotation,
+    layout: Layout,
+    precise: bool,
+    probe: Probe,
+    inputs: Sequence[Case],
 ) -> Agreement:
     q, k, cos, sin = _tensors(layout, probe)
     original, ours = _at(function, has_dim, layout), functools.partial(rotation, dim=layout[1], keep_dtype=precise)
-    return probe.compare(_fixed_tables(original, cos, sin), _fixed_tables(ours, cos, sin), [q, k])
+    trial = Trial(_fixed_tables(original, cos, sin), [q, k], inputs)
+    return trial.prove(_fixed_tables(ours, cos, sin))
 
 
 def _at(function: Callable, has_dim: bool, layout: Layout) -> Callable:
@@ -295,7 +308,8 @@ def _prove_complex(function: Callable, name: str, probe: Probe) -> Proof:
         agreements = {}
         for form, shape in _FACTORS.items():
             factors = torch.complex(probe.randn(*shape, _HEAD_DIM // 2), probe.randn(*shape, _HEAD_DIM // 2))
-            agreements[form] = probe.compare(_with(factors, function), _with(factors, rope_complex, dim), rows)
+            trial = Trial(_with(factors, function), rows, ROTATION)
+            agreements[form] = trial.prove(_with(factors, rope_complex, dim))
         proven = {form: agreement for form, agreement in agreements.items() if agreement.equal}
         if proven:
             ours = complex_rotary_function(function, name, dim, frozenset(proven))

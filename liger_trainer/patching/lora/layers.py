@@ -23,11 +23,14 @@ from liger_trainer.compat.private import require
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
+from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.attention import shared_result
 from liger_trainer.patching.lora.fp8_linear import Fp8Linear
 from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, has_known_adapters, is_lora_linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
-from liger_trainer.patching.probe import Agreement, Probe, dummy_module, projection
+from liger_trainer.patching.probe import Probe, dummy_module, projection
+from liger_trainer.patching.side_effects import run_part
+from liger_trainer.patching.trial import Agreement, Trial
 
 _SIZES = (16, 24, 3)  # input and output features of the dummy module, and the rank of its first adapter
 
@@ -102,15 +105,19 @@ def _compare(module: nn.Module, names: list[str], probe: Probe) -> Agreement:
     tensors = [probe.randn(*shapes[0]).cpu(), *(probe.randn(*shape).cpu() * 0.25 for shape in shapes[1:])]
 
     def on(forward: Callable) -> Callable:
-        def computation(x: torch.Tensor, weight: torch.Tensor, *adapters: torch.Tensor) -> torch.Tensor:
-            return forward(_dummy(module, names, weight, adapters), x)
+        def computation(
+            x: torch.Tensor, weight: torch.Tensor, *adapters: torch.Tensor, training: bool = True
+        ) -> torch.Tensor:
+            return run_part(forward, _dummy(module, names, weight, adapters, training), x)
 
         return computation
 
-    return probe.compare(on(type(module).forward), on(forward), tensors)
+    return Trial(on(type(module).forward), tensors, MLP).prove(on(forward))
 
 
-def _dummy(module: nn.Module, names: list[str], weight: torch.Tensor, adapters: tuple[torch.Tensor, ...]) -> Any:
+def _dummy(
+    module: nn.Module, names: list[str], weight: torch.Tensor, adapters: tuple[torch.Tensor, ...], training: bool
+) -> Any:
     """`module` with other weights, and with its adapters in use."""
     children = {
         "base_layer": _linear(weight),
@@ -118,7 +125,7 @@ def _dummy(module: nn.Module, names: list[str], weight: torch.Tensor, adapters: 
         "lora_B": nn.ModuleDict({name: _linear(b) for name, b in zip(names, adapters[1::2])}),
         "lora_dropout": nn.ModuleDict({name: nn.Identity() for name in names}),
     }
-    dummy = dummy_module(module, {}, children)
+    dummy = dummy_module(module, {}, children, training)
     dummy.__dict__.update(merged_adapters=[], _disable_adapters=False, _active_adapter=names)
     return dummy
 

@@ -17,8 +17,11 @@ from torch import nn
 
 from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears
 from liger_trainer.patching.finding import Finding, reason_to_leave
+from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.operands import adapter, is_operand, is_plain_dropout, is_plain_linear
-from liger_trainer.patching.probe import Agreement, Probe, dummy_module, projection
+from liger_trainer.patching.probe import Probe, dummy_module, projection
+from liger_trainer.patching.side_effects import run_part
+from liger_trainer.patching.trial import Agreement, Trial
 
 _RANK, _FEATURES = 3, 24  # of the dummy module: its rank, and the features of its input and of a head
 _NO_DROPOUT = nn.Identity()  # where LitGPT has a function that returns its argument
@@ -87,14 +90,16 @@ def _compare(module: nn.Module, enable_lora: tuple[bool, ...], probe: Probe) -> 
         attributes |= {"head_size": _FEATURES, "n_head": 2, "n_query_groups": 1, "qkv_shapes": shapes}
 
     def on(forward: Callable) -> Callable:
-        def computation(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def computation(
+            x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, training: bool = True
+        ) -> torch.Tensor:
             children = {"linear": projection(weight, nn.Linear)}
             if isinstance(module.lora_dropout, nn.Module):
                 children["lora_dropout"] = nn.Dropout(0.0)
-            dummy = dummy_module(module, {"lora_A": a, "lora_B": b}, children)
+            dummy = dummy_module(module, {"lora_A": a, "lora_B": b}, children, training)
             dummy.__dict__.update(attributes)
-            return forward(dummy, x)
+            return run_part(forward, dummy, x)
 
         return computation
 
-    return probe.compare(on(type(module).forward), on(forward), tensors)
+    return Trial(on(type(module).forward), tensors, MLP).prove(on(forward))

@@ -35,9 +35,12 @@ from liger_trainer.patching.binding import (
 )
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.gated_mlp import dummy_child
+from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
-from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, full_shape, identity
+from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape, identity, no_formula
+from liger_trainer.patching.side_effects import run_part
+from liger_trainer.patching.trial import Agreement, Trial
 
 _HAS_REGISTRY = available(EXPERTS) and (not SHARED_EXPERTS.applies or available(SHARED_EXPERTS))
 if _HAS_REGISTRY:
@@ -160,37 +163,35 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
     shapes = weight_shapes(layout, num_experts, hidden, intermediate)
     tensors = [probe.randn(TOKENS, hidden).cpu(), top_k_weights]
     tensors += [probe.randn(*shape).cpu() * 0.25 for shape in shapes]
-    # Again with gates and ups of 16 and more, since a clamp shows only where values reach it.
-    large = [tensors[0] * 16, *tensors[1:]]
-    children = activations_of(module)
 
     def on(forward: Callable) -> Callable:
-        def computation(x: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-            norm = {NORM: dummy_module(module._modules[NORM], {"weight": parameters[-1]}, {})} if layout.normed else {}
-            experts = dummy_module(module, dict(zip(layout.weights, parameters)), {**children, **norm})
-            return forward(experts, x, top_k_index, weights)
+        def computation(
+            x: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor, training: bool = True
+        ) -> torch.Tensor:
+            children = activations_of(module, training)
+            if layout.normed:
+                children[NORM] = dummy_module(module._modules[NORM], {"weight": parameters[-1]}, {}, training)
+            experts = dummy_module(module, dict(zip(layout.weights, parameters)), children, training)
+            return run_part(forward, experts, x, top_k_index, weights)
 
         return computation
 
     failures = []
-    with torch.device("cpu"):
-        for original, formula in itertools.product(_originals(module), formulas(module, layout)):
-            computations = on(original), on(formula.run)
-            agreement = probe.compare(*computations, tensors)
-            if agreement.equal:
-                agreement = probe.compare(*computations, large)
+    with probe.on_cpu():
+        trials = [Trial(on(original), tensors, MLP) for original in _originals(module)]
+        for trial, formula in itertools.product(trials, formulas(module, layout)):
+            agreement = trial.prove(on(formula.run))
             if agreement.equal:
                 return formula, agreement
             failures.append(agreement)
-    nearest = min(failures, key=lambda agreement: agreement.error)
-    return None, nearest.explained("no activation that there is a kernel for")
+    return None, no_formula(failures, "no activation that there is a kernel for").agreement
 
 
-def activations_of(module: nn.Module) -> dict[str, nn.Module]:
+def activations_of(module: nn.Module, training: bool) -> dict[str, nn.Module]:
     """Dummies of the stateless children of experts."""
     left_out = NORM, "parametrizations"
     return {
-        name: dummy_child(child)
+        name: dummy_child(child, training)
         for name, child in module._modules.items()
         if child is not None and name not in left_out
     }

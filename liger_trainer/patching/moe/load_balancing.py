@@ -26,9 +26,11 @@ from liger_trainer.context_variables import set_to
 from liger_trainer.parallel.router_losses import router_losses
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
+from liger_trainer.patching.inputs import BALANCE
 from liger_trainer.patching.model_forward import forward_layers
-from liger_trainer.patching.probe import Agreement, Probe
+from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rope import HIDDEN_CALL
+from liger_trainer.patching.trial import Agreement, Trial
 
 COMPONENT = "load_balancing_loss"
 NAME = "load_balancing_loss_func"
@@ -127,5 +129,5 @@ def _prove(native: Callable, probe: Probe) -> Agreement:
 
     alone = make_load_balancing_loss(native, False)  # without the other processes, which may not run a probe
     layers = [probe.randn(12, 8) for _ in range(2)]
-    agreement = probe.compare(functools.partial(both, native), functools.partial(both, alone), layers)
-    return agreement.explained("another loss")
+    trial = Trial(functools.partial(both, native), layers, BALANCE)
+    return trial.prove(functools.partial(both, alone)).explained("another loss")

@@ -143,7 +143,7 @@ def _proof(module: Any, probe: Probe) -> Agreement:
         experts, one, other, rank = _SIZES
         shapes = (experts * rank, one), (other, rank * experts)
         weights = [probe.randn(*shape).cpu() for shape in shapes]
-        with torch.device("cpu"):
+        with probe.on_cpu():
             probe.cache[key] = probe.compare(
                 lambda a, b: _dummy(module, a, b).get_delta_weight("default"),
                 lambda a, b: _delta(factors(_dummy(module, a, b), "default")),

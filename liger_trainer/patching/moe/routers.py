@@ -14,15 +14,28 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
-from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.kernels.runtime import is_dtensor, triton_drives
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import Finding, proved, reason_to_leave
-from liger_trainer.patching.probe import Probe, Proof, dummy_module, full_shape, identity, only_argument, refused
+from liger_trainer.patching.inputs import MODES, ROUTER, crowded
+from liger_trainer.patching.probe import (
+    Probe,
+    Proof,
+    dummy_module,
+    full_shape,
+    identity,
+    no_formula,
+    only_argument,
+    refused,
+)
+from liger_trainer.patching.side_effects import run_part
+from liger_trainer.patching.trial import Trial, runs
 
 _BIAS = "e_score_correction_bias"
 _TOKENS = 32
 _CANDIDATES = 128
+_WIDTH = 64
 
 
 class RouterFormula(NamedTuple):
@@ -80,8 +93,8 @@ def _sigmoid(module, hidden, logits, dtype=None):
     return logits, *routed
 
 
-def _sigmoid_of_all(module, hidden, logits):
-    weights, index = grouped_topk_sigmoid_routing(logits, module.top_k, normalise=False)
+def _sigmoid_of_largest(module, hidden, logits):
+    weights, index = grouped_topk_sigmoid_routing(logits, module.top_k, sigmoid_after_topk=True, normalise=False)
     return torch.zeros_like(logits).scatter(1, index, weights), logits
 
 
@@ -95,7 +108,7 @@ ROUTER_FORMULAS = (
     RouterFormula(_to_fp32, _softmax_after_topk_as_hidden, _SOFTMAX),  # Granite
     RouterFormula(_in_fp32, _sigmoid, _SIGMOID, mixed=True),  # DeepSeek-V3, GLM-4
     RouterFormula(F.linear, functools.partial(_sigmoid, dtype=torch.float32), _SIGMOID),  # MiniMax-M3
-    RouterFormula(F.linear, _sigmoid_of_all, _SIGMOID),  # Llama 4, whose experts all see every token
+    RouterFormula(F.linear, _sigmoid_of_largest, _SIGMOID),  # Llama 4, whose experts all see every token
 )
 """Known routers. Some differ only in the dtypes of their results; of those that agree, the closest in bf16 is used."""
 
@@ -123,53 +136,85 @@ def _probe_router(module: nn.Module, probe: Probe) -> Proof:
     others = sorted((parameters.keys() - {"weight", "bias", _BIAS}) | (buffers - {_BIAS}))
     if others:
         return refused(f"it has {', '.join(others)} besides a router's weight, bias and correction")
-    num_experts = full_shape(parameters["weight"])[0]
+    num_experts, size = full_shape(parameters["weight"])
+    biases = [name for name in ("bias", _BIAS) if getattr(module, name, None) is not None]
     # Not differentiated: the gradient of a bias is a few sums that nearly cancel, which is noise in bfloat16.
-    constants = {name: probe.randn(num_experts) for name in ("bias", _BIAS) if getattr(module, name, None) is not None}
-    tensors = _tensors(module, probe, constants.get("bias"))
+    constants = [probe.randn(num_experts) for _ in biases]
+    top_k: int = module.__dict__["top_k"]
 
     def on(forward: Callable) -> Callable:
-        return lambda hidden, weight: _by_expert(forward(_dummy(module, weight, constants), hidden))
+        def computation(
+            hidden: torch.Tensor, weight: torch.Tensor, *constants: torch.Tensor, training: bool = True
+        ) -> tuple[torch.Tensor, ...]:
+            dummy = _dummy(module, weight, dict(zip(biases, constants)), training)
+            return _by_expert(run_part(forward, dummy, hidden))
+
+        return computation
 
     original = type(module).forward
-    agreements = {}
-    for formula in ROUTER_FORMULAS:
-        ours = router_forward(original, argument, formula, flattens=False, autocast=True)
-        agreements[formula] = probe.compare(on(original), on(ours), tensors)
-    equal = [formula for formula, agreement in agreements.items() if agreement.equal]
-    if not equal:
-        nearest = min(agreements.values(), key=lambda agreement: agreement.error)
-        return Proof(None, None, nearest.explained("none of the known routers"))
-    formula = min(equal, key=lambda each: agreements[each].distance)
+    for width in (min(size, _WIDTH), size):  # a narrow one takes less time, if its forward takes it
+        bias = dict(zip(biases, constants)).get("bias")
+        tensors = _tensors((num_experts, width), top_k, bias, probe)
+        if runs(on(original), tensors, constants):
+            break
+    ours_of = {
+        formula: on(router_forward(original, argument, formula, flattens=False, autocast=True))
+        for formula in ROUTER_FORMULAS
+    }
+    trial = Trial(on(original), tensors, constants=constants)
+    agreements = {formula: trial.compare(ours) for formula, ours in ours_of.items()}
+    equal = sorted((each for each in agreements if agreements[each].equal), key=lambda each: agreements[each].distance)
+    on_cpu = _trial_on_cpu(on(original), tensors, constants, top_k)
+    formula = None
+    with probe.on_cpu():
+        for each in equal:
+            agreements[each] = on_cpu.everywhere(ours_of[each], agreements[each])
+            if agreements[each].equal:
+                formula = each
+                break
+    if formula is None:
+        return no_formula(agreements.values(), "none of the known routers")
     ours = router_forward(original, argument, formula, flattens=True, autocast=True)
     hidden, weight = tensors
-    flattens = probe.same(on(original), on(ours), [hidden.unflatten(0, (2, -1)), weight], False)
+    both = on(original), on(ours)
+    flattens = probe.same(*both, [hidden.unflatten(0, (2, -1)), weight], False, constants)
     half = [tensor.to(torch.bfloat16) for tensor in tensors]
-    autocast = all(probe.same(on(original), on(ours), given, True) for given in (half, tensors))
+    autocast = all(probe.same(*both, given, True, constants) for given in (half, tensors))
     forward = router_forward(original, argument, formula, flattens=flattens, autocast=autocast)
     return Proof(formula.kernel, forward, agreements[formula])
 
 
-def _tensors(module: nn.Module, probe: Probe, bias: torch.Tensor | None) -> list[torch.Tensor]:
+def _trial_on_cpu(original: Callable, tensors: list[torch.Tensor], constants: list[torch.Tensor], top_k: int) -> Trial:
+    """A trial of all other inputs, on the CPU, where torch ranks equal numbers in the original and in ours."""
+    inputs = (*ROUTER, crowded(len(tensors[1]), top_k))
+    if triton_drives(torch.device("cpu")):  # the interpreter, where the kernel ranks them
+        inputs = MODES
+    return Trial(original, [each.cpu() for each in tensors], inputs, [each.cpu() for each in constants])
+
+
+def _tensors(shape: tuple[int, int], top_k: int, bias: torch.Tensor | None, probe: Probe) -> list[torch.Tensor]:
     """Hidden states and weight, for the tokens with the largest gap between the k-th logit and the next.
 
     Some logits are equal in bfloat16, and the order of equal logits is undefined in torch.
     """
-    num_experts, size = full_shape(module._parameters["weight"])  # type: ignore[arg-type]
+    num_experts, size = shape
     hidden = probe.randn(_CANDIDATES, size) * 2.0 ** -(size.bit_length() // 2)  # logits of about 1
     weight = probe.randn(num_experts, size)
-    top_k: int = module.__dict__["top_k"]
     if top_k < num_experts:
         top = F.linear(hidden, weight, bias).topk(top_k + 1).values
         hidden = hidden[(top[:, -2] - top[:, -1]).topk(_TOKENS).indices]
     return [hidden[:_TOKENS], weight]
 
 
-def _dummy(module: nn.Module, weight: torch.Tensor, constants: dict[str, torch.Tensor]) -> nn.Module:
-    bias = constants.get("bias")
-    dummy = dummy_module(module, {"weight": weight, "bias": None if bias is None else bias.to(weight.dtype)}, {})
-    if _BIAS in constants:
-        dummy._buffers[_BIAS] = constants[_BIAS]  # type: ignore[index]
+def _dummy(module: nn.Module, weight: torch.Tensor, biases: dict[str, torch.Tensor], training: bool) -> nn.Module:
+    bias = biases.get("bias")
+    parameters = {"weight": weight, "bias": None if bias is None else bias.to(weight.dtype)}
+    dummy = dummy_module(module, parameters, {}, training)
+    size, width = full_shape(module._parameters["weight"])[1], weight.shape[1]  # type: ignore[arg-type]
+    sizes = {name: width for name, value in dummy.__dict__.items() if name.startswith("hidden") and value == size}
+    dummy.__dict__.update(sizes)
+    if _BIAS in biases:
+        dummy._buffers[_BIAS] = biases[_BIAS]  # type: ignore[index]
     return dummy
 
 

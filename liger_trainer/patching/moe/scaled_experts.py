@@ -16,22 +16,26 @@ from torch import nn
 
 from liger_trainer.patching.binding import call_like, overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
+from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.moe.experts import TOKENS, activations_of, weight_shapes
 from liger_trainer.patching.moe.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import (
-    Agreement,
     Probe,
     class_of,
     dummy_module,
     full_shape,
     identity,
+    no_formula,
     only_argument,
     projection,
 )
+from liger_trainer.patching.side_effects import run_part
+from liger_trainer.patching.trial import Agreement, Trial
 
 _KEY = "scaled experts"
 _SIZES = 128, 24  # hidden and intermediate size of the dummy module, for a router gradient of many numbers
+_FEWER_TOKENS = 96
 _Forwards = tuple[Callable, Callable]  # of the block, and of its experts
 
 
@@ -93,19 +97,25 @@ def _probe_block(
     num_experts, (hidden, intermediate) = full_shape(declared_weights(experts)["down_proj"])[0], _SIZES
     shapes = [(num_experts, hidden), (hidden, hidden), *weight_shapes(layout, num_experts, hidden, intermediate)]
     tensors = [probe.randn(TOKENS, hidden).cpu(), *(probe.randn(*shape).cpu() * 0.125 for shape in shapes)]
-    activations = activations_of(experts)
     others = [name for name in block._modules if name not in ("experts", "router")]
 
     def on(block_forward: Callable, experts_forward: Callable) -> Callable:
-        def computation(x: torch.Tensor, of_router: torch.Tensor, other: torch.Tensor, *weights: torch.Tensor) -> Any:
-            children = {"router": dummy_module(block.router, {"weight": of_router, "bias": None}, {})}
+        def computation(
+            x: torch.Tensor,
+            of_router: torch.Tensor,
+            other: torch.Tensor,
+            *weights: torch.Tensor,
+            training: bool = True,
+        ) -> Any:
+            children = {"router": dummy_module(block.router, {"weight": of_router, "bias": None}, {}, training)}
             children |= {name: projection(other) for name in others}
-            children["experts"] = dummy_module(experts, dict(zip(layout.weights, weights)), activations)
-            small = dummy_module(block, {}, children)
+            activations = activations_of(experts, training)
+            children["experts"] = dummy_module(experts, dict(zip(layout.weights, weights)), activations, training)
+            small = dummy_module(block, {}, children, training)
             for module in (small, children["experts"]):
                 module.__dict__.update({name: hidden for name in module.__dict__ if name.startswith("hidden_")})
             children["experts"].forward = experts_forward.__get__(children["experts"])
-            return block_forward(small, x)
+            return run_part(block_forward, small, x)
 
         return computation
 
@@ -114,15 +124,18 @@ def _probe_block(
     assert argument is not None
     assert of_experts is not None
     original = on(type(block).forward, type(experts).forward)
-    with torch.device("cpu"):
+    trial = Trial(original, tensors)
+    smaller = Trial(original, [tensors[0][:_FEWER_TOKENS], *tensors[1:]], MLP)  # as the original runs all experts
+    with probe.on_cpu():
         for formula in formulas(experts, layout):
             forwards = block_forward(argument), scaled_experts_forward(formula, of_experts)
-            agreement = probe.compare(original, on(*forwards), tensors)
+            ours = on(*forwards)
+            agreement = smaller.everywhere(ours, trial.compare(ours))
             if agreement.equal:
                 return formula, forwards, agreement
             failures.append(agreement)
-    nearest = min(failures, key=lambda agreement: agreement.error)
-    return None, None, nearest.explained("no activation that there is a kernel for, or chooses in another way")
+    proof = no_formula(failures, "no activation that there is a kernel for, or chooses in another way")
+    return None, None, proof.agreement
 
 
 @functools.cache

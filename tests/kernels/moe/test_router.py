@@ -66,10 +66,12 @@ def test_reference_is_the_models_own(family, dtype):
     torch.testing.assert_close(gradient, expected, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-6)
 
 
-def test_llama_4():
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_llama_4(size):
+    """Also where the sigmoids of several experts round to 1."""
     router = ROUTERS["llama4"]()
-    scores, logits = router(seeded_randn(40, HIDDEN))
-    weights, index = grouped_topk_sigmoid_routing(logits, router.top_k, normalise=False)
+    scores, logits = router(size * seeded_randn(40, HIDDEN))
+    weights, index = grouped_topk_sigmoid_routing(logits, router.top_k, sigmoid_after_topk=True, normalise=False)
     assert torch.equal(torch.zeros_like(logits).scatter(1, index, weights), scores)
 
 
@@ -134,7 +136,7 @@ def test_compiles_ahead_of_time(experts, k, groups, sigmoid, normalise, dtype, t
     logits = torch.zeros(100, experts, dtype=dtype)
     bias = torch.zeros(experts) if sigmoid else None
     with recorded_launches() as launches:
-        weights, index = operators._route(logits, bias, k, sigmoid, normalise, groups, max(1, groups // 2), 2.5, dtype)
+        weights, index = operators._route(logits, bias, k, sigmoid, not sigmoid, normalise, groups, max(1, groups // 2), 2.5, dtype)
         operators._route_backward(weights, logits, index, sigmoid, normalise, 2.5)
     assert len(launches) == 2
     for launch in launches:
@@ -160,11 +162,12 @@ def outcome(function, logits, k, **options):
     data=st.data(),
     normalise=st.booleans(),
     biased=st.booleans(),
+    after=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     transposed=st.booleans(),
 )
 @settings(max_examples=15, deadline=None)
-def test_any_shape(function, tokens, members, groups, data, normalise, biased, dtype, transposed):
+def test_any_shape(function, tokens, members, groups, data, normalise, biased, after, dtype, transposed):
     """The experts are those of float64 on the same numbers; weights and gradients are rounded once."""
     experts = groups * members
     options = {"normalise": normalise}
@@ -173,6 +176,7 @@ def test_any_shape(function, tokens, members, groups, data, normalise, biased, d
         top_groups = data.draw(st.integers(1, groups), "top_groups")
         options |= {"num_groups": groups, "top_groups": top_groups, "scale": 2.5}
         options["correction_bias"] = seeded_randn(experts, seed=1, device=DEVICE) * 0.3 if biased else None
+        options["sigmoid_after_topk"] = after
     k = data.draw(st.integers(1, min(8, top_groups * members)), "k")
     # All different, also in bfloat16, and of one sign: s(x) + s(-x) would be the same sum for many groups.
     order = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens)).argsort(dim=1)
@@ -194,6 +198,23 @@ def test_equal_numbers_go_to_the_lower_expert():
         assert function(logits, 6)[1].tolist() == [[1, 3, 4, 0, 2, 5]]
     index = grouped_topk_sigmoid_routing(logits[:, [4, 4, 4, 4]], 2, num_groups=2, top_groups=1)[1]
     assert index.tolist() == [[0, 1]]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shift", [0.0, -150.0])
+def test_logits_are_ranked_where_their_sigmoids_are_equal(shift):
+    """In fp32 they are all 1, or all 0."""
+    logits = torch.tensor([[20.0, 25.0, 18.0, 17.0]], device=DEVICE) + shift
+    weights, index, gradient = outcome(
+        grouped_topk_sigmoid_routing, logits, 3, sigmoid_after_topk=True, normalise=False
+    )
+    assert index.tolist() == [[1, 0, 2]]
+    exact, chosen, slope = outcome(
+        grouped_topk_sigmoid_routing_reference, logits.double(), 3, sigmoid_after_topk=True, normalise=False
+    )
+    assert torch.equal(index, chosen)
+    torch.testing.assert_close(weights.double(), exact, rtol=1e-6, atol=1e-40)
+    torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=1e-40)
 
 
 @pytest.mark.kernel

@@ -1,0 +1,144 @@
+"""The inputs of every proof, by kind of part.
+
+A proof starts from random tensors of about size 1, in float32 and bfloat16, in training mode. There, many formulas look
+alike: an epsilon outside the root, a clamp at 10, a threshold on small weights, a rank of saturated sigmoids, another
+rule in evaluation. So the original and ours must agree on every [`Case`] of the lists at the end of this file too, in
+float32. Values differ from case to case, shapes and dtypes do not, so that a GPU compiles no kernel for them.
+
+To add one, write a function that makes the inputs from the random ones, and a row in the list of its kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One more input of a proof.
+
+    Args:
+        name: What the report calls it where the two differ.
+        change: Makes its tensors from the random ones; the first is the input of the part, the others its weights.
+        training: Whether the part is in training mode.
+        gradients: Whether gradients are compared too; otherwise both run without.
+    """
+
+    name: str
+    change: Callable[[Tensors], Tensors] = list
+    training: bool = True
+    gradients: bool = True
+
+
+AS_DRAWN = Case("")
+"""The random tensors themselves."""
+
+
+def _times(factor: float) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: [tensors[0] * factor, *tensors[1:]]
+
+
+def _all_times(factor: float) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: [tensor * factor for tensor in tensors]
+
+
+def _zero_rows(tensors: Tensors) -> Tensors:
+    """Every other row is zero."""
+    x = tensors[0].clone()
+    x[..., ::2, :] = 0.0
+    return [x, *tensors[1:]]
+
+
+def _one_large_element(tensors: Tensors) -> Tensors:
+    """The first element of a row is nearly all of its norm, so that its normalised value is as large as can be."""
+    x = tensors[0].clone()
+    x[..., 0] = x[..., 0].sign() * 300.0
+    return [x, *tensors[1:]]
+
+
+def _large_weights(tensors: Tensors) -> Tensors:
+    return [tensors[0], *(tensor * 300.0 for tensor in tensors[1:])]
+
+
+def _near_epsilon(eps: float) -> Callable[[Tensors], Tensors]:
+    """Mean squares from a hundredth of `eps` to a hundred times it, and a row of zeros."""
+
+    def change(tensors: Tensors) -> Tensors:
+        x = tensors[0]
+        rows = x.numel() // x.shape[-1]
+        sizes = eps**0.5 * 10 ** torch.linspace(-1.0, 1.0, rows, device=x.device)
+        sizes[0] = 0.0
+        return [x * sizes.view(*x.shape[:-1], 1), *tensors[1:]]
+
+    return change
+
+
+def _equal_logits(tensors: Tensors) -> Tensors:
+    """Each second expert has the weight and the biases of the one before it, so that all logits come in pairs."""
+    hidden, *of_experts = tensors
+    return [hidden, *(each[torch.arange(len(each), device=each.device) // 2 * 2] for each in of_experts)]
+
+
+def _saturated_logits(tensors: Tensors) -> Tensors:
+    """Sigmoids that are all 0 or 1, and no biases to tell them apart."""
+    hidden, weight, *biases = tensors
+    return [hidden * 300.0, weight, *(torch.zeros_like(bias) for bias in biases)]
+
+
+SIZES = tuple(Case(f"inputs of about {size:g}", _times(size)) for size in (1e-3, 30.0, 300.0))
+ZERO_ROWS = Case("rows of zeros", _zero_rows)
+MODES = (
+    Case("evaluation mode", training=False),
+    Case("evaluation mode without gradients", training=False, gradients=False),
+)
+
+ROTATION = (
+    *(Case(f"queries and keys of about {size:g}", _all_times(size)) for size in (1e-3, 30.0, 300.0)),
+    ZERO_ROWS,
+)
+"""A rotary function of queries and keys, which is called in both modes alike."""
+
+BALANCE = tuple(Case(f"logits of about {size:g}", _all_times(size)) for size in (1e-3, 30.0))
+"""A load-balancing loss. Larger logits give probabilities of 0, which tie for the second place of a token."""
+
+HEAD = (*SIZES, ZERO_ROWS)
+"""The LM head: hidden states."""
+
+MLP = (*MODES, *SIZES, ZERO_ROWS)
+"""An MLP, a LoRA layer, or experts. Those have 256 tokens on 6 experts, many more than a balance gives each."""
+
+ROUTER = (
+    *MODES,
+    *SIZES,
+    ZERO_ROWS,
+    Case("equal logits", _equal_logits),
+    Case("logits of about 300 without biases", _saturated_logits),
+)
+"""A router. All of it runs on the CPU, where torch breaks the ties of both. [`crowded`] is one more case."""
+
+
+def norm_inputs(eps: float) -> tuple[Case, ...]:
+    """A norm with this epsilon, over hidden states, queries or keys, with a gate or without."""
+    return (
+        Case("mean squares near epsilon", _near_epsilon(eps)),
+        *MODES,
+        *SIZES,
+        ZERO_ROWS,
+        Case("one large element in a row", _one_large_element),
+        Case("weights of about 300", _large_weights),
+    )
+
+
+def crowded(num_experts: int, top_k: int) -> Case:
+    """More tokens than experts x k for a router, all of them alike, so that k experts get every token."""
+
+    def change(tensors: Tensors) -> Tensors:
+        hidden, *others = tensors
+        return [hidden[:1].expand(num_experts * top_k + 1, -1), *others]
+
+    return Case("more tokens than experts x k", change, gradients=False)

@@ -1,0 +1,248 @@
+"""The comparison of two computations: on the same inputs, in float32 and in bfloat16, values and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from liger_trainer.patching.inputs import AS_DRAWN, Case
+from liger_trainer.patching.side_effects import SideEffectError
+
+FP32_TOLERANCE = 1e-5
+"""Largest relative difference in float32, of values and gradients, at which two forwards count as equal."""
+
+# In bfloat16 the two may round in different places. Ours must be as close to the float32 result as the original, give
+# or take a quarter (the noise of a few hundred samples), or as close as one rounding of the result allows: on average,
+# or at most, where a tensor has few numbers (GPT-OSS's sinks), whose noise says nothing about a quarter.
+_BF16_SLACK = 1.25
+_BF16_FLOOR = 2.0**-9
+_BF16_FLOOR_OF_FEW = 2.0**-8
+_FEW = 32
+
+Computation = Callable[..., Any]
+_Results = list[torch.Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How two computations compare.
+
+    Args:
+        error: Largest relative float32 difference of outputs and gradients; infinite if one is missing.
+        distance: Largest relative bfloat16 difference, which distinguishes formulas that only round differently.
+        reason: Why they do not agree; empty if they do.
+        case: The name of the [`Case`] that shows it; empty for the random tensors themselves.
+    """
+
+    error: float
+    distance: float = 0.0
+    reason: str = ""
+    case: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether ours may replace the original."""
+        return not self.reason
+
+    def explained(self, what: str) -> Agreement:
+        """This result with the reason that the original computes `what`, if both ran and their values differ."""
+        if self.equal or not math.isfinite(self.error) or self.error <= FP32_TOLERANCE:
+            return self
+        return dataclasses.replace(self, reason=_differs(f"it computes {what}", self.error, self.case))
+
+
+class _CannotCompareError(Exception):
+    """Says why, as the reason in the report."""
+
+
+class Trial:
+    """The original of one part, which runs once on each input, however many of ours are compared with it.
+
+    Args:
+        original: A function of the tensors, and of the constants after them. For a case in evaluation mode it gets
+            ``training=False`` too.
+        tensors: About as large as 1, in float32; outputs and the gradients of all are compared.
+        inputs: More inputs, for `everywhere`.
+        constants: Tensors that stay float32 and are not differentiated.
+    """
+
+    def __init__(
+        self,
+        original: Computation,
+        tensors: Sequence[torch.Tensor],
+        inputs: Iterable[Case] = (),
+        constants: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._original, self._inputs = original, tuple(inputs)
+        self._tensors, self._constants = list(tensors), list(constants)
+        self._known: dict[Any, _Results] = {}
+
+    def compare(self, ours: Computation) -> Agreement:
+        """Compares the two on the tensors themselves, in float32 and in bfloat16."""
+        try:
+            truth, exact = self._results(ours, AS_DRAWN, torch.float32)
+            rounded, nearby = self._results(ours, AS_DRAWN, torch.bfloat16)
+        except _CannotCompareError as reason:
+            return Agreement(float("inf"), reason=str(reason))
+        return _judge(truth, rounded, exact, nearby)
+
+    def everywhere(self, ours: Computation, agreement: Agreement) -> Agreement:
+        """Compares the two in float32 on all other inputs, up to the first where they differ.
+
+        Args:
+            ours: The candidate.
+            agreement: What `compare` found for it.
+        """
+        for case in self._inputs:
+            if not agreement.equal:
+                break
+            try:
+                truth, exact = self._results(ours, case, torch.float32)
+            except _CannotCompareError as reason:
+                return Agreement(float("inf"), reason=f"{reason} (with {case.name})", case=case.name)
+            agreement = _judge_case(case, truth, exact, agreement)
+        return agreement
+
+    def prove(self, ours: Computation) -> Agreement:
+        """Both."""
+        return self.everywhere(ours, self.compare(ours))
+
+    def _results(self, ours: Computation, case: Case, dtype: torch.dtype) -> tuple[_Results, _Results]:
+        """Outputs and gradients of the original and of ours."""
+        changed = case.change([*self._tensors, *self._constants])
+        tensors = [tensor.to(dtype) for tensor in changed[: len(self._tensors)]]
+        constants = changed[len(tensors) :]
+        key = case, dtype
+        try:
+            if key not in self._known:
+                self._known[key] = _run(self._original, tensors, constants, case)
+        except SideEffectError as effect:
+            raise _CannotCompareError(str(effect)) from effect
+        except Exception as error:
+            raise _CannotCompareError(f"the probe could not run its forward: {_first_line(error)}") from error
+        try:
+            return self._known[key], _run(ours, tensors, constants, case)
+        except Exception as error:
+            raise _CannotCompareError(f"the kernel did not run: {_first_line(error)}") from error
+
+
+def runs(computation: Computation, tensors: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]) -> bool:
+    """Whether `computation` takes these; see [`Trial`]."""
+    try:
+        computation(*tensors, *constants)
+    except SideEffectError:
+        return True
+    except Exception:
+        return False
+    return True
+
+
+def values_alike(
+    original: Computation,
+    ours: Computation,
+    tensors: Sequence[torch.Tensor],
+    constants: Sequence[torch.Tensor] = (),
+) -> bool:
+    """Whether both give the same dtypes, and the same values within bfloat16 rounding; see [`Trial`]."""
+    try:
+        expected, got = (_run(computation, tensors, constants, AS_DRAWN) for computation in (original, ours))
+    except Exception:
+        return False
+    return not _mismatch(expected, got) and all(_rms(a, b) <= 2**-7 for a, b in zip(expected, got))
+
+
+def _run(
+    computation: Computation, tensors: Sequence[torch.Tensor], constants: Sequence[torch.Tensor], case: Case
+) -> _Results:
+    leaves = [tensor.detach().clone().requires_grad_(case.gradients) for tensor in tensors]
+    with torch.set_grad_enabled(case.gradients):
+        result = computation(*leaves, *constants, **({} if case.training else {"training": False}))
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    if not case.gradients:
+        return [output.detach() for output in outputs]
+    upstream = []
+    for output in outputs:
+        # A fixed wave, as a wrong formula could cancel a constant gradient.
+        wave = torch.arange(output.numel(), device=output.device, dtype=torch.float32).mul(0.7).cos()
+        upstream.append(wave.to(torch.bfloat16).to(output.dtype).view(output.shape))
+    gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    return [tensor if tensor is None else tensor.detach() for tensor in (*outputs, *gradients)]
+
+
+def _mismatch(expected: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> str:
+    if len(expected) != len(got):
+        return "it returns another number of tensors than the kernel"
+    for one, other in zip(expected, got):
+        if (one is None) != (other is None):
+            return "an input has a gradient in one of the two only"
+        if one is not None and other is not None and (one.shape != other.shape or one.dtype != other.dtype):
+            return f"it gives {tuple(one.shape)} {one.dtype} where the kernel gives {tuple(other.shape)} {other.dtype}"
+    return ""
+
+
+def _judge(truth: _Results, rounded: _Results, exact: _Results, nearby: _Results) -> Agreement:
+    mismatch = _mismatch(truth, exact) or _mismatch(rounded, nearby)
+    if mismatch:
+        return Agreement(float("inf"), reason=mismatch)
+    error = max(relative_difference(one, other) for one, other in zip(truth, exact))
+    if not error <= FP32_TOLERANCE:
+        return Agreement(error, reason=_differs("it computes another formula", error))
+    distance = max(_rms(one, other) for one, other in zip(rounded, nearby))
+    for true, theirs, own in zip(truth, rounded, nearby):
+        few = true is not None and true.numel() < _FEW
+        allowed = max(_BF16_SLACK * _rms(true, theirs), _BF16_FLOOR_OF_FEW if few else _BF16_FLOOR)
+        if not _rms(true, own) <= allowed:
+            return Agreement(error, distance, f"in bfloat16 it rounds differently (relative difference {distance:.1e})")
+    return Agreement(error, distance)
+
+
+def _judge_case(case: Case, truth: _Results, exact: _Results, agreement: Agreement) -> Agreement:
+    """`agreement`, or what this case shows; both may give the same infinity, and NaN in the same place."""
+    mismatch = _mismatch(truth, exact)
+    if mismatch:
+        return Agreement(float("inf"), reason=f"{mismatch} (with {case.name})", case=case.name)
+    error = max(relative_difference(one, other, alike=True) for one, other in zip(truth, exact))
+    if not error <= FP32_TOLERANCE:
+        return Agreement(error, reason=_differs("it computes another formula", error, case.name), case=case.name)
+    return dataclasses.replace(agreement, error=max(agreement.error, error))
+
+
+def _differs(what: str, error: float, case: str = "") -> str:
+    return f"{what} ({'with ' + case + ', ' if case else ''}relative difference {error:.1e})"
+
+
+def relative_difference(one: torch.Tensor | None, other: torch.Tensor | None, alike: bool = False) -> float:
+    """The largest difference, relative to the largest number of `one`.
+
+    Args:
+        one: What the original gives.
+        other: What ours gives.
+        alike: Whether NaN equals NaN, and an infinity itself; otherwise the difference is infinite.
+    """
+    if one is None or other is None or not one.numel():
+        return 0.0
+    if torch.equal(one, other):
+        return 0.0
+    one, other = one.double(), other.double()
+    difference = (one - other).abs()
+    if alike:
+        difference = difference.where((one != other) & ~(one.isnan() & other.isnan()), 0.0)
+        one = one.where(one.isfinite(), 0.0)
+    error = float(difference.max() / one.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+    return math.inf if math.isnan(error) else error
+
+
+def _rms(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None or not one.numel():
+        return 0.0
+    scale = one.double().norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((one.double() - other.double()).norm() / scale)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
