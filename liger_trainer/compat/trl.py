@@ -62,6 +62,24 @@ LOGGED_COMPLETIONS = Feature(
     needed=False,
 )
 
+GENERATION_COUNTERS = Feature(
+    "going on with the completions that a checkpoint holds",
+    *(
+        Private(f"trl:{name}Trainer._prepare_inputs", uses="_step, _buffered_inputs")
+        for name in ("GRPO", "RLOO", "Distillation")
+    ),
+)
+
+LOGGED_SINCE = Feature(
+    "metrics since the last log in a resumed run",
+    *(Private(f"trl:{name}Trainer.log", uses="_metrics") for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward")),
+    *(
+        Private(f"trl.experimental.{name.lower()}:{name}Trainer.log", uses="_stored_metrics")
+        for name in ("ORPO", "CPO")
+    ),
+    Private("trl:SFTTrainer.compute_loss", uses="_total_train_tokens"),
+)
+
 REWARD_FUNCTIONS = Feature(
     "errors that name the reward function",
     Private("trl.trainer.utils:get_callable_name", "func"),
