@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from tests.trainers.builders import causal
-from tests.trainers.parity import assert_close_weights, build, lora, reward
+from tests.trainers.parity import assert_close_weights, build, lora
 from tests.trainers.test_parity_distillation import build as build_distillation
 from tests.trainers.tiny import WORDS, llama, logged, text_dataset, token_rows, tokenizer
 
@@ -51,23 +51,24 @@ def logs_after(trainer: Any, step: int) -> list[dict[str, Any]]:
 
 
 def assert_resumes(make: Callable[[Any], Any], folder: Path, *steps: int) -> tuple[Any, Any]:
-    """Trains once, and again from the checkpoint of each of `steps`, and compares all that follows.
+    """Trains once, and again from the checkpoint of the first of `steps`, from that run's of the second, and so on.
 
     Returns:
         The run that was not interrupted, and the last one that was.
     """
-    whole = make(folder / "whole")
+    last = whole = make(folder / "whole")
     whole.train()
     for step in steps:
         assert 0 < step < whole.state.global_step
-        resumed = make(folder / f"from{step}")
+        checkpoint = Path(last.args.output_dir, f"checkpoint-{step}")
+        last = make(folder / f"from{step}")
         disturbed()
-        resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir, f"checkpoint-{step}")))
-        assert resumed.state.global_step == whole.state.global_step
-        for found, expected in zip(logs_after(resumed, step), logs_after(whole, step), strict=True):
+        last.train(resume_from_checkpoint=str(checkpoint))
+        assert last.state.global_step == whole.state.global_step
+        for found, expected in zip(logs_after(last, step), logs_after(whole, step), strict=True):
             assert found == expected, step
-        assert_close_weights(resumed, whole, tolerance=0)
-    return whole, resumed
+        assert_close_weights(last, whole, tolerance=0)
+    return whole, last
 
 
 def trl(kind: str, **case: Any) -> Make:
@@ -114,6 +115,8 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "SFT, LoRA": (trl("SFT", peft_config=lora(lora_dropout=0.2)), (3,)),
     "SFT, evaluated": (trl("SFT", eval_strategy="steps", eval_steps=1), (2,)),
     "SFT, logged every third step": (trl("SFT", logging_steps=3), (1, 4)),
+    "causal, workers": (plain(token_rows(14), dataloader_num_workers=1), (2, 4)),
+    "causal, saved at the end of epochs": (plain(token_rows(10), save_strategy="epoch"), (3,)),
     "SFT, streamed": (trl("SFT", data=stream(lambda: text_dataset(8))), (1, 2, 3, 4)),
     "DPO": (trl("DPO"), (3,)),
     "KTO": (trl("KTO"), (3,)),
@@ -138,3 +141,64 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
 def test_every_trainer(case: str, with_dropout: str, tmp_path: Path) -> None:
     make, steps = CASES[case]
     assert_resumes(lambda folder: make(folder, with_dropout), tmp_path, *steps)
+
+
+def stripped(checkpoint: Path) -> str:
+    """`checkpoint` as a stock trainer writes it."""
+    path = checkpoint / "rng_state.pth"
+    state = torch.load(path, weights_only=False)
+    del state["liger_trainer"]
+    torch.save(state, path)
+    return str(checkpoint)
+
+
+def test_a_stock_checkpoint_resumes_with_a_line(with_dropout: str, tmp_path: Path, caplog: Any) -> None:
+    make, _ = CASES["GRPO"]
+    make(tmp_path, with_dropout).train()
+    resumed = make(tmp_path / "resumed", with_dropout)
+    resumed.train(resume_from_checkpoint=stripped(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 5
+    lines = [record.getMessage() for record in caplog.records if "holds no" in record.getMessage()]
+    assert len(lines) == 1
+    assert "completions that wait to be trained on are generated again" in lines[0]
+
+
+def test_a_stock_checkpoint_of_a_stream_is_at_its_place(with_dropout: str, tmp_path: Path) -> None:
+    make, _ = CASES["SFT, streamed"]
+    whole = make(tmp_path, with_dropout)
+    whole.train()
+    resumed = make(tmp_path / "resumed", with_dropout)
+    resumed.train(resume_from_checkpoint=stripped(tmp_path / "checkpoint-3"))
+    assert logs_after(resumed, 3) == logs_after(whole, 3)
+    assert_close_weights(resumed, whole, tolerance=0)
+
+
+def test_completions_of_another_layout_are_left_out(with_dropout: str, tmp_path: Path, caplog: Any) -> None:
+    data = prompts(16)
+    trl("GRPO", data=data, **BUFFERED)(tmp_path, with_dropout).train()
+    other = trl("GRPO", data=data, **{**BUFFERED, "steps_per_generation": 8})(tmp_path / "other", with_dropout)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert other.state.global_step == 5
+    assert "`steps_per_generation` differ from those of the checkpoint" in caplog.text
+
+
+def test_another_seed_orders_the_data_anew(with_dropout: str, tmp_path: Path) -> None:
+    """Of which only the steps that are left are run."""
+    make, _ = CASES["causal"]
+    whole = make(tmp_path, with_dropout)
+    whole.train()
+    other = plain(data_seed=11)(tmp_path / "other", with_dropout)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logs_after(other, 2) != logs_after(whole, 2)
+
+
+def test_the_loss_of_the_run_is_that_of_the_steps_since_the_checkpoint(with_dropout: str, tmp_path: Path) -> None:
+    make, _ = CASES["SFT, logged every third step"]
+    whole = make(tmp_path, with_dropout)
+    whole.train()
+    each = trl("SFT")(tmp_path / "each", with_dropout)
+    each.train()
+    resumed = make(tmp_path / "resumed", with_dropout)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    losses = [log["loss"] for log in each.state.log_history if "loss" in log]
+    assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses[1:]) / 4, rel=1e-6)

@@ -17,7 +17,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import (
@@ -32,7 +32,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import RESUMING
 from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.trainers.checkpoints.output_lock import owned
-from liger_trainer.trainers.checkpoints.run_state import STEM, RunStateMixin, state_file
+from liger_trainer.trainers.checkpoints.run_state import RunStateMixin, rng_file
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, step_of
 
 logger = logging.getLogger("liger_trainer")
@@ -42,7 +42,7 @@ require(WRAPPED_OPTIMIZER)
 
 _WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _OF_TORCH = re.compile(  # other files are the user's own, and may be anything
-    rf"^(optimizer|scheduler|rng_state|pytorch_model|adapter_model|training_args|{STEM}).*\.(pt|pth|bin)$|_states\.pt$"
+    r"^(optimizer|scheduler|rng_state|pytorch_model|adapter_model|training_args).*\.(pt|pth|bin)$|_states\.pt$"
 )
 _PICKLE = b"\x80\x02"  # the beginning of files of torch.save that are not zip archives
 _ARGUMENTS = {"initial_lr": "learning_rate", "betas": "adam_beta1, adam_beta2", "eps": "adam_epsilon"}
@@ -90,8 +90,8 @@ class ResumingMixin(RunStateMixin):
 
     def _before_resuming(self, checkpoint: Path) -> None:
         _check(checkpoint, self.model)
-        self._say_what_is_lost(checkpoint)
         super()._before_resuming(checkpoint)
+        self._say_what_is_lost(checkpoint)
 
     def _say_what_is_lost(self, checkpoint: Path) -> None:
         """Warns if the checkpoint does not have all of a run's state, as with `save_only_model`."""
@@ -100,12 +100,12 @@ class ResumingMixin(RunStateMixin):
         lost = {}
         if not any(checkpoint.glob("optimizer*")) or not (checkpoint / SCHEDULER_NAME).is_file():
             lost["optimizer.pt or scheduler.pt"] = "the optimizer and the learning rate schedule start again"
-        rng_state = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
-        if not (checkpoint / rng_state).is_file():
-            lost[rng_state] = "random numbers will differ"
-        if not (checkpoint / state_file(self.args)).is_file():  # a stock trainer's
-            generates = "completions that were not trained on yet are generated again, and "
-            lost[state_file(self.args)] = f"{generates if self._buffers_completions else ''}losses and metrics since the last log are left out"
+        if not (checkpoint / rng_file(self.args)).is_file():
+            lost[rng_file(self.args)] = "random numbers will differ"
+        if self._saved is None:  # a stock trainer's
+            completions = "completions that wait to be trained on are generated again, and "
+            completions = completions if self._buffers_completions else ""
+            lost["state of a Liger trainer"] = f"{completions}losses and metrics since the last log are left out"
         if getattr(self.args, "sync_ref_model", False):
             lost["reference model"] = "the one that `sync_ref_model` updates starts again from its initial weights"
         if lost:

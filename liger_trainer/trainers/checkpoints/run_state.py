@@ -1,4 +1,4 @@
-"""What decides the next step of a run and is in no file of the Trainer: a checkpoint has it in a file of ours.
+"""What decides the next step of a run, and the Trainer does not save: it joins the random numbers in a checkpoint.
 
 The Trainer saves weights, optimizer, schedule, counters and random numbers. It does not save
 
@@ -28,6 +28,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import has_length
 
 from liger_trainer.compat.private import require
@@ -37,8 +38,8 @@ logger = logging.getLogger("liger_trainer")
 
 require(RUN_STATE)
 
-STEM = "liger_trainer_state"
-"""The name of our file, which ``torch.load(weights_only=True)`` reads. Each of several processes has its own."""
+_KEY = "liger_trainer"
+"""Of our values in the Trainer's file of random numbers, of which each process has its own."""
 
 _OF_GENERATION = ("_step", "_buffered_inputs")
 _OF_LOGS = ("_metrics", "_stored_metrics", "_total_train_tokens")
@@ -51,29 +52,29 @@ _LAYOUT = (
 """The arguments that say which completions a process has, and which micro-batch they belong to."""
 
 
-def state_file(args: TrainingArguments) -> str:
-    """The name of this process's file in a checkpoint."""
-    return f"{STEM}.pt" if args.world_size <= 1 else f"{STEM}_{args.process_index}.pt"
+def rng_file(args: TrainingArguments) -> str:
+    """The name of the file with this process's random numbers in a checkpoint."""
+    return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
 
 
 class RunStateMixin(Trainer):
     """Comes before a Trainer: a run goes on from its checkpoint as if it had not been interrupted."""
 
-    _saved: Mapping[str, Any] | None = None  # our file in the checkpoint that the run resumes from
+    _saved: Mapping[str, Any] | None = None  # our values in the checkpoint that the run resumes from
     _saved_max_steps = 0
     _epoch_began: Mapping[str, Any] | None = None
     _samplers: Sequence[Any] = ()
     _next_batch: Mapping[str, Any]  # the random numbers with which it was collated, before the last step
     _collated = 0  # batches of this epoch
-    _once_collated: dict[int, Callable[[], None]] = {}
+    _once_collated: dict[int, Callable[[], None]] | None = None  # what follows the batch of this number
     _to_load: str | None = None  # the checkpoint whose random numbers hold once the next batch is collated
     _has_loaded = False  # whether the Trainer need not load them
 
     def _before_resuming(self, checkpoint: Path) -> None:
         """Reads a checkpoint; to be called before the Trainer does."""
         self._saved_max_steps = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).max_steps
-        path = checkpoint / state_file(self.args)
-        self._saved = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
+        path = checkpoint / rng_file(self.args)
+        self._saved = _read(path).get(_KEY) if path.is_file() else None
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -92,7 +93,8 @@ class RunStateMixin(Trainer):
             "layout": self._layout,
             "generation": {name: getattr(self, name) for name in _OF_GENERATION if hasattr(self, name)},
         }
-        torch.save(_plain(state), Path(output_dir, state_file(self.args)))
+        path = Path(output_dir, rng_file(self.args))
+        torch.save({**_read(path), _KEY: _plain(state)}, path)
 
     @property
     def _buffers_completions(self) -> bool:
@@ -165,11 +167,12 @@ class RunStateMixin(Trainer):
         """Restores those that order the epoch, and those with which its next batch is collated.
 
         Args:
-            saved: Our file.
+            saved: Our values.
             loader: The data loader, which is not iterated yet.
             again: How many batches it collates again before it leaves them out.
         """
         _set_random_numbers(saved["random"])
+        assert self._once_collated is not None
         if self.args.dataloader_num_workers:  # whose random numbers follow from these
             return
         if again:
@@ -234,8 +237,14 @@ class RunStateMixin(Trainer):
     def _collate(self, collator: Callable[[Any], Any], features: Any) -> Any:
         batch = collator(features)
         self._collated += 1
-        self._once_collated.pop(self._collated, lambda: None)()
+        if self._once_collated and self._collated in self._once_collated:
+            self._once_collated.pop(self._collated)()
         return batch
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with safe_globals():  # of NumPy, in the Trainer's part
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
