@@ -85,6 +85,11 @@ LOSS_SCALE = Feature(
     Private(f"{_TRAINER}.compute_loss", uses="average_tokens_across_devices, num_processes, get_tp_size"),
 )
 
+LABELS_OF_A_STEP = Feature(
+    "counting labels after a trainer has replaced them",
+    Private(f"{_TRAINER}._get_num_items_in_batch", "self, batch_samples, device"),
+)
+
 LABEL_SMOOTHING = Feature(
     "label smoothing without building the logits",
     Private("transformers.trainer_pt_utils:LabelSmoother", "epsilon, ignore_index"),

@@ -54,6 +54,15 @@ def _generation_of(name: str) -> Feature:
 GRPO_GENERATION = _generation_of("GRPO")
 RLOO_GENERATION = _generation_of("RLOO")
 
+POLICY_LOSS = Feature(
+    "the scale of GRPO's logged `policy_loss`",
+    Private(
+        "trl:GRPOTrainer._compute_loss",
+        uses="_metrics, policy_loss, cispo, dapo, vespo, current_gradient_accumulation_steps",
+    ),
+    needed=False,
+)
+
 _COMPLETIONS = "_logs, prompt, completion, rewards, advantages, extra"
 LOGGED_COMPLETIONS = Feature(
     "completions in `report.html`",
@@ -111,6 +120,11 @@ GKD = Feature(
         "trl.models.utils:_ForwardRedirection.__call__", "self, wrapper_module, original_module, method, args, kwargs"
     ),
     Private("trl.experimental.gkd:GKDTrainer.__init__", uses="AutoModelForCausalLM"),
+    Private(
+        "trl.experimental.gkd:GKDTrainer.training_step",
+        "self, model, inputs, num_items_in_batch",
+        uses="super, training_step, generate_on_policy_outputs, labels",
+    ),
     Private(
         "trl.experimental.gkd:GKDTrainer.compute_loss",
         "self, model, inputs, return_outputs, num_items_in_batch",

@@ -169,7 +169,7 @@ def test_a_stock_checkpoint_of_a_stream_is_at_its_place(with_dropout: str, tmp_p
     whole.train()
     resumed = make(tmp_path / "resumed", with_dropout)
     resumed.train(resume_from_checkpoint=stripped(tmp_path / "checkpoint-3"))
-    assert logs_after(resumed, 3) == logs_after(whole, 3)
+    assert [log["loss"] for log in logs_after(resumed, 3)] == [log["loss"] for log in logs_after(whole, 3)]
     assert_close_weights(resumed, whole, tolerance=0)
 
 

@@ -130,7 +130,7 @@ class RunStateMixin(Trainer):
         self._epoch_began = {
             "epoch": epoch,
             "steps_in_epoch": given["steps_in_epoch"],
-            "random": _random_numbers(),
+            "random": random_numbers(),
             "samplers": [_state_of(sampler) for sampler in self._samplers],
         }
         super()._run_epoch(*args, **kwargs)
@@ -171,14 +171,14 @@ class RunStateMixin(Trainer):
             loader: The data loader, which is not iterated yet.
             again: How many batches it collates again before it leaves them out.
         """
-        _set_random_numbers(saved["random"])
+        set_random_numbers(saved["random"])
         assert self._once_collated is not None
         if self.args.dataloader_num_workers:  # whose random numbers follow from these
             return
         if again:
-            self._once_collated[again] = lambda: _set_random_numbers(saved["next_batch"])
+            self._once_collated[again] = lambda: set_random_numbers(saved["next_batch"])
         elif not any(_draws_from_all(sampler) for sampler in self._samplers):
-            _set_random_numbers(saved["next_batch"])
+            set_random_numbers(saved["next_batch"])
             loader.generator = torch.Generator()  # otherwise it draws a seed for workers before the batch
 
         def collated() -> None:
@@ -195,7 +195,7 @@ class RunStateMixin(Trainer):
                 setattr(self, name, value)
 
     def _note_random_numbers(self) -> None:
-        self._next_batch = _random_numbers()
+        self._next_batch = random_numbers()
 
     def _load_random_numbers(self) -> None:
         if self._to_load is not None:
@@ -276,12 +276,13 @@ def _set_state_of(sampler: Any, state: Mapping[str, Any]) -> None:
         sampler.initial_seed = state["initial_seed"]
 
 
-def _random_numbers() -> dict[str, Any]:
+def random_numbers() -> dict[str, Any]:
     """The states of the generators that order and collate batches, all of which are the host's."""
     return {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
 
 
-def _set_random_numbers(states: Mapping[str, Any]) -> None:
+def set_random_numbers(states: Mapping[str, Any]) -> None:
+    """Restores what [`random_numbers`] has returned."""
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
