@@ -18,8 +18,10 @@ logger = logging.getLogger("liger_trainer")
 class LabelledShareCallback(LoggedMetricsCallback):
     """Logs `labelled_share`: the share of the tokens, without padding, that have a label; between 0 and 1.
 
-    It is over the micro-batches of all processes since the last training log; `train_labelled_share`, at the end, is
-    over the whole run. Warns once of a micro-batch without a label, whose loss is 0. The Liger trainers call [`count`].
+    The first token of a row, which a loss of next tokens does not predict, is no label, and in a row with others no
+    token. The share is over the micro-batches of all processes since the last training log; `train_labelled_share`, at
+    the end, is over the whole run. Warns once of a micro-batch without a label, whose loss is 0. The Liger trainers
+    call [`count`].
     Counts stay on the device and are read with a log, and once after the first step, which shows most mistakes.
     Nothing is counted for an encoder-decoder, whose labels do not belong to its `input_ids`.
     """
@@ -39,12 +41,17 @@ class LabelledShareCallback(LoggedMetricsCallback):
             masks = [(tokens, labelled) for tokens, labelled in token_masks(batch) if labelled is not None]
             if not masks or self._first_label is None:
                 continue
-            counts = torch.stack([torch.stack([mask.sum() for mask in pair]) for pair in masks]).sum(0)
+            counts = torch.stack([self._counts(*pair) for pair in masks]).sum(0)
             self._pending = counts if self._pending is None else self._pending + counts
             empty = ~torch.stack([labelled[:, self._first_label :].any() for _, labelled in masks]).any()
             longest = torch.stack([tokens.sum(-1).max() for tokens, _ in masks]).max()
             found = torch.where(empty, torch.stack([torch.full_like(longest, step), longest]), 0)
             self._empty = found if self._empty is None else torch.where(self._empty[0] > 0, self._empty, found)
+
+    def _counts(self, tokens: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
+        seen = labelled[:, self._first_label :]
+        first = labelled[:, : self._first_label] & seen.any(-1, keepdim=True)
+        return torch.stack([tokens.sum() - first.sum(), seen.sum()])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any

@@ -33,6 +33,21 @@ RESUMING = Feature(
     Private("transformers:TrainerState.compute_steps", "self, args, max_steps"),
 )
 
+RUN_STATE = Feature(
+    "a resumed run with the numbers of one that was not interrupted",
+    Private(f"{_TRAINER}._init_training_state", "self, max_steps, num_update_steps_per_epoch, ..."),
+    Private(
+        f"{_TRAINER}._run_epoch",
+        "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
+        "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch",
+        uses="_tr_loss, get_batch_samples, _load_rng_state",
+    ),
+    Private(f"{_TRAINER}._maybe_log_save_evaluate", uses="_total_loss_scalar, _globalstep_last_logged"),
+    Private(f"{_TRAINER}._save_rng_state", "self, output_dir"),
+    Private(f"{_TRAINER}._load_rng_state", "self, checkpoint"),
+    Private(f"{_TRAINER}._get_dataloader", "self, dataset, ...", uses="data_collator"),
+)
+
 CONVERTED_CHECKPOINTS = Feature(
     "resuming mixtures of experts, and models that `from_pretrained` has split",
     Private(f"{_TRAINER}._load_from_checkpoint", "self, resume_from_checkpoint, model"),
@@ -68,6 +83,11 @@ LOSS_SCALE = Feature(
         uses="loss_is_scaled_for_ga, model_accepts_loss_kwargs, compute_loss_func, current_gradient_accumulation_steps",
     ),
     Private(f"{_TRAINER}.compute_loss", uses="average_tokens_across_devices, num_processes, get_tp_size"),
+)
+
+LABELS_OF_A_STEP = Feature(
+    "counting labels after a trainer has replaced them",
+    Private(f"{_TRAINER}._get_num_items_in_batch", "self, batch_samples, device"),
 )
 
 LABEL_SMOOTHING = Feature(

@@ -54,12 +54,39 @@ def _generation_of(name: str) -> Feature:
 GRPO_GENERATION = _generation_of("GRPO")
 RLOO_GENERATION = _generation_of("RLOO")
 
+POLICY_LOSS = Feature(
+    "the scale of GRPO's logged `policy_loss`",
+    Private(
+        "trl:GRPOTrainer._compute_loss",
+        uses="_metrics, policy_loss, cispo, dapo, vespo, current_gradient_accumulation_steps",
+    ),
+    needed=False,
+)
+
 _COMPLETIONS = "_logs, prompt, completion, rewards, advantages, extra"
 LOGGED_COMPLETIONS = Feature(
     "completions in `report.html`",
     Private("trl:GRPOTrainer.log", uses=_COMPLETIONS),
     Private("trl:RLOOTrainer.log", uses=_COMPLETIONS),
     needed=False,
+)
+
+GENERATION_COUNTERS = Feature(
+    "going on with the completions that a checkpoint holds",
+    *(
+        Private(f"trl:{name}Trainer._prepare_inputs", uses="_step, _buffered_inputs")
+        for name in ("GRPO", "RLOO", "Distillation")
+    ),
+)
+
+LOGGED_SINCE = Feature(
+    "metrics since the last log in a resumed run",
+    *(Private(f"trl:{name}Trainer.log", uses="_metrics") for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward")),
+    *(
+        Private(f"trl.experimental.{name.lower()}:{name}Trainer.log", uses="_stored_metrics")
+        for name in ("ORPO", "CPO")
+    ),
+    Private("trl:SFTTrainer.compute_loss", uses="_total_train_tokens"),
 )
 
 REWARD_FUNCTIONS = Feature(
@@ -93,6 +120,11 @@ GKD = Feature(
         "trl.models.utils:_ForwardRedirection.__call__", "self, wrapper_module, original_module, method, args, kwargs"
     ),
     Private("trl.experimental.gkd:GKDTrainer.__init__", uses="AutoModelForCausalLM"),
+    Private(
+        "trl.experimental.gkd:GKDTrainer.training_step",
+        "self, model, inputs, num_items_in_batch",
+        uses="super, training_step, generate_on_policy_outputs, labels",
+    ),
     Private(
         "trl.experimental.gkd:GKDTrainer.compute_loss",
         "self, model, inputs, return_outputs, num_items_in_batch",

@@ -53,7 +53,7 @@ class ActivationMemory:
         self._calls: Counter[str] = Counter()
         self._growth: float | None = None  # of this micro-batch; None before its first layer
         self._pass: Pass | None = None
-        self._step = -1
+        self._at_step = -1
         self._start()
 
     def _start(self) -> None:
@@ -77,9 +77,9 @@ class ActivationMemory:
         Returns:
             A line about what the layers keep, where that has just been decided.
         """
-        if step < self._step:  # another run, maybe of another model or batch
+        if step < self._at_step:  # another run, maybe of another model or batch
             self._start()
-        is_new, self._step = step != self._step, step
+        is_new, self._at_step = step != self._at_step, step
         self.attach(model)
         self._first = step if self._first is None else self._first
         self._calls.clear()
@@ -114,7 +114,7 @@ class ActivationMemory:
     def resume(self, record: Step, limit: float) -> None:
         """Goes on with the record and the limit of an earlier run, without recording again."""
         self._start()
-        self._step = -1
+        self._at_step = -1
         self.record, self.limit = record, limit
         self._tokens = {layer.name: layer.tokens for layer in record.layers}
         self._proof = Proof()
@@ -180,9 +180,9 @@ class ActivationMemory:
     def _decide(self) -> None:
         """Agrees with the other processes on a record and a limit."""
         found = _gathered((merged(self._recorded), self._measured_limit()))
-        step = self._step
+        step = self._at_step
         self.resume(merged([each for each, _ in found]), min(each for _, each in found))
-        self._step = step
+        self._at_step = step
 
     def _measured_limit(self) -> float:
         return math.inf if self.budget != "auto" or self._memory is None else self._memory.limit()

@@ -55,10 +55,11 @@ from liger_trainer.trainers.checkpoints.base_quantization import write_base_quan
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
-from liger_trainer.trainers.checks.batches import checked_collator
+from liger_trainer.trainers.checks.batches import checked_collator, warn_of_unlabelled_end
 from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weights
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
+from liger_trainer.trainers.checks.users_loss import UsersLoss
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.fp8_base import store_base
 from liger_trainer.trainers.known_batches import KnownBatches, discard_facts
@@ -159,6 +160,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
             add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._known_batches = KnownBatches()
+        self._users_loss = UsersLoss()
+        warn_of_unlabelled_end(self.data_collator)
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
         """The user's callback of this class, or a new one; put first, so that what it logs reaches every reporter."""
@@ -259,8 +262,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         # TRL's trainers warn about `return_outputs`.
         warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
         bound, expected = self._labelled_bound(inputs), self._expected_gradient(num_items_in_batch)
-        padding = self._known_batches.padding(inputs)
-        with bound, expected, padding, smoothing, warned, recorded_z_losses() as z_losses:
+        padding, looked_at = self._known_batches.padding(inputs), self._users_loss.looked_at(self, num_items_in_batch)
+        with bound, expected, padding, smoothing, warned, looked_at, recorded_z_losses() as z_losses:
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -360,9 +363,14 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        num_items_in_batch = self._before_step(batches, num_items_in_batch)
         self._known_batches.take(batches)
         self._count(batches)
         return batches, num_items_in_batch
+
+    def _before_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> Any:
+        """For a trainer that changes the `batches` of a step, in place: returns the number of labels they have then."""
+        return num_items_in_batch
 
     def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         discard_facts(inputs)  # of a batch that did not come through `get_batch_samples`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +16,21 @@ from trl.experimental.gkd import GKDTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import rebound
+from liger_trainer.compat.transformers import LABELS_OF_A_STEP
 from liger_trainer.compat.trl import GKD, SFT_HEAD
 from liger_trainer.configs.gkd_config import LigerGKDConfig
 from liger_trainer.head.context import loss_follows
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.divergence import divergence
+from liger_trainer.trainers.known_batches import discard_facts
 from liger_trainer.trainers.teacher import TeacherMixin
 
 require(SFT_HEAD)
-ForwardRedirection, _, _trl_init, *_ = require(GKD)
+require(LABELS_OF_A_STEP)
+ForwardRedirection, _, _trl_init, _trl_training_step, *_ = require(GKD)
+
+_answer = rebound(_trl_training_step, {"super": lambda *_: SimpleNamespace(training_step=lambda *_: None)})
+"""TRL's step without the training at its end: it may replace the answers of a batch by those of a model."""
 
 
 class _GKD(GKDTrainer):
@@ -40,12 +47,16 @@ class _GKD(GKDTrainer):
         loader = SimpleNamespace(from_pretrained=self._load_teacher)
         rebound(_trl_init, {"AutoModelForCausalLM": loader})(self, *args, **kwargs)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super(GKDTrainer, self).training_step(*args, **kwargs)  # the batches of a step are answered together
+
 
 class LigerGKDTrainer(TeacherMixin, _GKD):
     """[`~trl.experimental.gkd.GKDTrainer`], generalised knowledge distillation, with the kernels in both models.
 
     Takes the same arguments; `args` is a [`LigerGKDConfig`], or a `GKDConfig`, with which the kernels are on. TRL's
-    code generates, masks and normalises; the divergence comes from one operator over both heads, which holds the logits
+    code generates and masks, for all micro-batches of a step before the first is trained on, and the loss is divided by
+    the labels of what was generated; the divergence comes from one operator over both heads, which holds the logits
     of one chunk of tokens at a time, where TRL holds those of both models whole. An adapter on the student's LM head,
     which TRL refuses, is trained, one chunk of tokens at a time.
 
@@ -60,6 +71,15 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
 
     def _load_teacher(self, *args: Any, **kwargs: Any) -> nn.Module:
         return self._with_kernels(AutoModelForCausalLM.from_pretrained(*args, **kwargs))
+
+    def _before_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> Any:
+        """Answers the prompts of a step, and then counts its labels; TRL divides by those of the data set's answers."""
+        for batch in batches:
+            labels = batch["labels"]
+            _answer(self, self.model_wrapped, batch)
+            if batch["labels"] is not labels:
+                discard_facts(batch)
+        return self._get_num_items_in_batch(list(batches), self.args.device)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import trl.trainer.grpo_trainer as trl_grpo_trainer
 from trl import GRPOTrainer
 
-from liger_trainer.compat.private import require
-from liger_trainer.compat.trl import GRPO_GENERATION, GRPO_HEAD
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.trl import GRPO_GENERATION, GRPO_HEAD, POLICY_LOSS
 from liger_trainer.configs.grpo_config import LigerGRPOConfig
 from liger_trainer.trainers.generation_mixin import GenerationMixin
 
 require(GRPO_HEAD)
 require(GRPO_GENERATION)
+
+_DIVIDED_BY_ALL = ("cispo", "dapo", "vespo")
+"""Loss types whose sum TRL divides by the tokens of all micro-batches of a step, and logs so."""
 
 
 class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
@@ -32,3 +38,12 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
 
     trl_module = trl_grpo_trainer
     config_class = LigerGRPOConfig
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's loss; `policy_loss` is logged as a mean over the step, whatever the loss type."""
+        logged = self._metrics["train"]["policy_loss"] if self.model.training and available(POLICY_LOSS) else []
+        before = len(logged)
+        loss = super().compute_loss(*args, **kwargs)
+        if self.loss_type in _DIVIDED_BY_ALL:
+            logged[before:] = [value * self.current_gradient_accumulation_steps for value in logged[before:]]
+        return loss

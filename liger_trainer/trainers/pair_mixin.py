@@ -8,6 +8,7 @@ logged mean is over the tokens. TRL's is over padding too, so it changes with th
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,11 +103,24 @@ def forward_pairs(
     )
 
 
+class _Mapped(dict[str, Any]):
+    """Several data sets by name, mapped together; TRL calls `map` of what it is given for evaluation."""
+
+    def map(self, *args: Any, **kwargs: Any) -> _Mapped:
+        return _Mapped({name: dataset.map(*args, **kwargs) for name, dataset in self.items()})
+
+
 class PairMixin(_Base):
     """Installs the fused head, which these trainers of TRL do not have, and checks the pairs."""
 
     _fused = False
     """Whether the model returns statistics; otherwise TRL's own `concatenated_forward` runs on its logits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(super(LigerTRLMixin, self).__init__).bind(*args, **kwargs)
+        if isinstance(given.arguments.get("eval_dataset"), dict):
+            given.arguments["eval_dataset"] = _Mapped(given.arguments["eval_dataset"])
+        super().__init__(*given.args, **given.kwargs)
 
     def _finish_init(self) -> None:
         if wants_fused_head(self.args) and not self.is_encoder_decoder:

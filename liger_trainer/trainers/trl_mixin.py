@@ -14,7 +14,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from liger_trainer.compat.private import require
-from liger_trainer.compat.trl import TRAINER_NAME
+from liger_trainer.compat.trl import GENERATION_COUNTERS, LOGGED_SINCE, TRAINER_NAME
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
@@ -34,6 +34,8 @@ from liger_trainer.trainers.offloading import check_offloading
 from liger_trainer.trainers.token_statistics import StatisticsOptions
 
 require(TRAINER_NAME)
+require(GENERATION_COUNTERS)  # of `checkpoints/run_state.py`
+require(LOGGED_SINCE)
 
 
 def wants_fused_head(args: TrainingArguments) -> bool:

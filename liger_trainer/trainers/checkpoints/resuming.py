@@ -17,7 +17,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import (
@@ -32,6 +32,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import RESUMING
 from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.trainers.checkpoints.output_lock import owned
+from liger_trainer.trainers.checkpoints.run_state import RunStateMixin, rng_file
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, step_of
 
 logger = logging.getLogger("liger_trainer")
@@ -51,7 +52,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be resumed from; the text is the whole message."""
 
 
-class ResumingMixin(Trainer):
+class ResumingMixin(RunStateMixin):
     """Comes before a Trainer: checks a checkpoint before the Trainer resumes from it."""
 
     def train(
@@ -89,6 +90,7 @@ class ResumingMixin(Trainer):
 
     def _before_resuming(self, checkpoint: Path) -> None:
         _check(checkpoint, self.model)
+        super()._before_resuming(checkpoint)
         self._say_what_is_lost(checkpoint)
 
     def _say_what_is_lost(self, checkpoint: Path) -> None:
@@ -98,9 +100,12 @@ class ResumingMixin(Trainer):
         lost = {}
         if not any(checkpoint.glob("optimizer*")) or not (checkpoint / SCHEDULER_NAME).is_file():
             lost["optimizer.pt or scheduler.pt"] = "the optimizer and the learning rate schedule start again"
-        rng_state = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
-        if not (checkpoint / rng_state).is_file():
-            lost[rng_state] = "random numbers will differ"
+        if not (checkpoint / rng_file(self.args)).is_file():
+            lost[rng_file(self.args)] = "random numbers will differ"
+        if self._saved is None:  # a stock trainer's
+            completions = "completions that wait to be trained on are generated again, and "
+            completions = completions if self._buffers_completions else ""
+            lost["state of a Liger trainer"] = f"{completions}losses and metrics since the last log are left out"
         if getattr(self.args, "sync_ref_model", False):
             lost["reference model"] = "the one that `sync_ref_model` updates starts again from its initial weights"
         if lost:

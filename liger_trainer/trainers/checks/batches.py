@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DataCollatorForLanguageModeling
 
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.trainers.known_batches import add_facts
+
+logger = logging.getLogger("liger_trainer")
 
 
 class BatchError(ValueError):
@@ -66,6 +70,20 @@ def checked_collator(collator: Callable, model: nn.Module, reads: bool = False) 
     # In multimodal models an id beyond the text embedding can stand for an image.
     num_tokens = getattr(embedding, "num_embeddings", None) if text is config else None
     return CheckedCollator(collator, num_labels, num_tokens, reads and num_labels is not None)
+
+
+def warn_of_unlabelled_end(collator: Any) -> None:
+    """Warns of a collator that takes the token that ends a text for padding, which then has no label."""
+    if not isinstance(collator, DataCollatorForLanguageModeling) or collator.mlm:
+        return
+    tokenizer = collator.tokenizer
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
+        logger.warning(
+            "The tokenizer pads with %r, which ends a text too, and `DataCollatorForLanguageModeling` gives padding no "
+            "label: the model does not learn to end. Set `tokenizer.pad_token` to another token, or give rows with "
+            "`labels` and `DataCollatorForSeq2Seq`.",
+            tokenizer.eos_token,
+        )
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], model: nn.Module) -> None:

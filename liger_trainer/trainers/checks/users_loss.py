@@ -1,0 +1,93 @@
+"""Whether a `compute_loss_func` divides by the labels of the whole step, as the Trainer takes for granted."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from liger_trainer.head.computed_on_use import tree_map
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.trainers.checkpoints.run_state import random_numbers, set_random_numbers
+from liger_trainer.trainers.loss_scale import process_scale
+
+logger = logging.getLogger("liger_trainer")
+
+_TOLERANCE = 0.05
+"""How far from a half the loss with twice the count may be, relative to it: terms that are means of their own."""
+
+
+class UsersLoss:
+    """Looks once at the function: with twice the count, its loss has to be half as large.
+
+    If it is not, such as for a mean over the labels of the micro-batch, the gradients of a step are too large by the
+    number of its micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self._looked = False
+
+    @contextlib.contextmanager
+    def looked_at(self, trainer: Any, num_items: torch.Tensor | int | None) -> Iterator[None]:
+        """Around the loss of a micro-batch of `num_items` labels in the whole step."""
+        function = trainer.compute_loss_func
+        looks = not self._looked and callable(function) and trainer.model.training and num_items is not None
+        if not looks or trainer.loss_is_scaled_for_ga is not None:  # set by a user who says who divides
+            yield
+            return
+        assert num_items is not None
+        parts = getattr(trainer, "current_gradient_accumulation_steps", 1) * process_scale(trainer, num_items)
+        if parts == 1:  # where a mean is right
+            yield
+            return
+        self._looked = True
+        trainer.compute_loss_func = _compared(function, parts)
+        try:
+            yield
+        finally:
+            trainer.compute_loss_func = function
+
+
+def _compared(function: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    """`function`, which also computes the loss with twice the count, and warns if it is not half."""
+
+    def compute_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        half = _without_a_trace(function, outputs, labels, 2 * num_items_in_batch)
+        loss = function(outputs, labels, num_items_in_batch=num_items_in_batch)
+        if half is not None and isinstance(loss, torch.Tensor):
+            whole = float(loss.detach())
+            if abs(2 * half - whole) > _TOLERANCE * abs(whole):
+                logger.warning(
+                    "`compute_loss_func` returns %.4g, and %.4g with twice the `num_items_in_batch`, where half is "
+                    "expected. The Trainer adds up the losses of a step: its gradients are up to %s times too large. "
+                    "Divide the summed loss of the labels by `num_items_in_batch`. (Said once.)",
+                    *(whole, half, parts),
+                )
+        return loss
+
+    return compute_loss
+
+
+def _without_a_trace(function: Callable[..., Any], outputs: Any, labels: Any, num_items: Any) -> float | None:
+    """The loss of copies, with the random numbers that the next call gets too; None if it cannot be computed."""
+    called = function if inspect.isroutine(function) else copy.copy(function)  # it may count its calls
+    numbers = random_numbers()
+    device = next((t.device for t in (labels, num_items) if isinstance(t, torch.Tensor) and t.is_cuda), None)
+    try:
+        with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):
+            return float(called(tree_map(_copy, outputs), _copy(labels), num_items_in_batch=num_items))
+    except Exception:  # the call that counts raises it again, or works on what was not copied
+        return None
+    finally:
+        set_random_numbers(numbers)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, DeferredLogits):
+        return value.derive(value.meta, detached=True) if value.recordable else value.build().detach().clone()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

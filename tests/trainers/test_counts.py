@@ -1,0 +1,153 @@
+"""What divides a loss or a metric is the number of labels that the loss saw."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.nn import functional as F
+from transformers import DataCollatorForLanguageModeling
+
+from liger_trainer import LigerGKDTrainer
+from tests.trainers.builders import causal, sft
+from tests.trainers.parity import KINDS, OTHER_KINDS, build
+from tests.trainers.test_parity_distillation import build as build_distillation
+from tests.trainers.tiny import WORDS, llama, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("case", [{"lmbda": 1.0}, {"lmbda": 0.5}, {"lmbda": 0.0, "seq_kd": True}])
+def test_the_divergence_is_divided_by_the_labels_of_the_answers(case: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    own = LigerGKDTrainer.generalized_jsd_loss
+
+    def loss(*args: Any, labels: torch.Tensor, num_items_in_batch: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append((int(labels.ne(-100).sum()), int(num_items_in_batch)))
+        return own(*args, labels=labels, num_items_in_batch=num_items_in_batch, **kwargs)
+
+    monkeypatch.setattr(LigerGKDTrainer, "generalized_jsd_loss", staticmethod(loss))
+    steps = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1, "max_new_tokens": 9, "max_steps": 3}
+    trainer = build_distillation("gkd", True, tmp_path, **steps, **case)
+    random.seed(2)
+    trainer.train()
+    assert len(seen) == 12
+    for step in range(0, 12, 4):
+        labels, divisors = zip(*seen[step : step + 4], strict=True)
+        assert set(divisors) == {sum(labels)}
+
+
+def of_labels(outputs: Any, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction=reduction)
+
+
+def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return of_labels(outputs, labels, "mean")
+
+
+def divided(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return of_labels(outputs, labels, "sum") / num_items_in_batch
+
+
+class Noisy:
+    """Draws random numbers, counts its calls and changes what it is given."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.calls += 1
+        noise = 1 + 0.01 * torch.rand(()) * random.random()
+        labels[:, :2] = -100
+        return divided(outputs, labels, num_items_in_batch) * noise
+
+
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
+
+
+@pytest.mark.parametrize("make", [causal, sft])
+@pytest.mark.parametrize(("function", "warns"), [(mean, True), (divided, False), (Noisy(), False)])
+def test_a_loss_that_is_a_mean_is_named(make: Any, function: Any, warns: bool, tmp_path: Any, caplog: Any) -> None:
+    make(tmp_path, compute_loss_func=function, **ACCUMULATED).train()
+    assert caplog.text.count("twice the `num_items_in_batch`") == warns
+    assert ("up to 4 times too large" in caplog.text) == warns
+
+
+def test_looking_leaves_no_trace(tmp_path: Any, monkeypatch: Any) -> None:
+    def run(looks: bool) -> tuple[Any, int]:
+        function, model = Noisy(), llama(attention_dropout=0.1)
+        trainer = causal(tmp_path, model, compute_loss_func=function, **ACCUMULATED)
+        trainer._users_loss._looked = not looks
+        random.seed(5)
+        trainer.train()
+        return [log.get("grad_norm") for log in trainer.state.log_history], function.calls
+
+    assert run(True) == run(False) == (run(True)[0], 8)
+
+
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 1}, {"loss_is_scaled_for_ga": False}])
+def test_a_mean_may_be_right(options: dict[str, Any], tmp_path: Any, caplog: Any) -> None:
+    options = dict(options)
+    scaled = options.pop("loss_is_scaled_for_ga", None)
+    trainer = causal(tmp_path, compute_loss_func=mean, **{**ACCUMULATED, **options})
+    trainer.loss_is_scaled_for_ga = scaled
+    trainer.train()
+    assert "twice" not in caplog.text
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "sapo", "luspo"])
+def test_the_policy_loss_does_not_depend_on_accumulation(loss_type: str, folders: Any, tmp_path: Any) -> None:
+    """The same completions in one micro-batch and in four, all of one length."""
+    level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
+    found = []
+    for steps in (1, 4):
+        sizes = {"per_device_train_batch_size": 16 // steps, "gradient_accumulation_steps": steps}
+        torch.manual_seed(0)
+        trainer = build(
+            "GRPO", True, tmp_path, folders["llama"], loss_type=loss_type, entropy_coef=0.01, max_steps=1,
+            generation_kwargs={"min_new_tokens": 8}, beta=0.1, reward_funcs=uneven, **sizes, **level,
+        )  # fmt: skip
+        trainer.train()
+        (log,) = [log for log in trainer.state.log_history if "loss" in log]
+        found.append(log)
+    for key in ("policy_loss", "loss", "entropy", "kl"):
+        assert found[0][key] == pytest.approx(found[1][key], rel=1e-3, abs=1e-5), key
+
+
+def uneven(completions: list[Any], **_: Any) -> list[float]:
+    return [float(sum(map(ord, str(completion))) % 11) for completion in completions]
+
+
+def test_a_label_that_no_loss_sees_counts_as_none(tmp_path: Any, caplog: Any) -> None:
+    rows = [{"input_ids": torch.tensor([5]), "labels": torch.tensor([5])} for _ in range(8)]
+    whole = [{"input_ids": torch.tensor([5, 6, 7]), "labels": torch.tensor([5, 6, 7])} for _ in range(8)]
+    options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 4, "max_steps": 4}
+    trainer = causal(tmp_path, rows=rows + whole, **options)
+    trainer.train()
+    assert "Step 1 has a micro-batch without a label" in caplog.text
+    shares = [log.get("labelled_share") for log in trainer.state.log_history if "loss" in log]
+    assert shares == [0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", *OTHER_KINDS])
+def test_several_data_sets_for_evaluation(kind: str, folders: Any, tmp_path: Any) -> None:
+    rows = {**KINDS, **OTHER_KINDS}[kind][0]
+    model = llama() if kind in ("ORPO", "CPO") else folders["llama"]
+    trainer = build(kind, True, tmp_path, model, eval_dataset={"first": rows(4), "second": rows(8)})
+    metrics = trainer.evaluate()
+    assert {"eval_first_loss", "eval_second_loss"} <= metrics.keys()
+    assert trainer.evaluate("second")["eval_loss"] == metrics["eval_second_loss"]
+
+
+def test_a_tokenizer_that_pads_with_the_end_is_named(tmp_path: Any, caplog: Any) -> None:
+    padded = tokenizer()
+    rows = Dataset.from_list([{"text": words} for words in WORDS]).map(lambda row: padded(row["text"] + "</s>"))
+    rows = rows.remove_columns("text")
+    for pad, said in (("<pad>", 0), ("</s>", 1)):
+        padded.pad_token = pad
+        trainer = causal(tmp_path, rows=rows, data_collator=DataCollatorForLanguageModeling(padded, mlm=False))
+        trainer.train()
+        assert caplog.text.count("the model does not learn to end") == said
