@@ -128,6 +128,17 @@ MODULE_CONTENTS = Feature(
     Private("torch.nn:Module.__init__", uses="_parameters, _buffers, _modules"),
 )
 
+REPLICAS = Feature(
+    "replicas of nn.DataParallel that compute with their own weights",
+    Private("torch.nn:Module._replicate_for_data_parallel", "self"),
+    Private("torch.nn.parallel.replicate:replicate", uses="_replicate_for_data_parallel"),
+)
+
+FUNCTION_TRANSFORMS = Feature(
+    "running modules inside the transforms of torch.func as they are",
+    Private("torch._C:_are_functorch_transforms_active"),
+)
+
 MODULE_HOOKS = Feature(
     "running modules with hooks as they are",
     Private("torch.nn.modules.module:_has_any_global_hook", ""),

@@ -18,6 +18,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_products import Weight
+from liger_trainer.patching.as_written import is_as_proved
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.lora.fp8_linear import Fp8Linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, nf4_weight_of
@@ -136,7 +137,9 @@ def is_unhooked(module: nn.Module) -> bool:
 
     FSDP and ZeRO-3 gather weights in hooks of a module; FLOP counters and tracers register global hooks.
     """
-    return not is_call_hooked(module) and ("forward" not in module.__dict__ or is_bound_by_us(module))
+    if is_call_hooked(module):
+        return False
+    return "forward" not in module.__dict__ or (is_bound_by_us(module) and is_as_proved(module))
 
 
 def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:

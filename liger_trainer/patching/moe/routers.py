@@ -21,6 +21,7 @@ from liger_trainer.patching.finding import Finding, proved, reason_to_leave
 from liger_trainer.patching.probe import Probe, Proof, dummy_module, full_shape, identity, only_argument, refused
 
 _BIAS = "e_score_correction_bias"
+_READ = ("top_k", "routed_scaling_factor", "bias", _BIAS)
 _TOKENS = 32
 _CANDIDATES = 128
 
@@ -147,7 +148,7 @@ def _probe_router(module: nn.Module, probe: Probe) -> Proof:
     half = [tensor.to(torch.bfloat16) for tensor in tensors]
     autocast = all(probe.same(on(original), on(ours), given, True) for given in (half, tensors))
     forward = router_forward(original, argument, formula, flattens=flattens, autocast=autocast)
-    return Proof(formula.kernel, forward, agreements[formula])
+    return Proof(formula.kernel, forward, agreements[formula], _READ)
 
 
 def _tensors(module: nn.Module, probe: Probe, bias: torch.Tensor | None) -> list[torch.Tensor]:
