@@ -183,20 +183,23 @@ def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
     """`owner`, then its children and theirs, without what is `live`."""
     kind, held = type(owner), owner.__dict__
     read, strings, methods = _reads(kind)
-    unread = {RECORD, *(name for name in live if name not in held or name in read or name in strings)}
     named = {*held, *held["_modules"], *held["_parameters"], *held["_buffers"]}
+    # What the class never reads must not change what ours reads.
+    alone = {name for name in live if name not in read and name not in strings and name not in held["_modules"]}
+    free = {*live} - alone
     attributes = {
         name: value
         for name, value in held.items()
-        if name not in _ALWAYS_THERE and name not in unread and (name[0] != "_" or name in read)
+        if name not in _ALWAYS_THERE and name not in (RECORD, *free) and (name[0] != "_" or name in read)
     }
     # What `getattr(self, name, default)` looks for, and what would come before a method of the class.
-    attributes |= dict.fromkeys({*strings, *(name for name, _ in methods)} - {*named, *live})
-    children = {name: child for name, child in held["_modules"].items() if name not in live}
-    empty = {
-        each: tuple((name, None) for name, tensor in held[each].items() if tensor is None and name not in live)
+    attributes |= dict.fromkeys({*strings, *(name for name, _ in methods), *alone} - {*named, *free})
+    children = {name: child for name, child in held["_modules"].items() if name not in free}
+    missing = {
+        each: {*(name for name, tensor in held[each].items() if tensor is None), *(alone - named)} - free
         for each in ("_parameters", "_buffers")
     }
+    empty = {each: tuple((name, None) for name in sorted(names)) for each, names in missing.items()}
     contents = {"_modules": tuple(children.items()), **empty}
     filled = tuple((name, pairs) for name, pairs in contents.items() if pairs)
     inside = [
@@ -209,7 +212,9 @@ def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
     yield _Part(owner, kind.forward, tuple(attributes.items()), filled, methods, tuple(inside))
     for child in children.values():
         if child is not None:
-            yield from _parts(child, ())
+            part, *inner = _parts(child, ())
+            yield part._replace(attributes=(("forward", child.__dict__.get("forward")), *part.attributes))
+            yield from inner
 
 
 def _has_attributes(value: Any) -> bool:

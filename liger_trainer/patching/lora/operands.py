@@ -28,6 +28,7 @@ PlainAdapter: TypeAlias = tuple[torch.Tensor, torch.Tensor, float, nn.Module]
 """A, B, the scaling and the dropout of an adapter."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_LINEAR_FORWARD = nn.Linear.forward
 _LINEARS = (nn.Linear, LinearInTile)  # the latter in a tiled MLP
 _LORA_LINEARS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _ATTRIBUTES = (
@@ -122,9 +123,14 @@ def is_plain_linear(module: Any, x: torch.Tensor) -> bool:
 
 
 def _is_plain(module: Any, x: torch.Tensor, classes: tuple[type, ...]) -> bool:
-    if type(module) not in classes or not is_unhooked(module):
+    if not _is_unchanged(module, classes):
         return False
     return is_operand(module.weight, x) and (module.bias is None or is_operand(module.bias, x))
+
+
+def _is_unchanged(module: nn.Module, classes: tuple[type, ...]) -> bool:
+    """Whether `module` is of one of these classes of linear layers, and a call would run what torch wrote."""
+    return type(module) in classes and is_unhooked(module) and nn.Linear.forward is _LINEAR_FORWARD
 
 
 def active_adapters(module: Any) -> list[str]:
@@ -161,7 +167,7 @@ def plain_adapter(module: Any, name: str, x: torch.Tensor) -> PlainAdapter | Non
         return None
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     for matrix in (a, b):
-        if type(matrix) not in _LINEARS or matrix.bias is not None or not is_unhooked(matrix):
+        if not _is_unchanged(matrix, _LINEARS) or matrix.bias is not None:
             return None
         weight = matrix.weight
         # Of any dtype: PEFT casts x to that of the adapter.
