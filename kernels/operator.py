@@ -19,9 +19,11 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import DISPATCH_MODES
+from liger_trainer.compat.torch import DISPATCH_MODES, FUNCTION_TRANSFORMS, RESULTS_TO_WRITE_TO
 
 require(DISPATCH_MODES)
+require(RESULTS_TO_WRITE_TO)
+require(FUNCTION_TRANSFORMS)
 
 R = TypeVar("R")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -60,6 +62,11 @@ class Operator(Generic[R]):
 
         def forward(ctx: Any, arguments: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
+            # Autograd lets nobody write to a view that was made in here.
+            if isinstance(output, torch.Tensor):
+                output = _no_view(output)
+            else:
+                output = type(output)(map(_no_view, output))
             ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], arguments)
             if setup_context is not None:
                 setup_context(ctx, arguments, output)
@@ -76,6 +83,12 @@ class Operator(Generic[R]):
         """The function's result, recorded for autograd if an input needs a gradient."""
         if kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
             return self.custom(*args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"`{self.name}` was called inside a transform of torch.func, such as grad or vmap, which it does not "
+                "support. For a patched model call liger_trainer.revert_liger_kernel(model) first; a function of "
+                "liger_trainer.functional has a `_reference`."
+            )
         arguments = args + self.defaults[len(args) :]
         tensors = self._flat(arguments)
         recorded = False
@@ -113,6 +126,11 @@ class Operator(Generic[R]):
         for place in self.lists:
             values[place] = list(itertools.islice(rest, len(arguments[place])))
         return tuple(values)
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which may be written to: an operator's results share no memory with each other or its arguments."""
+    return tensor.data if tensor._is_view() else tensor
 
 
 def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], Operator[R]]:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.torch import RELEASED_GRAPHS, SHARED_MEMORY
+from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, RELEASED_GRAPHS, SHARED_MEMORY
 
 require(SHARED_MEMORY)
+require(FUNCTION_TRANSFORMS)
 
 try:
     import triton
@@ -44,9 +45,13 @@ _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Whether operators on `tensor` run as Triton kernels rather than the torch reference, as for every DTensor."""
+    """Whether operators on `tensor` run as Triton kernels rather than the torch reference.
+
+    DTensors and the tensors inside a transform of `torch.func` run as the reference.
+    """
     half_or_single = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return half_or_single and triton_drives(tensor.device) and not is_dtensor(tensor)
+    plain = not is_dtensor(tensor) and not torch._C._are_functorch_transforms_active()
+    return half_or_single and triton_drives(tensor.device) and plain
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

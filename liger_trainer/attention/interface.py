@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,7 +120,10 @@ def eager_function(module: nn.Module) -> Any:
     forward = type(module).forward
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
-    return getattr(forward, "__globals__", {}).get("eager_attention_forward")
+    # A forward that somebody has put into the class may be from another file.
+    places = [getattr(forward, "__globals__", {})]
+    places += [vars(sys.modules.get(cls.__module__, sys)) for cls in type(module).__mro__]
+    return next((place["eager_attention_forward"] for place in places if "eager_attention_forward" in place), None)
 
 
 def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

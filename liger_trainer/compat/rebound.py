@@ -12,7 +12,7 @@ import functools
 import itertools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _numbers = itertools.count()
@@ -58,6 +58,18 @@ def rebound(
     for alias in aliases.values():
         weakref.finalize(copy, namespace.pop, alias, None)
     return copy
+
+
+def replaced_globals(forward: Any) -> Iterator[tuple[types.FunctionType, str, Any]]:
+    """The globals that `forward`, or the function it wraps, finds replaced: whose they are, their names and values.
+
+    The values are those that the module has now.
+    """
+    while isinstance(forward, types.FunctionType):
+        original, replaced = _origin(forward)
+        for name in replaced:
+            yield original, name, original.__globals__[name]
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def called_global(forward: Any, name: str) -> Any:

@@ -128,6 +128,17 @@ MODULE_CONTENTS = Feature(
     Private("torch.nn:Module.__init__", uses="_parameters, _buffers, _modules"),
 )
 
+REPLICAS = Feature(
+    "replicas of nn.DataParallel that compute with their own weights",
+    Private("torch.nn:Module._replicate_for_data_parallel", "self"),
+    Private("torch.nn.parallel.replicate:replicate", uses="_replicate_for_data_parallel"),
+)
+
+FUNCTION_TRANSFORMS = Feature(
+    "running modules inside the transforms of torch.func as they are",
+    Private("torch._C:_are_functorch_transforms_active"),
+)
+
 MODULE_HOOKS = Feature(
     "running modules with hooks as they are",
     Private("torch.nn.modules.module:_has_any_global_hook", ""),
@@ -164,6 +175,10 @@ COLLECTIVES = Feature(
 
 SHARED_MEMORY = Feature(
     "backwards that write over an activation", Private("torch:UntypedStorage._cdata"), Private("torch:Tensor._base")
+)
+
+RESULTS_TO_WRITE_TO = Feature(
+    "results of operators that a model may change in place", Private("torch:Tensor._is_view")
 )
 
 DISPATCH_MODES = Feature(

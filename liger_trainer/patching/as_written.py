@@ -1,14 +1,35 @@
-"""When a patched module runs its class's own code, to which our forward was proved equal."""
+"""When a patched module runs its class's own code, to which our forward was proved equal.
+
+A proof holds for the module as it was: its class, its plain attributes, and the children that our forward computes
+without calling them, such as an activation. All of these are recorded where a forward is bound, and each call compares
+them by identity. Where one of them is another now, the proof says nothing, and the class's own forward runs. So it does
+where such a child has a hook, which only a call of the child would run, and inside the transforms of `torch.func`,
+which our operators do not support.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from liger_trainer.compat.hooks import is_call_hooked
+from liger_trainer.compat.private import require
+from liger_trainer.compat.rebound import replaced_globals, used_globals
+from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, MODULE_CONTENTS
 from liger_trainer.context_variables import set_to
+from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import triton_drives
+
+require(FUNCTION_TRANSFORMS)
+require(MODULE_CONTENTS)
 
 _generates: ContextVar[bool] = ContextVar("liger_trainer_generates", default=False)
 
@@ -27,3 +48,216 @@ def serves_as_written(x: torch.Tensor) -> bool:
     if torch.is_grad_enabled() or triton_drives(x.device) or torch.compiler.is_compiling():
         return False
     return _generates.get()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether a module still is what was proved
+# ---------------------------------------------------------------------------------------------------------------------
+
+RECORD = "_liger_trainer_record"
+"""The attribute of a module that holds what it was when our forward was bound."""
+
+_ALWAYS_THERE = frozenset(nn.Module().__dict__)
+_Pairs = tuple[tuple[str, Any], ...]
+
+
+class _Part(NamedTuple):
+    """The module as it was, or a child that our forward does not call.
+
+    Args:
+        owner: The object itself.
+        forward: The forward of its class.
+        attributes: Names and values in its ``__dict__``; None for a name that was not there.
+        contents: The same for its children, parameters and buffers, by the name of the dictionary.
+        methods: Names and values of what the forward reads of the class.
+        inside: Names and values of what it reads of an attribute, such as a config: whose they are, names and values.
+    """
+
+    owner: nn.Module
+    forward: Callable
+    attributes: _Pairs
+    contents: tuple[tuple[str, _Pairs], ...] = ()
+    methods: _Pairs = ()
+    inside: tuple[tuple[Any, str, Any], ...] = ()
+
+
+class _Record(NamedTuple):
+    """The parts, the module first, and the global functions that its forward calls: in which function, name, value."""
+
+    parts: tuple[_Part, ...]
+    functions: tuple[tuple[types.FunctionType, str, Any], ...]
+
+
+def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -> None:
+    """Records what `module` is now, for [`is_as_proved`].
+
+    Args:
+        module: The module, for which `forward` was proved.
+        forward: A function of the module and its inputs.
+        live: Names of the attributes and children that `forward` reads at each call; None for all of them, where it
+            runs the code of the class.
+    """
+    own: Any = type(module).forward
+    if live is None:
+        parts = (_Part(module, own, ()),)
+        replaced = list(replaced_globals(forward))
+        functions = replaced + [each for *_, value in replaced for each in _functions_of(value)]
+    else:
+        parts = tuple(_parts(module, live))
+        functions = [each for code in (own, *(value for _, value in parts[0].methods)) for each in _functions_of(code)]
+    module.__dict__[RECORD] = _Record(parts, tuple(dict.fromkeys(functions)))
+
+
+def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
+    """Whether `module` is what it was when it was recorded, so that our forward may run.
+
+    If something has been changed, this is said once. A module may run as it is without a word inside a transform of
+    `torch.func`, and where a hook waits for the call of a child that our forward does not call.
+
+    Args:
+        module: The module.
+        tell: Whether a change is worth a warning.
+    """
+    known = module.__dict__.get(RECORD)
+    if known is None or torch._C._are_functorch_transforms_active():
+        return False
+    parts, functions = known
+    if parts[0].owner is not module:  # of a shallow copy
+        return False
+    for owner, forward, attributes, contents, methods, inside in parts:
+        kind, held = type(owner), owner.__dict__
+        if kind.forward is not forward:
+            return _is_changed(module, owner, "forward", tell)
+        if owner is not module and is_call_hooked(owner):
+            return False
+        for name, value in attributes:
+            if held.get(name) is not value and _differ(held.get(name), value):
+                return _is_changed(module, owner, name, tell)
+        for dictionary, pairs in contents:
+            for name, value in pairs:
+                if held[dictionary].get(name) is not value:
+                    return _is_changed(module, owner, name, tell)
+        for name, value in methods:
+            if getattr(kind, name, None) is not value:
+                return _is_changed(module, owner, name, tell)
+        for one, name, value in inside:
+            if getattr(one, name, None) is not value and _differ(getattr(one, name, None), value):
+                return _is_changed(module, one, name, tell)
+    for function, name, value in functions:
+        if function.__globals__.get(name) is not value:
+            return _is_changed(module, module, name, tell)
+    return True
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two objects are unequal, or cannot be compared, such as tensors."""
+    if isinstance(other, functools.partial):
+        same = isinstance(one, functools.partial) and one.func is other.func
+        return not (same and one.args == other.args and one.keywords == other.keywords)
+    if isinstance(other, types.MethodType):
+        same = isinstance(one, types.MethodType) and one.__func__ is other.__func__
+        return not (same and one.__self__ is other.__self__)
+    try:
+        return not one == other
+    except Exception:
+        return True
+
+
+def _is_changed(module: nn.Module, owner: Any, name: str, tell: bool) -> bool:
+    """False, after a warning (where `tell` is set) that says what has been changed."""
+    if tell:
+        _warn(type(module).__name__, name, "" if owner is module else f" of its {type(owner).__name__}")
+    return False
+
+
+@torch.compiler.assume_constant_result  # a trace runs it
+def _warn(kind: str, name: str, of_owner: str) -> None:
+    warn_once(
+        f"changed {kind} {name}{of_owner}",
+        f"`{name}`{of_owner} has been changed since liger_trainer patched this {kind}, so the class's own forward runs, "
+        "without our kernel. Call liger_trainer.apply_liger_kernel(model) again after the last change. (Shown once.)",
+    )
+
+
+def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
+    """`owner`, then its children and theirs, without what is `live`."""
+    kind, held = type(owner), owner.__dict__
+    read, strings, methods = _reads(kind)
+    named = {*held, *held["_modules"], *held["_parameters"], *held["_buffers"]}
+    # What the class never reads must not change what ours reads.
+    alone = {name for name in live if name not in read and name not in strings and name not in held["_modules"]}
+    free = {*live} - alone
+    attributes = {
+        name: value
+        for name, value in held.items()
+        if name not in _ALWAYS_THERE and name not in (RECORD, *free) and (name[0] != "_" or name in read)
+    }
+    # What `getattr(self, name, default)` looks for, and what would come before a method of the class.
+    attributes |= dict.fromkeys({*strings, *(name for name, _ in methods), *alone} - {*named, *free})
+    children = {name: child for name, child in held["_modules"].items() if name not in free}
+    missing = {
+        each: {*(name for name, tensor in held[each].items() if tensor is None), *(alone - named)} - free
+        for each in ("_parameters", "_buffers")
+    }
+    empty = {each: tuple((name, None) for name in sorted(names)) for each, names in missing.items()}
+    contents = {"_modules": tuple(children.items()), **empty}
+    filled = tuple((name, pairs) for name, pairs in contents.items() if pairs)
+    inside = [
+        (attributes[each], name, getattr(attributes[each], name))
+        for each in sorted(read & attributes.keys())
+        if _has_attributes(attributes[each])
+        for name in sorted(read)
+        if hasattr(attributes[each], name) and not callable(getattr(attributes[each], name))
+    ]
+    yield _Part(owner, kind.forward, tuple(attributes.items()), filled, methods, tuple(inside))
+    for child in children.values():
+        if child is not None:
+            part, *inner = _parts(child, ())
+            yield part._replace(attributes=(("forward", child.__dict__.get("forward")), *part.attributes))
+            yield from inner
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether `value` is an object such as a config; functions and tensors are compared as they are."""
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
+
+
+@functools.cache
+def _reads(kind: Any) -> tuple[frozenset[str], frozenset[str], _Pairs]:
+    """The names in the forward of a class and in the methods that it calls; the strings; and these methods."""
+    names: set[str] = set()
+    strings: set[str] = set()
+    methods: dict[str, Any] = {}
+    pending = [kind.forward]
+    while pending:
+        method = pending.pop()
+        codes = [getattr(inspect.unwrap(getattr(method, "fget", method)), "__code__", None)]
+        while codes:
+            code = codes.pop()
+            if isinstance(code, types.CodeType):
+                names.update(code.co_names)
+                strings.update(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
+                codes += code.co_consts
+        found = {
+            name: getattr(kind, name)
+            for name in sorted(names - methods.keys())
+            if not hasattr(nn.Module, name) and hasattr(kind, name)
+        }
+        methods |= found
+        pending += found.values()
+    return frozenset(names), frozenset(strings), tuple(methods.items())
+
+
+def _functions_of(function: Any) -> Iterator[tuple[types.FunctionType, str, Any]]:
+    """The functions of its own file that `function` calls by global names, and those that these call."""
+    seen: set[Any] = set()
+    pending = [getattr(function, "fget", function)]
+    while pending:
+        current = pending.pop()
+        while isinstance(current, types.FunctionType):
+            for name, value in used_globals(current).items():
+                if getattr(value, "__globals__", None) is current.__globals__ and value not in seen:
+                    seen.add(value)
+                    yield current, name, value
+                    pending.append(value)
+            current = getattr(current, "__wrapped__", None)

@@ -2,7 +2,10 @@
 
 Only the instance changes. Its class, children and parameters stay as they are, so state-dict keys, wrapping policies,
 adapters and output recorders keep working. The bound forward is a method made of a plain function of `self`, so
-`copy.deepcopy` binds it to the copy.
+`copy.deepcopy` binds it to the copy. A shallow copy, a replica of `nn.DataParallel` and a pickle are without it: there
+it would compute with the module that it was bound to.
+
+Each call looks whether the module still is what was proved (`as_written.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,12 @@ from typing import Any
 
 from torch import nn
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import REPLICAS
+from liger_trainer.patching.as_written import RECORD, is_as_proved, record
+
+require(REPLICAS)
+
 IMPLEMENTATION = "liger_trainer"
 """Our name in transformers' registry."""
 
@@ -23,14 +32,18 @@ IMPLEMENTATION = "liger_trainer"
 _bound_functions: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
-def bind_forward(module: nn.Module, forward: Callable, over: Callable | None = None) -> None:
-    """Makes `forward(self, ...)` the forward of this `module` alone.
+def bind_forward(
+    module: nn.Module, forward: Callable, over: Callable | None = None, live: tuple[str, ...] | None = ()
+) -> None:
+    """Makes `forward(self, ...)` the forward of this `module` alone, as long as the module stays what it is.
 
     Args:
         module: The instance.
         forward: A function of the module and its inputs.
         over: A forward that the instance already has and that `forward` replaces; unbinding restores it. Such a
-            `forward` serves this module only.
+            `forward` serves this module only, and looks itself whether it may run.
+        live: Names of the attributes and children that `forward` reads at each call; None for all of them, where it
+            runs the code of the class. If another one is changed, the class's own forward runs.
 
     Raises:
         ValueError: if the instance already has another forward of its own (see [`overriding_forward`]).
@@ -40,8 +53,32 @@ def bind_forward(module: nn.Module, forward: Callable, over: Callable | None = N
         raise ValueError(f"{type(module).__name__}'s forward is already overridden by {foreign}; it is left alone.")
     if over is not None:
         forward.replaced = over  # type: ignore[attr-defined]
+    else:
+        record(module, forward, live)
+        forward = _while_proved(forward)
     _bound_functions.add(forward)
     module.forward = types.MethodType(forward, module)
+    _guard_copies(module)
+
+
+def _while_proved(forward: Callable) -> Callable:
+    """`forward` where a module is as it was proved, else that of its class; the same function for the same `forward`.
+
+    It has a code object of its own, because the compiler counts how often each is compiled.
+    """
+    known = getattr(forward, "while_proved", None)
+    if known is not None and known.__wrapped__ is forward:  # `functools.wraps` copies attributes
+        return known
+
+    @functools.wraps(forward)
+    def while_proved(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_as_proved(self):
+            return forward(self, *args, **kwargs)
+        return type(self).forward(self, *args, **kwargs)
+
+    while_proved.__code__ = while_proved.__code__.replace(co_name=f"{forward.__name__}_while_proved")
+    forward.while_proved = while_proved  # type: ignore[attr-defined]
+    return while_proved
 
 
 def overriding_forward(module: nn.Module) -> str | None:
@@ -50,7 +87,7 @@ def overriding_forward(module: nn.Module) -> str | None:
     if bound is None or is_bound_by_us(module):
         return None
     function = getattr(bound, "__func__", bound)
-    if function is type(module).forward:  # a forward of ours after pickling
+    if function is type(module).forward:  # as Hugging Face's `kernels` library leaves it
         return None
     if isinstance(function, functools.partial):
         function = function.func
@@ -74,7 +111,7 @@ def unbind_forward(module: nn.Module) -> bool:
     if not is_bound_by_us(module):
         return chosen
     replaced = getattr(module.forward, "replaced", None)
-    del module.forward
+    _take_out(module, module.__dict__)
     if replaced is not None:
         module.forward = replaced
     return True
@@ -88,7 +125,6 @@ def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
 def call_like(forward: Callable, *arguments: str) -> Callable:
     """`forward(self, x, ...)` with its first arguments renamed to `arguments`, so that callers may use keywords.
 
-    It is also named ``"forward"``, the name by which pickling looks up a method.
     """
     code = forward.__code__
     # Local variables get an underscore, so that none of them has the name of an argument.
@@ -128,9 +164,11 @@ def _itself(config: Any) -> Any:
     return config
 
 
-def choose(module: Any, forward: Callable) -> None:
-    """Makes `forward` the implementation of this `module` only."""
+def choose(module: Any, forward: Callable, live: tuple[str, ...] = ()) -> None:
+    """Makes `forward` the implementation of this `module` only; see [`bind_forward`] for `live`."""
     module.config = ChosenConfig(module.config, forward)
+    record(module, forward, live)
+    _guard_copies(module)
 
 
 def is_chosen(module: Any) -> bool:
@@ -143,4 +181,52 @@ def unchoose(module: Any) -> bool:
     if not is_chosen(module):
         return False
     module.config = module.config.model_config
+    module.__dict__.pop(RECORD, None)
+    if not is_bound_by_us(module):
+        _take_out(module, module.__dict__)
     return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _State(dict):
+    """What a copy of a patched module starts from: without our forward, which a deep copy gets, bound to itself."""
+
+    ours: dict[str, Any]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy({**self, **self.ours}, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickling
+        return dict, (), None, None, iter(self.items())
+
+
+def _guard_copies(module: nn.Module) -> None:
+    for name, method in _METHODS.items():
+        module.__dict__[name] = types.MethodType(method, module)
+
+
+def _take_out(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Takes what we have put into `module` out of these attributes of it or of a copy, and returns it."""
+    names = OURS if is_bound_by_us(module) else OURS[1:]
+    return {name: attributes.pop(name) for name in names if name in attributes}
+
+
+def _state(self: nn.Module) -> _State:
+    state = _State(type(self).__getstate__(self))
+    state.ours = _take_out(self, state)
+    return state
+
+
+def _replica(self: nn.Module) -> nn.Module:
+    replica: nn.Module = type(self)._replicate_for_data_parallel(self)  # type: ignore[assignment]
+    _take_out(self, replica.__dict__)
+    return replica
+
+
+_METHODS = {"__getstate__": _state, "_replicate_for_data_parallel": _replica}
+OURS = ("forward", RECORD, *_METHODS)
+"""The attributes of a module that belong to its patch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 from torch import nn
@@ -24,7 +25,8 @@ class Finding:
         forward: The forward to bind; None if it is left alone.
         error: The probe's float32 error; None without a probe.
         reason: Why it is left alone, or a remark.
-        bind: Binds the forward to the module.
+        bind: Binds the forward to the module. If it is not said what the forward reads at each call, it runs only as
+            long as everything in the module stays.
     """
 
     component: str
@@ -37,10 +39,15 @@ class Finding:
     bind: Callable[[nn.Module, Callable], None] = bind_forward
 
 
+bind_own_code = functools.partial(bind_forward, live=None)
+"""Binds a forward that runs the code of the class, or checks at each call all that it needs."""
+
+
 def proved(component: str, target: str, module: nn.Module, proof: Proof) -> Finding:
     """The finding for a candidate that the probe has looked at."""
-    kernel, forward, agreement = proof
-    return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason)
+    kernel, forward, agreement, live = proof
+    bind = functools.partial(bind_forward, live=live)
+    return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason, bind)
 
 
 def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:

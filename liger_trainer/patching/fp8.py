@@ -27,7 +27,7 @@ from liger_trainer.kernels.fp8.linear import fp8_linear, has_fp8, takes_fp8
 from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.kernels.fp8.row_cast import MULTIPLE
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.patching.finding import Finding, reason_to_leave
+from liger_trainer.patching.finding import Finding, bind_own_code, reason_to_leave
 from liger_trainer.patching.lora.operands import is_lora_linear
 
 LEAST_FEATURES = 1024
@@ -95,7 +95,7 @@ def find_fp8(model: nn.Module, mode: Fp8Mode | None, all_layers: bool, device: t
             if reason:
                 yield Finding("fp8", "Linear", module, reason=reason)
             else:
-                yield Finding("fp8", "Linear", module, f"fp8_linear ({mode})", forward_in(mode))
+                yield Finding("fp8", "Linear", module, f"fp8_linear ({mode})", forward_in(mode), bind=bind_own_code)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList | list[nn.Module]:

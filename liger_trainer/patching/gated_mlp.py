@@ -4,8 +4,7 @@ The projections may also be called w1, w3 and w2, as in Mixtral's list of expert
 and proj, as in LitGPT.
 
 The activation and the product between the projections become one kernel. The projections are called as modules, so
-adapters, quantised layers and hooks on them keep working, with two exceptions that nobody else can observe. If the
-activation has a hook, the class's own code runs.
+adapters, quantised layers and hooks on them keep working, with two exceptions that nobody else can observe.
 
 1. Projections with PEFT's LoRA adapters: gate and up are one operator on their common input, and the down projection
    is another, which recomputes its input instead of saving it (`lora/layers.py`).
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from liger_trainer.compat.hooks import is_hooked
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
@@ -73,6 +71,12 @@ class _Variant(NamedTuple):
     approximate: str | None = None  # of GELU
     multipliers: bool = False  # `gate_multiplier` and `down_multiplier` are attributes of the module
     limit: bool = False  # `limit` is
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The attributes of the module that the forward reads at each call."""
+        multipliers = ("gate_multiplier", "down_multiplier") if self.multipliers else ()
+        return (*multipliers, "limit") if self.limit else multipliers
 
     @property
     def kernel(self) -> str:
@@ -141,7 +145,7 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
         if agreement.equal:
             kernel = variant.kernel + (" on fused gate_up" if fused else "")
             kernel += ("" if recompute else ", product saved") + (", in tiles" if tiled else "")
-            return Proof(kernel, in_tiles(forward, argument) if tiled else forward, agreement)
+            return Proof(kernel, in_tiles(forward, argument) if tiled else forward, agreement, names + variant.reads)
         failures.append(agreement)
     others = ", ".join(type(child).__name__ for child in _other_children(module, names).values())
     return no_formula(failures, "neither SiLU(gate) * up nor GELU(gate) * up" + (f" ({others})" if others else ""))
@@ -173,11 +177,6 @@ def dummy_child(module: nn.Module, training: bool) -> nn.Module:
     """A dummy of a stateless child, so that the probe does not trigger hooks on the real one."""
     children = {name: dummy_child(child, training) for name, child in module._modules.items() if child is not None}
     return dummy_module(module, {}, children, training)
-
-
-def has_hooks_between(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether a child other than the projections `names`, such as the activation, has a hook that would not run."""
-    return any(is_hooked(child) for child in _other_children(module, names).values())
 
 
 @functools.cache
@@ -219,7 +218,7 @@ def gated_mlp_forward(
         return down_proj(h) if scale is None else down_proj(h) * scale
 
     def forward_separate(self, x):
-        if serves_as_written(x) or has_hooks_between(self, names):
+        if serves_as_written(x):
             return type(self).forward(self, x)
         gate_proj, up_proj, down_proj = (getattr(self, name) for name in names)
         layers = adapted_layers(x, gate_proj, up_proj) if lora else None
@@ -239,7 +238,7 @@ def gated_mlp_forward(
         return apply(self, gate, up, outputs_are_unhooked(gate_proj, up_proj))
 
     def forward_fused(self, x):
-        if serves_as_written(x) or has_hooks_between(self, names):
+        if serves_as_written(x):
             return type(self).forward(self, x)
         gate_up_proj = getattr(self, names[0])
         return apply(self, gate_up_proj(x), None, outputs_are_unhooked(gate_up_proj))

@@ -105,11 +105,12 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     for head, over in zip(heads, gathering):
         unbind_forward(head)
         if over is None:
-            bind_forward(head, forward)
+            bind_forward(head, forward, live=None)
+            never_a_frame(head.forward.__func__)  # compiled as a frame of its own, it would never defer
         else:
             bind_forward(head, make_split_head_forward(over, fused, int(logits_memory)), over)
     if not ours:
-        bind_forward(model, make_model_forward(native))
+        bind_forward(model, make_model_forward(native), live=None)
     memory = f"(logits_memory={int(logits_memory) / 2**20:g} MiB)"
     kernel = f"linear_cross_entropy {memory}" if fused else "cross_entropy"
     kernel += ", vocabulary parallel" if any(gathering) else ""
@@ -187,7 +188,7 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
             )
         return native(self, input) if deferred is None else deferred
 
-    never_a_frame(forward)  # compiled as a frame of its own, it would never defer
+    never_a_frame(forward)
     return forward
 
 
@@ -220,7 +221,7 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
         head = projection(leaves[1], nn.Linear)
         head._parameters["bias"] = leaves[2] if has_bias else None  # type: ignore[assignment]
         if patched:
-            bind_forward(head, forward)
+            bind_forward(head, forward, live=None)
         with forward_context(ForwardContext(has_labels=True)), expected_loss_gradient(None):
             logits = head(leaves[0]).float().view(-1, _VOCAB)
             loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)

@@ -18,6 +18,7 @@ from torch import nn
 
 from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.head.warn_once import warn_once
+from liger_trainer.patching.as_written import is_as_proved, record
 from liger_trainer.patching.binding import bound_modules, is_bound_by_us
 from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.norms import find_norm
@@ -79,15 +80,16 @@ def proved_forward(module: nn.Module, x: torch.Tensor, prove: Prove) -> Callable
 
     The two are compared at the first call, on the device of its input `x`.
     """
-    if torch.compiler.is_compiling() or x.is_meta:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or x.is_meta:
         return type(module).forward
-    if module not in _proved:
+    if module not in _proved or not is_as_proved(module, tell=False):
         with ThreadPoolExecutor(1) as thread:  # where a checkpoint around this call sees nothing of the proof
             forward, reason = thread.submit(_proof, module, x.device, prove).result()
         if forward is None:
             what = f"liger_trainer has no kernel for {_name_of(type(module))}, whose own forward runs: {reason}."
             warn_once(what, f"`use_kernels`: {what} (Shown once.)")
         _proved[module] = forward or type(module).forward
+        record(module, _proved[module], ())
     return _proved[module]
 
 
@@ -122,5 +124,5 @@ def prove_mlp(dummy: nn.Module, probe: Probe) -> tuple[Callable | None, str]:
 
 def prove_function(dummy: nn.Module, probe: Probe) -> tuple[Callable | None, str]:
     """A [`Prove`] for a rotary function that the `kernels` library has made a module."""
-    rotary, agreement = prove_rotation(dummy, probe)[1:]
+    _, rotary, agreement, _ = prove_rotation(dummy, probe)
     return None if rotary is None else (lambda _, *operands: rotary(*operands)), agreement.reason

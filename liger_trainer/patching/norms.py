@@ -97,7 +97,7 @@ def _probe_rms_norm(module: nn.Module, probe: Probe) -> Proof:
         if agreement.equal:
             mixed, autocast = _dtype_cases(probe, theirs, ours, tensors)
             kernel = "rms_norm" if not weighted else f"rms_norm (casting={casting}{', 1 + weight' if offset else ''})"
-            best = Proof(kernel, rms_norm_forward(*options, mixed=mixed, autocast=autocast), agreement)
+            best = Proof(kernel, rms_norm_forward(*options, mixed=mixed, autocast=autocast), agreement, (name,))
         else:
             failures.append(agreement)
     return best or no_formula(failures, "none of the RMSNorm formulas")
@@ -117,7 +117,7 @@ def _probe_layer_norm(module: nn.Module, probe: Probe) -> Proof:
     if not agreement.equal:
         return Proof(None, None, agreement)
     mixed, autocast = _dtype_cases(probe, theirs, ours, tensors)
-    return Proof("layer_norm", layer_norm_forward(mixed=mixed, autocast=autocast), agreement)
+    return Proof("layer_norm", layer_norm_forward(mixed=mixed, autocast=autocast), agreement, ("eps",))
 
 
 def _on(module: nn.Module, forward: Callable, names: list[str] | None = None) -> Callable:
@@ -190,7 +190,11 @@ def rms_norm_forward(
 
     def forward(self, hidden_states):
         weight = self.weight if weighted else None
-        if serves_as_written(hidden_states) or not _plain(hidden_states, weight, mixed, autocast):
+        if (
+            serves_as_written(hidden_states)
+            or (weighted and weight is None)
+            or not _plain(hidden_states, weight, mixed, autocast)
+        ):
             return original(self, hidden_states)
         if pending and weight is not None and may_pend(self):
             return PendingNorm(hidden_states, weight, (getattr(self, eps), offset, casting))

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.patching.binding import OURS
 from liger_trainer.patching.side_effects import copies_of_containers
 from liger_trainer.patching.trial import Agreement, Computation, Trial, values_alike
 
@@ -43,11 +44,19 @@ _Result = TypeVar("_Result")
 
 
 class Proof(NamedTuple):
-    """What the probe of a candidate found: the kernel's name and our forward, None for neither, and the agreement."""
+    """What the probe of a candidate found.
+
+    Args:
+        kernel: The kernel's name; None if ours differs.
+        forward: Our forward; None if it differs.
+        agreement: How the two compare.
+        live: The attributes and children of the module that our forward reads at each call.
+    """
 
     kernel: str | None
     forward: Callable | None
     agreement: Agreement
+    live: tuple[str, ...] = ()
 
 
 def refused(reason: str) -> Proof:
@@ -144,7 +153,8 @@ def dummy_module(
     dummy: nn.Module = object.__new__(class_of(module))
     attributes = {**copies_of_containers(module.__dict__), **{name: type(module.__dict__[name])() for name in _HOOKS}}
     attributes.update(_parameters=dict(parameters), _buffers={}, _modules=dict(children), training=training)
-    attributes.pop("forward", None)
+    for name in OURS:
+        attributes.pop(name, None)
     dummy.__dict__.update(attributes)
     return dummy
 

@@ -10,9 +10,9 @@ from torch import nn
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.nn.mlp import outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
-from liger_trainer.patching.binding import call_like
+from liger_trainer.patching.binding import bind_forward, call_like
 from liger_trainer.patching.finding import Finding, reason_to_leave
-from liger_trainer.patching.gated_mlp import has_hooks_between, on_projections, state_besides
+from liger_trainer.patching.gated_mlp import on_projections, state_besides
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.probe import Probe, identity, only_argument
 from liger_trainer.patching.trial import Trial
@@ -33,7 +33,8 @@ def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], pro
     reason = reason_to_leave(module, enabled("relu_squared"))
     if reason:
         return Finding("relu_squared", target, module, reason=reason)
-    return Finding("relu_squared", target, module, "relu_squared", forward, error)
+    bind = functools.partial(bind_forward, live=_NAMES)
+    return Finding("relu_squared", target, module, "relu_squared", forward, error, bind=bind)
 
 
 def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, float]:
@@ -54,7 +55,7 @@ def relu_squared_mlp_forward(argument: str) -> Callable:
     """The forward; the same function for equal arguments."""
 
     def forward(self, x):
-        if serves_as_written(x) or has_hooks_between(self, _NAMES):
+        if serves_as_written(x):
             return type(self).forward(self, x)
         return self.down_proj(relu_squared(self.up_proj(x), inplace_backward=outputs_are_unhooked(self.up_proj)))
 

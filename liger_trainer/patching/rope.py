@@ -16,7 +16,7 @@ from torch import nn
 from liger_trainer.compat.private import available
 from liger_trainer.compat.rebound import forward_calling, used_globals
 from liger_trainer.compat.transformers import ROTARY_FUNCTION
-from liger_trainer.patching.finding import Finding, reason_to_leave
+from liger_trainer.patching.finding import Finding, bind_own_code, reason_to_leave
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.rotations import ONE_TENSOR, arguments_of, prove_rotation
 
@@ -35,13 +35,13 @@ def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -
         if reason:
             yield Finding("rope", target, module, reason=reason)
             continue
-        kernel, rotary, agreement = probe.once(("rope", name, function), prove_rotation, function, probe)
+        kernel, rotary, agreement, _ = probe.once(("rope", name, function), prove_rotation, function, probe)
         copy = None if rotary is None else forward_calling(patched, name, rotary)
         if copy is None:
             yield Finding("rope", target, module, reason=agreement.reason or HIDDEN_CALL)
         else:
             patched = copy  # with several functions, the forward that is bound last calls all of ours
-            yield Finding("rope", target, module, kernel, patched, agreement.error)
+            yield Finding("rope", target, module, kernel, patched, agreement.error, bind=bind_own_code)
 
 
 def rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:

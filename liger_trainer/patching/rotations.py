@@ -100,15 +100,29 @@ def _call(function: Callable) -> Callable:
     return function.forward if isinstance(function, nn.Module) else function
 
 
+def _signed_as(original: Callable) -> Callable[[Callable], Callable]:
+    """Gives a function that takes any arguments the name and the signature of `original`."""
+    return functools.wraps(_call(original), updated=())
+
+
+def _by_name(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a function whose parameters are called `names`.
+
+    Empty for a call that such a function would refuse: with too many arguments, or one of them twice.
+    """
+    given = {**dict(zip(names, args)), **kwargs}
+    return given if len(given) == len(args) + len(kwargs) else {}
+
+
 def prove_rotation(function: Callable, probe: Probe) -> Proof:
     """The proof for a rotary function of q, k, cos and sin; of one of q and k; or of q, k and complex factors."""
     arguments = arguments_of(function)
     if arguments == ONE_TENSOR:
         pair = _of_pair(function)
-        kernel, ours, agreement = _prove_tables(pair, inspect.signature(pair).parameters, probe)
-        return Proof(kernel, None if ours is None else _of_one(ours), agreement)
+        kernel, ours, agreement, _ = _prove_tables(pair, inspect.signature(pair).parameters, probe)
+        return Proof(kernel, None if ours is None else _of_one(function, ours), agreement)
     if len(arguments) == 3 and not any(name in ("cos", "sin") for name in arguments):
-        return _prove_complex(function, arguments[2], probe)
+        return _prove_complex(function, probe)
     if arguments[:4] != ["q", "k", "cos", "sin"]:
         return refused(f"it takes ({', '.join(arguments)}), not (q, k, cos, sin)")
     parameters = inspect.signature(_call(function)).parameters
@@ -143,9 +157,8 @@ def _prove_tables(function: Callable, parameters: Any, probe: Probe) -> Proof:
             proven = {layout: agreement for layout, agreement in agreements.items() if agreement.equal}
             used = next(layout for layout in usual if layout in proven)
             mixed = _mixed_result(function, has_dim, rotation, used, precise, probe)
-            position = list(parameters).index("unsqueeze_dim") - 4 if has_dim else None
             dim = used[1] if default is None else default
-            ours = rotary_function(function, rotation, dim, position, frozenset(proven), mixed, precise)
+            ours = rotary_function(function, rotation, dim, frozenset(proven), mixed, precise)
             return Proof(rotation.name, ours, Agreement(max(agreement.error for agreement in proven.values())))
     return no_formula(failures, "another rotation than those of q and k by pairs")
 
@@ -227,10 +240,15 @@ def _of_pair(function: Callable) -> Callable:
 
 
 @functools.cache
-def _of_one(function: Callable) -> Callable:
-    """A rotary function of q and k as one of q alone."""
+def _of_one(original: Callable, function: Callable) -> Callable:
+    """Our rotary `function` of q and k as one of q alone, with the signature of `original`."""
 
-    def rotary(x, cos, sin):
+    @_signed_as(original)
+    def rotary(*args, **kwargs):
+        given = _by_name(ONE_TENSOR, args, kwargs)
+        x, cos, sin = (given.get(name) for name in ONE_TENSOR)
+        if any(each is None for each in (x, cos, sin)):
+            return original(*args, **kwargs)
         no_keys = x.new_empty(x.shape[0], 0, *x.shape[2:])
         return function(x, no_keys, cos, sin)[0]
 
@@ -242,7 +260,6 @@ def rotary_function(
     original: Callable,
     rotation: Rotation,
     default_dim: int,
-    dim_position: int | None,
     proven: frozenset[Layout],
     mixed: str | None,
     precise: bool,
@@ -253,7 +270,6 @@ def rotary_function(
         original: The model's function.
         rotation: The rotation that it computes.
         default_dim: Its default for `unsqueeze_dim`.
-        dim_position: Where `unsqueeze_dim` comes among the arguments after `sin`; None if there is no such argument.
         proven: The layouts on which the two agree.
         mixed: The result if the tables have another dtype than q: ``"promoted"`` as in torch, ``"rounded"`` to q's
             dtype, or None to run the original.
@@ -261,31 +277,33 @@ def rotary_function(
             and this is tried only if the plain call does not agree.
     """
 
-    def rotary(q, k, cos, sin, *args, **kwargs):
-        if serves_as_written(q):
-            return original(q, k, cos, sin, *args, **kwargs)
-        if not args and not kwargs:
-            dim: Any = default_dim
-        elif not args and len(kwargs) == 1 and dim_position is not None:
-            dim = kwargs.get("unsqueeze_dim")
-        else:
-            dim = args[0] if dim_position == 0 and len(args) == 1 and not kwargs else None
+    names = arguments_of(original)
+
+    @_signed_as(original)
+    def rotary(*args, **kwargs):
+        given = _by_name(names, args, kwargs)
+        q, k, cos, sin = (given.pop(name, None) for name in ("q", "k", "cos", "sin"))
+        dim: Any = given.pop("unsqueeze_dim", default_dim)
+        if given or any(each is None for each in (q, k, cos, sin)) or serves_as_written(q):
+            return original(*args, **kwargs)
         layout = (q.dim(), dim, cos.shape[-1] == q.shape[-1], cos.shape[0] == q.shape[0])
         as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype
         if not as_probed or (mixed is None and cos.dtype != q.dtype):
-            return original(q, k, cos, sin, *args, **kwargs)
+            return original(*args, **kwargs)
         return rotation(q, k, cos, sin, dim, precise or (mixed == "rounded" and cos.dtype != q.dtype))
 
-    def of_pending(q, k, cos, sin, *args, **kwargs):
+    @_signed_as(original)
+    def of_pending(*args, **kwargs):
         """As `rotary`, for norms that have not been computed yet: norms and rotation in one pass in the usual case."""
-        pending = isinstance(q, PendingNorm) and isinstance(k, PendingNorm) and not args and not kwargs
+        q, k, cos, sin = args if len(args) == 4 and not kwargs else (None,) * 4
+        pending = isinstance(q, PendingNorm) and isinstance(k, PendingNorm)
         if pending and q.is_pending and k.is_pending and q.options == k.options:
             layout = (q.x.dim(), default_dim, cos.shape[-1] == q.x.shape[-1], cos.shape[0] == q.x.shape[0])
             one_dtype = q.x.dtype == k.x.dtype == q.weight.dtype == k.weight.dtype == cos.dtype
             if layout in proven and cos.dim() == 3 and q.x.dim() == 4 and (one_dtype or mixed == "promoted"):
                 eps, offset, casting = q.options
                 return qk_norm_rope(q.x, k.x, q.weight, k.weight, cos, sin, eps, offset, casting, default_dim)
-        return rotary(build(q), build(k), cos, sin, *args, **kwargs)
+        return rotary(*map(build, args), **{name: build(value) for name, value in kwargs.items()})
 
     if rotation == ROTATIONS[0] and not precise:
         rotary.of_pending = of_pending  # type: ignore[attr-defined]
@@ -300,7 +318,7 @@ def rotary_function(
 _FACTORS = {"batch": (_BATCH, _LENGTH), "shared": (1, _LENGTH), "plain": (_LENGTH,), "column": (_LENGTH, 1)}
 
 
-def _prove_complex(function: Callable, name: str, probe: Probe) -> Proof:
+def _prove_complex(function: Callable, probe: Probe) -> Proof:
     failures: list[Agreement] = []
     for dim in (2, 1):
         rows = [probe.randn(_BATCH, _LENGTH, heads, _HEAD_DIM) for heads in (_HEADS, _KV_HEADS)]
@@ -312,7 +330,7 @@ def _prove_complex(function: Callable, name: str, probe: Probe) -> Proof:
             agreements[form] = trial.prove(_with(factors, rope_complex, dim))
         proven = {form: agreement for form, agreement in agreements.items() if agreement.equal}
         if proven:
-            ours = complex_rotary_function(function, name, dim, frozenset(proven))
+            ours = complex_rotary_function(function, dim, frozenset(proven))
             return Proof("rope (complex)", ours, Agreement(max(agreement.error for agreement in proven.values())))
         failures += agreements.values()
     return no_formula(failures, "another rotation than complex factors of neighbours")
@@ -323,23 +341,27 @@ def _with(factors: torch.Tensor, function: Callable, *args: int) -> Callable:
 
 
 @functools.cache
-def complex_rotary_function(original: Callable, name: str, dim: int, proven: frozenset[str]) -> Callable:
-    """As [`rotary_function`], for an original of q, k and complex factors called `name`, with heads in dimension `dim`.
+def complex_rotary_function(original: Callable, dim: int, proven: frozenset[str]) -> Callable:
+    """As [`rotary_function`], for an original of q, k and complex factors, with heads in dimension `dim`.
 
     A real table, as a complex buffer becomes when the model is cast, runs the original.
     """
 
-    def rotary(q, k, *args, **kwargs):
-        factors: Any = args[0] if len(args) == 1 and not kwargs else kwargs.get(name)
-        if serves_as_written(q) or len(args) + len(kwargs) != 1 or not _is_proven(factors, q, k, dim, proven):
-            return original(q, k, *args, **kwargs)
-        return rope_complex(q, k, factors, dim)
+    names = arguments_of(original)
+
+    @_signed_as(original)
+    def rotary(*args, **kwargs):
+        given = _by_name(names, args, kwargs)
+        q, k, factors = (given.get(name) for name in names)
+        if any(each is None for each in (q, k, factors)) or serves_as_written(q):
+            return original(*args, **kwargs)
+        return rope_complex(q, k, factors, dim) if _is_proven(factors, q, k, dim, proven) else original(*args, **kwargs)
 
     return rotary
 
 
 def _is_proven(factors: Any, q: torch.Tensor, k: torch.Tensor, dim: int, proven: frozenset[str]) -> bool:
-    if factors is None or factors.dtype != torch.complex64 or q.dim() != 4 or q.dtype != k.dtype:
+    if factors.dtype != torch.complex64 or q.dim() != 4 or q.dtype != k.dtype:
         return False
     batch, length = q.shape[0], q.shape[3 - dim]
     shapes = {"batch": (batch, length), "shared": (1, length), "plain": (length,), "column": (length, 1)}

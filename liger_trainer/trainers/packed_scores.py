@@ -63,7 +63,7 @@ def install_packed_scores(model: Any, packing: Packing | None) -> None:
         logits = torch.cat(scores).new_zeros(sequences, scores[0].shape[1]).index_copy(0, places, torch.cat(scores))
         return SequenceClassifierOutputWithPast(logits=logits)  # type: ignore[arg-type]
 
-    bind_forward(model, forward)
+    bind_forward(model, forward, live=None)
 
 
 def _scored_tokens(model: Any, input_ids: torch.Tensor) -> torch.Tensor:

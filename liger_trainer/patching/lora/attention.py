@@ -18,7 +18,7 @@ from torch import nn
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.finding import Finding, bind_own_code
 from liger_trainer.patching.lora.operands import adapted_layers
 from liger_trainer.patching.probe import Probe, run_attention
 
@@ -95,7 +95,7 @@ def share_inputs(findings: Iterable[Finding], model: nn.Module, probe: Probe) ->
         names, place = tuple(name for name in order if name in shared), places.get(id(module))
         if place is None:
             forward, kernel = forward_sharing(type(module).forward, names), f"lora_linears ({', '.join(names)})"
-            findings.append(Finding("lora", type(module).__name__, module, kernel, forward))
+            findings.append(Finding("lora", type(module).__name__, module, kernel, forward, bind=bind_own_code))
         else:
             native: Callable = findings[place].forward  # type: ignore[assignment]
             findings[place] = dataclasses.replace(findings[place], forward=forward_sharing(native, names))

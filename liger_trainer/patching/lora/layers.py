@@ -22,7 +22,7 @@ from liger_trainer.compat.bitsandbytes import FOUR_BIT_LAYERS
 from liger_trainer.compat.private import require
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.attention import shared_result
 from liger_trainer.patching.lora.fp8_linear import Fp8Linear
@@ -59,7 +59,7 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
             return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
         fp8 = " (fp8)" if isinstance(module.base_layer, Fp8Linear) else ""
         kernel = "lora_linear" + (" (4 bits)" if is_linear_4bit(module.base_layer) else fp8)
-        return Finding("lora", target, module, kernel, forward, agreement.error)
+        return Finding("lora", target, module, kernel, forward, agreement.error, bind=bind_own_code)
     return None
 
 

@@ -9,6 +9,7 @@ product with A of each is added to its own features. So it saves x once, and not
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears
+from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.operands import adapter, is_operand, is_plain_dropout, is_plain_linear
@@ -24,6 +26,7 @@ from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
 
 _RANK, _FEATURES = 3, 24  # of the dummy module: its rank, and the features of its input and of a head
+_READ = ("linear", "lora_dropout", "scaling", "merged", "enable_lora", "qkv_shapes")  # at each call
 _NO_DROPOUT = nn.Identity()  # where LitGPT has a function that returns its argument
 
 
@@ -44,7 +47,8 @@ def find_litgpt_lora(module: nn.Module, enabled: Callable[[str], bool], probe: P
     agreement = _proof(module, probe)
     if not agreement.equal:
         return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
-    return Finding("lora", target, module, "lora_linear", forward, agreement.error)
+    bind = functools.partial(bind_forward, live=_READ)
+    return Finding("lora", target, module, "lora_linear", forward, agreement.error, bind=bind)
 
 
 def _layer(module: Any, x: torch.Tensor) -> LoRALayer | None:

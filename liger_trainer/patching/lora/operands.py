@@ -18,6 +18,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_products import Weight
+from liger_trainer.patching.as_written import is_as_proved
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.lora.fp8_linear import Fp8Linear
 from liger_trainer.patching.lora.quantized import is_linear_4bit, nf4_weight_of
@@ -27,6 +28,7 @@ PlainAdapter: TypeAlias = tuple[torch.Tensor, torch.Tensor, float, nn.Module]
 """A, B, the scaling and the dropout of an adapter."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_LINEAR_FORWARD = nn.Linear.forward
 _LINEARS = (nn.Linear, LinearInTile)  # the latter in a tiled MLP
 _LORA_LINEARS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _ATTRIBUTES = (
@@ -121,9 +123,14 @@ def is_plain_linear(module: Any, x: torch.Tensor) -> bool:
 
 
 def _is_plain(module: Any, x: torch.Tensor, classes: tuple[type, ...]) -> bool:
-    if type(module) not in classes or not is_unhooked(module):
+    if not _is_unchanged(module, classes):
         return False
     return is_operand(module.weight, x) and (module.bias is None or is_operand(module.bias, x))
+
+
+def _is_unchanged(module: nn.Module, classes: tuple[type, ...]) -> bool:
+    """Whether `module` is of one of these classes of linear layers, and a call would run what torch wrote."""
+    return type(module) in classes and is_unhooked(module) and nn.Linear.forward is _LINEAR_FORWARD
 
 
 def active_adapters(module: Any) -> list[str]:
@@ -136,7 +143,9 @@ def is_unhooked(module: nn.Module) -> bool:
 
     FSDP and ZeRO-3 gather weights in hooks of a module; FLOP counters and tracers register global hooks.
     """
-    return not is_call_hooked(module) and ("forward" not in module.__dict__ or is_bound_by_us(module))
+    if is_call_hooked(module):
+        return False
+    return "forward" not in module.__dict__ or (is_bound_by_us(module) and is_as_proved(module))
 
 
 def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
@@ -158,7 +167,7 @@ def plain_adapter(module: Any, name: str, x: torch.Tensor) -> PlainAdapter | Non
         return None
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     for matrix in (a, b):
-        if type(matrix) not in _LINEARS or matrix.bias is not None or not is_unhooked(matrix):
+        if not _is_unchanged(matrix, _LINEARS) or matrix.bias is not None:
             return None
         weight = matrix.weight
         # Of any dtype: PEFT casts x to that of the adapter.

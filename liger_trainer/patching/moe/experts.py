@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import EXPERTS, SHARED_EXPERTS, STACKED_EXPERTS
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import is_as_proved, serves_as_written
 from liger_trainer.patching.binding import (
     IMPLEMENTATION,
     ChosenConfig,
@@ -53,6 +53,9 @@ SIZES = (16, 24)
 TOKENS = 256
 """Tokens of the probe: enough for an even rounding noise."""
 
+READ = ("parametrizations",)
+"""What our forward of experts reads at each call, besides the weights: they may be in 4 bits."""
+
 _CHOSEN = 6  # experts that the tokens of the probe choose from
 
 
@@ -73,7 +76,7 @@ def liger_experts_forward(
     of_model = config.model_config._experts_implementation
     # `generate` switches to "batched_mm" for its steps of few tokens. Weights in 4 bits are dequantised at every read.
     as_written = serves_as_written(hidden_states) and not is_parametrized(self)
-    if as_written or (not torch.is_grad_enabled() and of_model == "batched_mm"):
+    if as_written or not is_as_proved(self) or (not torch.is_grad_enabled() and of_model == "batched_mm"):
         chosen = "eager" if of_model in (None, IMPLEMENTATION) else of_model
         theirs = ALL_EXPERTS_FUNCTIONS.get_interface(chosen, _own_loop(self))
         return theirs(self, hidden_states, top_k_index, top_k_weights)
@@ -86,7 +89,7 @@ if _HAS_REGISTRY:
 
 def forward_of_ours(module: Any) -> Callable | None:
     """Our forward for `module`, a function of the module; None if another forward runs, or one around ours."""
-    if getattr(module, "_is_expert_parallel", False):
+    if getattr(module, "_is_expert_parallel", False) or not is_as_proved(module):
         return None
     if is_chosen(module):
         return module.config.forward
@@ -112,7 +115,7 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
     formula, agreement = probe.once(key, _probe_experts, module, layout, probe)
     if formula is None:
         return Finding("experts", target, module, error=agreement.error, reason=agreement.reason)
-    bind = choose if is_dispatched(module) else bind_forward
+    bind = functools.partial(choose if is_dispatched(module) else bind_forward, live=READ)
     return Finding(
         "experts", target, module, formula.kernel, experts_forward(formula, arguments), agreement.error, bind=bind
     )

@@ -25,7 +25,7 @@ from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.context_variables import set_to
 from liger_trainer.parallel.router_losses import router_losses
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.inputs import BALANCE
 from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Probe
@@ -61,7 +61,7 @@ def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable
 
     @functools.wraps(native)
     def load_balancing_loss_func(
-        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
+        gate_logits: Any, num_experts: int | None, top_k: int, attention_mask: torch.Tensor | None
     ) -> Any:
         if not _is_known(gate_logits, num_experts, attention_mask):
             return native(gate_logits, num_experts, top_k, attention_mask)
@@ -74,6 +74,7 @@ def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable
                 collected.append(losses.z)
         return losses.load_balancing
 
+    load_balancing_loss_func.__defaults__ = getattr(native, "__defaults__", None)
     return load_balancing_loss_func
 
 
@@ -112,7 +113,7 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
     if agreement.equal and copy is None:
         agreement = Agreement(agreement.error, reason=HIDDEN_CALL)
     if agreement.equal:
-        yield Finding(COMPONENT, target, module, kernel, copy, agreement.error)
+        yield Finding(COMPONENT, target, module, kernel, copy, agreement.error, bind=bind_own_code)
     else:
         yield Finding(COMPONENT, target, module, error=agreement.error, reason=agreement.reason)
 

@@ -22,7 +22,7 @@ from liger_trainer.compat.peft import LORA_EXPERTS
 from liger_trainer.compat.private import available
 from liger_trainer.kernels.moe.experts import ExpertLoRA
 from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_unhooked, plain_adapter
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
 from liger_trainer.patching.moe.experts_formula import layout_of
@@ -113,7 +113,7 @@ def find_adapted_parameter(module: Any, enabled: Callable[[str], bool], probe: P
     agreement = _proof(module, probe)
     if not agreement.equal:
         return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
-    return Finding("lora", target, module, "moe_experts (adapters)", forward, agreement.error)
+    return Finding("lora", target, module, "moe_experts (adapters)", forward, agreement.error, bind=bind_own_code)
 
 
 def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:

@@ -33,6 +33,7 @@ from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Trial, runs
 
 _BIAS = "e_score_correction_bias"
+_READ = ("top_k", "routed_scaling_factor", "bias", _BIAS)
 _TOKENS = 32
 _CANDIDATES = 128
 _WIDTH = 64
@@ -181,7 +182,7 @@ def _probe_router(module: nn.Module, probe: Probe) -> Proof:
     half = [tensor.to(torch.bfloat16) for tensor in tensors]
     autocast = all(probe.same(*both, given, True, constants) for given in (half, tensors))
     forward = router_forward(original, argument, formula, flattens=flattens, autocast=autocast)
-    return Proof(formula.kernel, forward, agreements[formula])
+    return Proof(formula.kernel, forward, agreements[formula], _READ)
 
 
 def _trial_on_cpu(original: Callable, tensors: list[torch.Tensor], constants: list[torch.Tensor], top_k: int) -> Trial:

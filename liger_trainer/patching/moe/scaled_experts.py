@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.patching.binding import call_like, overriding_forward
+from liger_trainer.patching.binding import bind_forward, call_like, overriding_forward
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.inputs import MLP
-from liger_trainer.patching.moe.experts import TOKENS, activations_of, weight_shapes
+from liger_trainer.patching.moe.experts import READ, TOKENS, activations_of, weight_shapes
 from liger_trainer.patching.moe.experts_formula import ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import (
@@ -36,6 +36,7 @@ from liger_trainer.patching.trial import Agreement, Trial
 _KEY = "scaled experts"
 _SIZES = 128, 24  # hidden and intermediate size of the dummy module, for a router gradient of many numbers
 _FEWER_TOKENS = 96
+_BLOCK = ("top_k", "router", "experts", "shared_expert")  # what our forward of the block reads at each call
 _Forwards = tuple[Callable, Callable]  # of the block, and of its experts
 
 
@@ -57,9 +58,10 @@ def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Prob
     if formula is None or forwards is None:
         return [Finding("experts", target, experts, error=agreement.error, reason=agreement.reason)]
     found = ((experts, formula.kernel), (module, "moe_experts on the chosen inputs"))
+    binds = [functools.partial(bind_forward, live=live) for live in (READ, _BLOCK)]
     return [
-        Finding("experts", class_of(part).__name__, part, kernel, forward, agreement.error)
-        for (part, kernel), forward in zip(found, reversed(forwards))
+        Finding("experts", class_of(part).__name__, part, kernel, forward, agreement.error, bind=bind)
+        for (part, kernel), forward, bind in zip(found, reversed(forwards), binds)
     ]
 
 
