@@ -8,13 +8,12 @@ a head), the router's loss and the gradients of all parameters must agree.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from liger_trainer.attention.current_plan import NotPackable
 from liger_trainer.attention.interface import NAME
@@ -22,32 +21,13 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
+from liger_trainer.packing.small_config import small_config
 from liger_trainer.patching.probe import Agreement
 
 NOT_OURS = "its attention is not ours"
 
 TOLERANCE = 1e-4
 """Largest relative difference in float32, of values and gradients."""
-
-_SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "intermediate_size_mlp": 32,
-    "head_dim": 8,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 5,
-    "attention_chunk_size": 6,
-    "floor_scale": 3,
-    "num_labels": 1,
-}
-"""What the copy's config has instead of a larger number. The window and the chunks are shorter than the rows, and so is
-the length from which Llama 4 scales queries."""
 
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
@@ -109,40 +89,6 @@ def _small_copy(model: PreTrainedModel) -> nn.Module:
     config = small_config(model.config)
     config._attn_implementation = "eager"
     return type(model)(config).float().eval()
-
-
-def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of the same kind, with small sizes, and a layer of each of its kinds, two at least.
-
-    That of a model of images and text has a small config for each.
-    """
-    small = copy.deepcopy(config)
-    if config.get_text_config() is not config:
-        for name in config.sub_configs:
-            setattr(small, name, small_config(getattr(config, name)))
-        return small
-    vars(small).pop("quantization_config", None)
-    layers = int(config.num_hidden_layers)
-    kinds = getattr(config, "layer_types", None) or [None] * layers
-    kept = sorted({kinds.index(kind) for kind in kinds} | set(range(min(2, layers))))
-    most = {config.attribute_map.get(name, name): size for name, size in _SMALL.items()}
-    for name, value in vars(small).items():
-        if isinstance(value, list) and len(value) == layers:
-            setattr(small, name, [value[layer] for layer in kept])
-        elif name in most and isinstance(value, int) and not isinstance(value, bool) and value:
-            setattr(small, name, min(value, most[name]))
-        elif name.endswith("_token_id") and isinstance(value, int):
-            setattr(small, name, min(value, _SMALL["vocab_size"] - 1))
-        elif "dropout" in name and isinstance(value, float):
-            setattr(small, name, 0.0)
-    small.num_hidden_layers = len(kept)
-    # A state-space model has no heads.
-    heads, key_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    small.num_attention_heads = 4
-    if key_heads is not None:
-        small.num_key_value_heads = 4 if key_heads == heads else (1 if key_heads == 1 else 2)
-    small.pad_token_id = 0
-    return small
 
 
 def _batch() -> Padded:

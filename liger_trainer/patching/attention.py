@@ -27,7 +27,6 @@ from liger_trainer.parallel.sequences import split_sequences
 from liger_trainer.patching.attention_call import (
     INTERFACE,
     LENGTH,
-    WHOLE_ROWS,
     AttentionCall,
     capture,
     rotary_widths,
@@ -37,6 +36,7 @@ from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_modul
 
 _KERNEL = "attention without masks"
 _BATCH, _WINDOW = 2, 5
+_WHOLE_ROWS = AttentionPlan(0, None, LENGTH)
 _OFFSETS = (0, 7, 8, 24, 30, 48)  # of documents in two rows, one of them a single token
 _USUAL = frozenset({"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"})
 
@@ -180,7 +180,7 @@ def _prove(module: nn.Module, own_name: str, widths: Sequence[int], probe: Probe
     offsets = torch.tensor(_OFFSETS, dtype=torch.int32)
     agreements = []
     # No more than these two: on a GPU each compiles kernels of its own.
-    for plan in (WHOLE_ROWS, AttentionPlan(_WINDOW, offsets, LENGTH)):
+    for plan in (_WHOLE_ROWS, AttentionPlan(_WINDOW, offsets, LENGTH)):
         mask = dense(plan, _BATCH, LENGTH, probe.device)
         original = _computation(eager, module, list(parameters), call, mask)
         ours = _computation(function, module, list(parameters), call, plan)

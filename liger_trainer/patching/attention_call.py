@@ -8,7 +8,7 @@ same options: then the model does under our name what it does under its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.patching.probe import ProjectionToOnes, class_of, dummy_module
 
 LENGTH = 24
-WHOLE_ROWS = AttentionPlan(0, None, LENGTH)
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 _HIDDEN = 8
@@ -39,6 +38,20 @@ _LEFT_OUT = frozenset(
     | {"key_value_states", "encoder_hidden_states", "encoder_attention_mask", "cross_attention_states"}
     | _SWITCHES
 )
+
+
+class _Uncut(AttentionPlan):
+    """A plan that says so if a forward takes parts of it, as it would of a mask."""
+
+    def __getitem__(self, _index: Any) -> Any:
+        raise _CutError
+
+
+class _CutError(Exception):
+    pass
+
+
+_PLAN = _Uncut(0, None, LENGTH)
 
 
 class AttentionCall(Exception):
@@ -92,20 +105,32 @@ def capture(
         own_name: The attention implementation that the model has by default.
         rotary_widths: The widths that the model's rotary tables may have.
     """
-    ours = _call(module, parameters, NAME, WHOLE_ROWS, rotary_widths)
+    forward = inspect.unwrap(class_of(module).forward)
+    arguments = [each for each in inspect.signature(forward).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    others = [each.name for each in arguments if each.name not in _GIVEN | _LEFT_OUT]
+
+    def call(name: str, mask: Any, **more: Any) -> AttentionCall | str:
+        given = {each.name for each in arguments} & _GIVEN
+        return _call(
+            rebound(forward, {INTERFACE: _INTERFACE}), module, parameters, name, mask, given, rotary_widths, more
+        )
+
+    ours = call(NAME, _PLAN)
     if isinstance(ours, str):
-        return f"it could not be run on a dummy: {ours}"
+        return ours
     unknown = sorted(set(ours.options) - _UNDERSTOOD)
     if unknown:
         return f"its attention passes {', '.join(unknown)}, which our attention does not compute"
-    if ours.mask is not WHOLE_ROWS:
+    if ours.mask is not _PLAN:
         return "it changes its mask before it calls its attention function"
     if set(ours.lengths) != {(1, LENGTH)}:
         return "its keys are not those of its tokens"
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
-    own = _call(module, parameters, own_name, mask, rotary_widths)
-    if isinstance(own, str) or own.mask is not mask or not _same(own.options, ours.options):
-        return f"its attention makes another call under its own name, {own_name!r}"
+    if not _same(call(own_name, mask), mask, ours):
+        return f"it calls its attention function in another way where the implementation is {own_name!r}"
+    # An argument that scales queries changes nothing of the call. One that selects keys does, or is no number.
+    if others and not _same(call(NAME, _PLAN, **dict.fromkeys(others, torch.ones(()))), _PLAN, ours):
+        return f"its forward also takes {', '.join(others)}"
     ours.name_parameters(parameters)
     return ours
 
@@ -121,16 +146,30 @@ def rotary_widths(model: nn.Module) -> list[int]:
     return sorted({width for count in counts for width in (count, 2 * count)}, reverse=True)
 
 
-def _same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+def _same(call: AttentionCall | str, mask: Any, expected: AttentionCall) -> bool:
+    """Whether `call` was made with this `mask` and what else is `expected`."""
+
     def equal(one: Any, other: Any) -> bool:
         tensors = isinstance(one, torch.Tensor), isinstance(other, torch.Tensor)
         return torch.equal(one, other) if all(tensors) else not any(tensors) and bool(one == other)
 
-    return some.keys() == others.keys() and all(equal(value, others[name]) for name, value in some.items())
+    if isinstance(call, str) or call.mask is not mask or call.shapes != expected.shapes:
+        return False
+    options = call.options, expected.options
+    return options[0].keys() == options[1].keys() and all(
+        equal(value, options[1][name]) for name, value in options[0].items()
+    )
 
 
 def _call(
-    module: Any, parameters: Mapping[str, torch.Tensor], name: str, mask: Any, rotary_widths: Sequence[int]
+    forward: Callable,
+    module: Any,
+    parameters: Mapping[str, torch.Tensor],
+    name: str,
+    mask: Any,
+    names: Collection[str],
+    rotary_widths: Sequence[int],
+    more: Mapping[str, Any],
 ) -> AttentionCall | str:
     """What the attention passes to its attention function; why it could not be run."""
     children = {
@@ -138,11 +177,6 @@ def _call(
         for child_name, child in module._modules.items()
         if child is not None
     }
-    forward = inspect.unwrap(class_of(module).forward)
-    names = {each.name for each in inspect.signature(forward).parameters.values() if each.kind is not each.VAR_KEYWORD}
-    if names - _GIVEN - _LEFT_OUT:
-        return f"its forward also takes {', '.join(sorted(names - _GIVEN - _LEFT_OUT))}"
-    forward = rebound(forward, {INTERFACE: _INTERFACE})  # type: ignore[arg-type]  # it reads this global
     given: dict[str, Any] = {
         "hidden_states": torch.ones(1, LENGTH, _HIDDEN),
         "attention_mask": mask,
@@ -156,11 +190,13 @@ def _call(
         dummy.config = _Renamed(module.config, name)
         given["position_embeddings"] = tables
         try:
-            forward(dummy, **{name: value for name, value in given.items() if name in names})
+            forward(dummy, **{name: given[name] for name in names}, **more)
         except AttentionCall as call:
             return call
+        except _CutError:
+            return "it takes parts of its mask, which our attention does not build"
         except Exception as error:
-            failure = failure or f"{type(error).__name__}: {str(error).strip()[:120]}"
+            failure = failure or f"it could not be run on a dummy: {type(error).__name__}: {str(error).strip()[:120]}"
     return failure or "it called no attention function"
 
 
