@@ -28,6 +28,7 @@ _MOST = {
     "num_local_experts": _EXPERTS,
     "num_experts": _EXPERTS,
     "n_routed_experts": _EXPERTS,
+    "zero_expert_num": 2,
     "moe_num_experts": _EXPERTS,
     "num_experts_per_tok": _EXPERTS_A_TOKEN,
     "moe_k": _EXPERTS_A_TOKEN,
@@ -81,6 +82,8 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     small.num_attention_heads = _HEADS
     if key_heads is not None:
         small.num_key_value_heads = _HEADS if key_heads == heads else (1 if key_heads == 1 else 2)
+    if getattr(config, "initializer_range", None):
+        small.initializer_range = 0.1  # so that attention prefers keys
     small.pad_token_id = 0
     return small
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from liger_trainer.attention.interface import NAME
-from liger_trainer.compat.rebound import rebound
+from liger_trainer.compat.rebound import forward_calling
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.patching.probe import ProjectionToOnes, class_of, dummy_module
 
@@ -38,6 +38,9 @@ _LEFT_OUT = frozenset(
     | {"key_value_states", "encoder_hidden_states", "encoder_attention_mask", "cross_attention_states"}
     | _SWITCHES
 )
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class _Uncut(AttentionPlan):
@@ -105,15 +108,14 @@ def capture(
         own_name: The attention implementation that the model has by default.
         rotary_widths: The widths that the model's rotary tables may have.
     """
-    forward = inspect.unwrap(class_of(module).forward)
-    arguments = [each for each in inspect.signature(forward).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    others = [each.name for each in arguments if each.name not in _GIVEN | _LEFT_OUT]
+    forward = forward_calling(class_of(module).forward, INTERFACE, _INTERFACE)
+    if forward is None:
+        return "what its forward is wrapped in cannot be run on a dummy"
+    arguments = {each.name for each in inspect.signature(forward).parameters.values() if each.kind in _NAMED}
+    others = sorted(arguments - _GIVEN - _LEFT_OUT)
 
     def call(name: str, mask: Any, **more: Any) -> AttentionCall | str:
-        given = {each.name for each in arguments} & _GIVEN
-        return _call(
-            rebound(forward, {INTERFACE: _INTERFACE}), module, parameters, name, mask, given, rotary_widths, more
-        )
+        return _call(forward, module, parameters, name, mask, arguments & _GIVEN, rotary_widths, more)
 
     ours = call(NAME, _PLAN)
     if isinstance(ours, str):

@@ -33,7 +33,7 @@ FP32_TOLERANCE = 1e-5
 _BF16_SLACK = 1.25
 _BF16_FLOOR = 2.0**-9
 _BF16_FLOOR_OF_FEW = 2.0**-8
-_FEW = 32
+_FEW = 128
 
 _HOOKS = (
     "_forward_hooks",
