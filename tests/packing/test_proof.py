@@ -89,7 +89,7 @@ def test_models_of_real_sizes_are_proved_on_small_ones(name):
     assert time.process_time() - began < 3.0
     with torch.device("meta"):
         small = type(model)(small_config(model.config))
-    assert sum(each.numel() for each in small.parameters()) < 3e6  # four heads of 128 make it 512 wide
+    assert sum(each.numel() for each in small.parameters()) < 4e6  # four heads of 128 make it 512 wide
     kinds = set(getattr(model.config, "layer_types", None) or ())
     assert set(getattr(small.config, "layer_types", None) or ()) == kinds
 
