@@ -287,12 +287,12 @@ def attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention` in plain torch, with a score matrix; softmax in float32, or in float64 for float64."""
+    """`attention` in plain torch, with a matrix of scores in float32, as the kernels have them; float64 for float64."""
     batch, length, heads, head_dim = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = heads // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-    scores = (q @ k.mT).to(dtype) * (head_dim**-0.5 if scale is None else scale)
+    scores = (q.to(dtype) @ k.to(dtype).mT) * (head_dim**-0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~dense(plan, batch, length, q.device), float("-inf"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -133,36 +132,7 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-class Captured(Exception):
-    """Ends the forward of an attention, and holds what it passes to its attention function.
-
-    Attributes:
-        shapes: Number of heads and their size, of queries, keys and values.
-        mask: What is passed as the mask.
-        options: Keyword arguments, without the dropout.
-        of_parameter: Which of them are parameters of the attention, by the names of both.
-    """
-
-    def __init__(self, operands: tuple[torch.Tensor, ...], mask: Any, options: dict[str, Any]) -> None:
-        self.shapes = [(each.shape[1], each.shape[-1]) for each in operands]
-        self.mask = mask
-        self.options = {name: value for name, value in options.items() if name != "dropout"}
-        self.of_parameter: dict[str, str] = {}
-
-    def name_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Finds the options that are among these parameters of the attention."""
-        for name, parameter in parameters.items():
-            self.of_parameter.update({option: name for option, value in self.options.items() if value is parameter})
-
-
-def _capture(module, query, key, value, attention_mask, **options):
-    raise Captured((query, key, value), attention_mask, options)
-
-
-CAPTURING = f"{NAME}_capturing"
-
 if available(PACKED_POSITIONS):
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 AttentionInterface.register(NAME, attention_forward)
-AttentionInterface.register(CAPTURING, _capture)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -10,7 +10,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer.diagnosis.case import Case
 from liger_trainer.diagnosis.trap import CannotCheckError, Trap
-from liger_trainer.packing.proof import small_config
+from liger_trainer.packing.small_config import small_config
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.plan.inputs import kernels_of
 from liger_trainer.recipe.file import first_line

@@ -10,42 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_trainer.attention.interface import (
-    CAPTURING,
-    NAME,
-    UNDERSTOOD,
-    Captured,
-    additive,
-    attention_forward,
-    eager_function,
-)
+from liger_trainer.attention.interface import NAME, UNDERSTOOD, additive, attention_forward, eager_function
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
-from liger_trainer.kernels.attention.attention import MAX_HEAD_DIM
+from liger_trainer.kernels.attention.attention import MAX_HEAD_DIM, attention_reference
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.kernels.runtime import triton_drives
 from liger_trainer.parallel.sequences import split_sequences
-from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding
-from liger_trainer.patching.probe import (
-    Agreement,
-    Probe,
-    ProjectionToOnes,
-    class_of,
-    dummy_module,
-    full_shape,
-    identity,
+from liger_trainer.patching.attention_call import (
+    INTERFACE,
+    LENGTH,
+    AttentionCall,
+    capture,
+    rotary_widths,
 )
+from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding
+from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, full_shape, identity
 
 _KERNEL = "attention without masks"
-_BATCH, _LENGTH, _WINDOW, _HIDDEN = 2, 24, 5, 8
+_BATCH, _WINDOW = 2, 5
+_WHOLE_ROWS = AttentionPlan(0, None, LENGTH)
 _OFFSETS = (0, 7, 8, 24, 30, 48)  # of documents in two rows, one of them a single token
-_WHOLE_ROWS = AttentionPlan(0, None, _LENGTH)
 _USUAL = frozenset({"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"})
 
 
@@ -62,12 +54,12 @@ def find_attention(model: nn.Module, enabled: bool, probe: Probe) -> Iterator[Fi
     images = "a mask that is not causal, as for images, stays" if len(owners) > 1 else ""
     for config, modules in by_config.items():
         if any(_is_causal(module) for module in modules):  # the others are not a language model's
-            yield from _of_one_config(modules, owners.get(config), enabled, images, probe)
+            yield from _of_one_config(model, modules, owners.get(config), enabled, images, probe)
 
 
 def _calls_interface(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(class_of(module).forward), "__code__", None)
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ()) and getattr(module, "config", None) is not None
+    return INTERFACE in getattr(code, "co_names", ()) and getattr(module, "config", None) is not None
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -81,10 +73,20 @@ def _is_causal(module: nn.Module) -> bool:
 
 
 def _of_one_config(
-    modules: list[nn.Module], owner: type[PreTrainedModel] | None, enabled: bool, remark: str, probe: Probe
+    model: nn.Module,
+    modules: list[nn.Module],
+    owner: type[PreTrainedModel] | None,
+    enabled: bool,
+    remark: str,
+    probe: Probe,
 ) -> Iterator[Finding]:
     reason = _reason_to_leave(modules[0].config, owner) if enabled else SWITCHED_OFF
-    agreements = [] if reason else [probe.once(_kind(each), _prove, each, probe) for each in modules]
+    reason = reason or _looks_at_the_name(model, modules)
+    agreements: list[Agreement] = []
+    if not reason:
+        assert owner is not None  # or there is a reason to leave it
+        widths = rotary_widths(model)
+        agreements = [probe.once(_kind(each), _prove, each, _default(owner), widths, probe) for each in modules]
     reason = reason or next((each.reason for each in agreements if not each.equal), "")
     for place, module in enumerate(modules):
         target = class_of(module).__name__
@@ -115,6 +117,30 @@ def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
     return split_sequences() if chosen == _default(owner) else f"{CHOSEN}{chosen!r}"
 
 
+def _looks_at_the_name(model: nn.Module, attentions: list[nn.Module]) -> str:
+    """Why masks may differ under our name: code around the attentions looks at the name; empty if none does.
+
+    Such code makes or cuts masks in a way that only its author's implementations follow, as where layers that share
+    keys run on the last tokens alone. What attentions do themselves is looked at in their calls.
+    """
+    inner = set(map(id, attentions))
+    around = {class_of(each): None for each in model.modules() if id(each) not in inner and not _is_apart(each, inner)}
+    for cls in around:
+        for base in cls.__mro__:
+            if base.__module__.startswith("transformers.") and not base.__module__.startswith("transformers.models."):
+                continue
+            for name, function in vars(base).items():
+                code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+                if name != "__init__" and "_attn_implementation" in getattr(code, "co_names", ()):
+                    return f"{base.__name__}.{name} treats masks by the name of the attention, and does not know ours"
+    return ""
+
+
+def _is_apart(module: nn.Module, attentions: set[int]) -> bool:
+    """Whether none of `attentions`, by id, is in `module`."""
+    return not any(id(each) in attentions for each in module.modules())
+
+
 def _default(owner: type[PreTrainedModel]) -> str:
     """What transformers takes where nothing else is asked for."""
     return "sdpa" if owner._supports_sdpa else "eager"
@@ -133,7 +159,7 @@ def restore_attention(model: nn.Module) -> None:
             module.config._attn_implementation = {"": _default(type(module))}
 
 
-def _prove(module: nn.Module, probe: Probe) -> Agreement:
+def _prove(module: nn.Module, own_name: str, widths: Sequence[int], probe: Probe) -> Agreement:
     def refused(reason: str) -> Agreement:
         return Agreement(float("inf"), reason=reason)
 
@@ -146,26 +172,49 @@ def _prove(module: nn.Module, probe: Probe) -> Agreement:
     if unknown:
         return refused(f"its attention function also takes {', '.join(unknown)}")
     parameters = {name: full_shape(each) for name, each in module._parameters.items() if each is not None}
-    captured = _captured(module, {name: probe.randn(*shape) for name, shape in parameters.items()})
-    if isinstance(captured, str):
-        return refused(f"it could not be run on a dummy: {captured}")
-    if captured.mask is not _WHOLE_ROWS:
-        return refused("it changes its mask before it calls its attention function")
-    largest = max(size for _, size in captured.shapes)
+    call = capture(module, {name: probe.randn(*shape) for name, shape in parameters.items()}, own_name, widths)
+    if isinstance(call, str):
+        return refused(call)
+    largest = max(size for _, size in call.shapes)
     if largest > MAX_HEAD_DIM:
         return refused(f"its heads have {largest} dimensions, and our attention has up to {MAX_HEAD_DIM}")
-    tensors = [probe.randn(_BATCH, heads, _LENGTH, size) for heads, size in captured.shapes]
+    tensors = [probe.randn(_BATCH, heads, LENGTH, size) for heads, size in call.shapes]
+    tensors[0] = _for_usual_scores(tensors[0], call.options.get("scaling"))
     tensors += [probe.randn(*shape) for shape in parameters.values()]
+    function = attention_forward if triton_drives(probe.device) else _without_kernels
     offsets = torch.tensor(_OFFSETS, dtype=torch.int32)
     agreements = []
     # No more than these two: on a GPU each compiles kernels of its own.
-    for plan in (_WHOLE_ROWS, AttentionPlan(_WINDOW, offsets, _LENGTH)):
-        mask = dense(plan, _BATCH, _LENGTH, probe.device)
-        original = _computation(eager, module, list(parameters), captured, mask)
-        ours = _computation(attention_forward, module, list(parameters), captured, plan)
+    for plan in (_WHOLE_ROWS, AttentionPlan(_WINDOW, offsets, LENGTH)):
+        mask = dense(plan, _BATCH, LENGTH, probe.device)
+        original = _computation(eager, module, list(parameters), call, mask)
+        ours = _computation(function, module, list(parameters), call, plan)
         with _exact_products():
             agreements.append(probe.compare(original, ours, tensors))
     return max(agreements, key=lambda each: (not each.equal, each.error))
+
+
+def _for_usual_scores(q: torch.Tensor, scaling: Any) -> torch.Tensor:
+    """`q`, such that scores of normal keys have a deviation of 1 whatever the model's scale.
+
+    Larger ones make the softmax choose a single key, whose gradients are those of rounding.
+    """
+    if not isinstance(scaling, (int, float)) or scaling <= 0:
+        return q
+    return (q / (scaling * q.shape[-1] ** 0.5)).to(torch.bfloat16).to(q.dtype)
+
+
+def _without_kernels(module: nn.Module, query: torch.Tensor, key: Any, value: Any, plan: Any, **options: Any) -> Any:
+    """Our attention where Triton does not drive: the function that runs there, but for bfloat16 its reference.
+
+    What runs there is torch's, which sums the gradients of a group's keys in bfloat16. The kernels do not, and a model
+    that is proved on the meta device will run them.
+    """
+    if query.dtype == torch.float32:
+        return attention_forward(module, query, key, value, plan, **options)
+    operands = (each.transpose(1, 2) for each in (query, key, value))
+    scale, softcap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
+    return attention_reference(*operands, plan=plan, scale=scale, softcap=softcap, sinks=sinks), None
 
 
 @contextlib.contextmanager
@@ -183,56 +232,14 @@ def _exact_products() -> Iterator[None]:
 
 
 def _computation(
-    function: Callable, module: nn.Module, names: list[str], captured: Captured, mask: AttentionPlan | torch.Tensor
+    function: Callable, module: nn.Module, names: list[str], call: AttentionCall, mask: AttentionPlan | torch.Tensor
 ) -> Callable:
     """An attention function of queries, keys, values and the parameters of `module`, such as sinks."""
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         own = dict(zip(names, parameters))
-        options = captured.options | {option: own[name] for option, name in captured.of_parameter.items()}
+        options = call.options | {option: own[name] for option, name in call.of_parameter.items()}
         what = additive(mask, q.dtype) if isinstance(mask, torch.Tensor) else mask
         return function(dummy_module(module, own, {}), q, k, v, what, **options)[0]
 
     return run
-
-
-def _captured(module: Any, parameters: dict[str, torch.Tensor]) -> Captured | str:
-    """What the attention passes to its attention function; why it could not be run."""
-    children = {
-        name: ProjectionToOnes(child.out_features) if hasattr(child, "out_features") else nn.Identity()
-        for name, child in module._modules.items()
-        if child is not None
-    }
-    failure = ""
-    for tables in _tables(getattr(module, "head_dim", 8)):
-        dummy: Any = dummy_module(module, parameters, children)
-        dummy.config = _CapturingConfig(module.config)
-        try:
-            hidden = torch.ones(1, _LENGTH, _HIDDEN)
-            class_of(module).forward(
-                dummy, hidden_states=hidden, position_embeddings=tables, attention_mask=_WHOLE_ROWS
-            )
-        except Captured as captured:
-            captured.name_parameters(parameters)
-            return captured
-        except Exception as error:
-            failure = failure or f"{type(error).__name__}: {str(error).strip()[:120]}"
-    return failure or "it called no attention function"
-
-
-def _tables(head_dim: int) -> Iterator[Any]:
-    """Rotary tables of full and of half width, and complex ones as in Llama 4."""
-    for width in (head_dim, head_dim // 2):
-        table = torch.ones(1, _LENGTH, width)
-        yield table, table
-    yield torch.ones(1, _LENGTH, head_dim // 2, dtype=torch.complex64)
-
-
-class _CapturingConfig:
-    """A view of a config that names the attention which captures its arguments."""
-
-    def __init__(self, config: Any) -> None:
-        self._attn_implementation, self._config = CAPTURING, config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_config"], name)

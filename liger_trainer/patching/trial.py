@@ -16,9 +16,9 @@ FP32_TOLERANCE = 1e-5
 """Largest relative difference in float32, of values and gradients, at which two forwards count as equal."""
 
 # In bfloat16 the two may round in different places. Ours must be as close to the float32 result as the original, give
-# or take a quarter (the noise of a few hundred samples), or as close as one rounding of the result allows: on average,
-# or at most, where a tensor has few numbers (GPT-OSS's sinks), whose noise says nothing about a quarter.
-_BF16_SLACK = 1.25
+# or take a quarter or, of fewer than 256 numbers (GPT-OSS's sinks), four deviations of the ratio of two such means; or
+# as close as one rounding of the result allows: on average, or at most, where a tensor has few numbers.
+_BF16_SLACK, _DEVIATIONS = 1.25, 4.0
 _BF16_FLOOR = 2.0**-9
 _BF16_FLOOR_OF_FEW = 2.0**-8
 _FEW = 32
@@ -193,8 +193,9 @@ def _judge(truth: _Results, rounded: _Results, exact: _Results, nearby: _Results
         return Agreement(error, reason=_differs("it computes another formula", error))
     distance = max(_rms(one, other) for one, other in zip(rounded, nearby))
     for true, theirs, own in zip(truth, rounded, nearby):
-        few = true is not None and true.numel() < _FEW
-        allowed = max(_BF16_SLACK * _rms(true, theirs), _BF16_FLOOR_OF_FEW if few else _BF16_FLOOR)
+        count = 0 if true is None else true.numel()
+        slack = max(_BF16_SLACK, 1 + _DEVIATIONS / math.sqrt(max(count, 1)))
+        allowed = max(slack * _rms(true, theirs), _BF16_FLOOR_OF_FEW if count < _FEW else _BF16_FLOOR)
         if not _rms(true, own) <= allowed:
             return Agreement(error, distance, f"in bfloat16 it rounds differently (relative difference {distance:.1e})")
     return Agreement(error, distance)

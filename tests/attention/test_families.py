@@ -267,7 +267,7 @@ def test_an_attention_that_changes_its_mask_is_left_alone(monkeypatch):
 
     @functools.wraps(original)
     def forward(self, *args, attention_mask=None, **kwargs):
-        attention_mask = None if attention_mask is None else attention_mask[:]
+        attention_mask = None if attention_mask is None else copy.deepcopy(attention_mask)
         return original(self, *args, attention_mask=attention_mask, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)

@@ -14,7 +14,8 @@ from liger_trainer.attention.interface import NAME
 from liger_trainer.packing import packed_row
 from liger_trainer.packing.layout import Layout
 from liger_trainer.packing.packed_row import PackedRow
-from liger_trainer.packing.proof import prove_packing, small_config
+from liger_trainer.packing.proof import prove_packing
+from liger_trainer.packing.small_config import small_config
 from liger_trainer.patching.apply import apply_liger_kernel
 from tests.attention.families import TAKEN, build
 from tests.tiny_models import COMMON
@@ -88,7 +89,7 @@ def test_models_of_real_sizes_are_proved_on_small_ones(name):
     assert time.process_time() - began < 3.0
     with torch.device("meta"):
         small = type(model)(small_config(model.config))
-    assert sum(each.numel() for each in small.parameters()) < 2e5
+    assert sum(each.numel() for each in small.parameters()) < 4e6  # four heads of 128 make it 512 wide
     kinds = set(getattr(model.config, "layer_types", None) or ())
     assert set(getattr(small.config, "layer_types", None) or ()) == kinds
 

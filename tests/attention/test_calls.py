@@ -1,0 +1,161 @@
+"""Attentions whose calls our attention would not compute: each is left alone, with the reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+
+from liger_trainer import apply_liger_kernel
+from tests.attention.families import build, full
+from tests.attention.test_families import ONLY, attention_rows, eager, implementation
+from tests.patching.comparisons import assert_same, loss_and_gradients
+
+
+class _Attention(LlamaAttention):
+    """Llama's, in parts that the classes below change."""
+
+    def operands(self, hidden, tables) -> tuple[torch.Tensor, ...]:
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        q, k, v = (each(hidden).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
+        return *apply_rotary_pos_emb(q, k, *tables), v
+
+    def mask(self, mask: Any) -> Any:
+        return mask
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        q, k, v = self.operands(hidden_states, position_embeddings)
+        mask, options = self.mask(attention_mask), self.options()
+        out, weights = interface(self, q, k, v, mask, scaling=self.scaling, **options, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class _Selects(_Attention):
+    """Passes on which keys to see, for attention functions that know of it."""
+
+    def options(self):
+        return {"indices": torch.zeros(1, dtype=torch.long)}
+
+
+class _MasksUnderKnownNames(_Attention):
+    """Hides the first key, under the names for which its author made masks."""
+
+    def mask(self, mask):
+        if mask is None or self.config._attn_implementation not in ("eager", "sdpa"):
+            return mask
+        first = (torch.arange(mask.shape[-1]) == 0) & (torch.arange(mask.shape[-2])[:, None] > 0)
+        return mask & ~first if mask.dtype == torch.bool else mask.masked_fill(first, -1e9)
+
+
+class _Cuts(_Attention):
+    """Gives the last queries' part of the mask, which are all here."""
+
+    def mask(self, mask):
+        return None if mask is None else mask[:, :, -12:]
+
+
+class _OptionUnderKnownNames(_Attention):
+    """Scales scores by another factor under the names that it knows."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        q, k, v = self.operands(hidden_states, position_embeddings)
+        scaling = self.scaling / 2 if self.config._attn_implementation in ("eager", "sdpa") else self.scaling
+        out, weights = interface(self, q, k, v, attention_mask, scaling=scaling, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class _OneKeyMore(_Attention):
+    """Has a key before the first token."""
+
+    def operands(self, hidden, tables):
+        q, k, v = super().operands(hidden, tables)
+        return q, *(torch.nn.functional.pad(each, (0, 0, 1, 0)) for each in (k, v))
+
+    def mask(self, mask):
+        return torch.nn.functional.pad(mask, (1, 0)) if isinstance(mask, torch.Tensor) else mask
+
+
+class _IsGivenKeys(_Attention):
+    """Selects the keys that it is given, as layers do that share the selection of an earlier one."""
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, chosen=None, **kwargs
+    ):
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        q, k, v = self.operands(hidden_states, position_embeddings)
+        options = {} if chosen is None else {"indices": chosen}
+        out, weights = interface(self, q, k, v, attention_mask, scaling=self.scaling, **options, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class _IsGivenAScale(_Attention):
+    """Scales its queries by what it is given, such as a function of their positions."""
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, scale=None, **kwargs
+    ):
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        q, k, v = self.operands(hidden_states, position_embeddings)
+        q = q if scale is None else q * scale
+        out, weights = interface(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+def llama_with(attention: type[LlamaAttention]) -> Any:
+    model = build("llama").train()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = attention
+    return model
+
+
+LEFT = {
+    _Selects: "its attention passes indices, which our attention does not compute",
+    _MasksUnderKnownNames: "it calls its attention function in another way where the implementation is 'sdpa'",
+    _OptionUnderKnownNames: "it calls its attention function in another way where the implementation is 'sdpa'",
+    _Cuts: "it takes parts of its mask, which our attention does not build",
+    _OneKeyMore: "its keys are not those of its tokens",
+    _IsGivenKeys: "its forward also takes chosen",
+}
+
+
+@pytest.mark.parametrize("attention", LEFT)
+def test_left_alone_with_the_reason(attention):
+    model = llama_with(attention)
+    (row,) = attention_rows(apply_liger_kernel(model, ONLY))
+    assert (row.applied, row.reason) == (False, LEFT[attention])
+    assert implementation(model) == "sdpa"
+
+
+@pytest.mark.parametrize("attention", [_Attention, _IsGivenAScale])
+def test_others_are_proved(attention):
+    model = llama_with(attention)
+    expected = loss_and_gradients(eager(model), full())
+    (row,) = attention_rows(apply_liger_kernel(model, ONLY))
+    assert row.applied, row.reason
+    assert_same(loss_and_gradients(model, full()), expected, floor=1e-6)
+
+
+class _CutsAround(LlamaModel):
+    """Cuts the masks of its last layers, in a way that depends on the implementation, as those that share keys do."""
+
+    def _last(self, masks):
+        return masks if self.config._attn_implementation == "flex_attention" else masks[:, :, -1:]
+
+
+def test_a_model_that_treats_masks_by_the_name_of_its_attention_is_left_alone():
+    model = build("llama")
+    assert attention_rows(apply_liger_kernel(copy.deepcopy(model), ONLY))[0].applied
+    model.model.__class__ = _CutsAround
+    (row,) = attention_rows(apply_liger_kernel(model, ONLY))
+    assert row.reason == "_CutsAround._last treats masks by the name of the attention, and does not know ours"
+    assert implementation(model) == "sdpa"
