@@ -105,6 +105,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
 
     model: nn.Module
     kernel_report: KernelReport | None = None
+    _shifts_labels: bool | None = None  # as the trainer's own loss does; None to ask the model
     _takes_parts_of_sequences = True  # whether the loss is right where a process has a part of each sequence
     _patched: weakref.ref[nn.Module] | None = None
     _fp8_base_rows: Sequence[KernelReportRow] = ()
@@ -140,10 +141,11 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
             raise ValueError(
                 "`fp8_base` is true, but `use_liger_kernel` is false. Set it to true, or `fp8_base` to false."
             )
+        if self.label_smoother is not None:
+            options = (self.label_smoother.epsilon, self.label_smoother.ignore_index, self._shifts_labels)
+            self.label_smoother = FusedLabelSmoother(*options)
         if self.args.use_liger_kernel:
             self._apply_kernels(self.model)
-            if self.label_smoother is not None:
-                self.label_smoother = FusedLabelSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
         elif any(bound_modules(self.model)):
             logger.warning(
                 "`use_liger_kernel` is off, but the model already has kernels, which stay and run; "
@@ -253,9 +255,11 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
                 if isinstance(num_items_in_batch, torch.Tensor)
                 else max(num_items_in_batch, 1)
             )
+        smoother, smoothing = self.label_smoother, contextlib.nullcontext()
+        if isinstance(smoother, FusedLabelSmoother):
+            smoother.ask(model, inputs)
+            smoothing = smoother.of_batch(inputs)
         self._let_layers_keep()
-        smoother = self.label_smoother
-        smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
         # TRL's trainers warn about `return_outputs`.
         warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
         bound, expected = self._labelled_bound(inputs), self._expected_gradient(num_items_in_batch)
