@@ -129,7 +129,7 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int
     except Exception as error:
         logger.warning(
             "Whether %s shifts its labels is not known, since it computes no loss from them (%s: %s). Label smoothing "
-            "follows the Trainer, which shifts them if the name of the class is in transformers' table of causal models.",
+            "follows the Trainer, which shifts them if transformers' table of causal models has the name of the class.",
             *(type(model).__name__, type(error).__name__, error),
         )
         return None
