@@ -54,6 +54,7 @@ from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
 from liger_trainer.trainers.checkpoints.base_quantization import write_base_quantization
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
+from liger_trainer.trainers.checkpoints.saved_weights import SavedWeightsMixin
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
 from liger_trainer.trainers.checks.batches import checked_collator
 from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weights
@@ -96,7 +97,9 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
-class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
+class LigerTrainerMixin(
+    ActivationMemoryMixin, EvaluatingMixin, SavedWeightsMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin
+):
     """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 
     Attributes:
@@ -156,6 +159,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
         warn_of_tied_adapters(self.model)
+        self._check_weights()
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:  # PEFT puts them on the cards of adapters
             add_tags([CARD_TAG])
@@ -255,7 +259,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
                 if isinstance(num_items_in_batch, torch.Tensor)
                 else max(num_items_in_batch, 1)
             )
-        smoother, smoothing = self.label_smoother, contextlib.nullcontext()
+        smoother: Any = self.label_smoother
+        smoothing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(smoother, FusedLabelSmoother):
             smoother.ask(model, inputs)
             smoothing = smoother.of_batch(inputs)

@@ -112,20 +112,20 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int
     Returns:
         False for labels of whole rows. None, with a warning, if the model computes no loss from labels.
     """
-    labels = inputs["labels"]
+    labels: torch.Tensor = inputs["labels"]
     if labels.dim() < 2:
         return False
     nothing = torch.full_like(labels, ignore_index)
     first = nothing.clone()
     ids = inputs.get("input_ids")
-    like_ids = isinstance(ids, torch.Tensor) and ids.shape == labels.shape
-    first[:, 0] = ids[:, 0].eq(0).to(first.dtype) if like_ids else 0  # not the token itself, which may be certain
+    # Not the token itself, which may be certain.
+    first[:, 0] = ids[:, 0].eq(0) if isinstance(ids, torch.Tensor) and ids.shape == labels.shape else 0
     others = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with loss_follows():
-            losses = [_loss(model(**others, labels=labels)) for labels in (nothing, first)]
+            without, with_first = (_loss(model(**others, labels=labels)) for labels in (nothing, first))
     except Exception as error:
         logger.warning(
             "Whether %s shifts its labels is not known, since it computes no loss from them (%s: %s). Label smoothing "
@@ -136,7 +136,7 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int
     finally:
         for module, mode in modes:
             module.training = mode
-    return torch.allclose(*losses, rtol=1e-3, atol=1e-3, equal_nan=True)
+    return torch.allclose(without, with_first, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def _loss(outputs: Any) -> torch.Tensor:
