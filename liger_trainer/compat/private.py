@@ -151,6 +151,11 @@ def is_at_least(library: str, version: str) -> bool:
     return Version(importlib.metadata.version(library)) >= Version(version)
 
 
+def mentions(function: Any, name: str) -> bool:
+    """Whether the code of a function uses `name`: an attribute, a global, a variable or a string."""
+    return any(name == used for code in _codes(function) for used in _names(code))
+
+
 def _message(feature: Feature) -> str | None:
     problems = ((name, name.problem()) for name in feature.names)
     name, problem = next(((name, problem) for name, problem in problems if problem), (None, None))

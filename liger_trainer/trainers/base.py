@@ -51,6 +51,7 @@ from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.stock_trainer import in_charge
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
+from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin
 from liger_trainer.trainers.checkpoints.base_quantization import write_base_quantization
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
@@ -63,7 +64,7 @@ from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.fp8_base import store_base
 from liger_trainer.trainers.known_batches import KnownBatches, discard_facts
-from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
+from liger_trainer.trainers.label_smoothing import FusedLabelSmoother, smoothed_batch
 from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
@@ -98,7 +99,12 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 class LigerTrainerMixin(
-    ActivationMemoryMixin, EvaluatingMixin, SavedWeightsMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin
+    ActivationMemoryMixin,
+    EvaluatingMixin,
+    AdapterMethodsMixin,
+    SavedWeightsMixin,
+    ConvertedCheckpointsMixin,
+    WholeCheckpointsMixin,
 ):
     """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 
@@ -145,8 +151,7 @@ class LigerTrainerMixin(
                 "`fp8_base` is true, but `use_liger_kernel` is false. Set it to true, or `fp8_base` to false."
             )
         if self.label_smoother is not None:
-            options = (self.label_smoother.epsilon, self.label_smoother.ignore_index, self._shifts_labels)
-            self.label_smoother = FusedLabelSmoother(*options)
+            self.label_smoother = FusedLabelSmoother.of(self.label_smoother, self._shifts_labels)
         if self.args.use_liger_kernel:
             self._apply_kernels(self.model)
         elif any(bound_modules(self.model)):
@@ -160,6 +165,7 @@ class LigerTrainerMixin(
         self._announce_kernels()
         warn_of_tied_adapters(self.model)
         self._check_weights()
+        self._prepare_adapter_methods()
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:  # PEFT puts them on the cards of adapters
             add_tags([CARD_TAG])
@@ -259,11 +265,7 @@ class LigerTrainerMixin(
                 if isinstance(num_items_in_batch, torch.Tensor)
                 else max(num_items_in_batch, 1)
             )
-        smoother: Any = self.label_smoother
-        smoothing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(smoother, FusedLabelSmoother):
-            smoother.ask(model, inputs)
-            smoothing = smoother.of_batch(inputs)
+        smoothing = smoothed_batch(self.label_smoother, model, inputs)
         self._let_layers_keep()
         # TRL's trainers warn about `return_outputs`.
         warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()

@@ -43,6 +43,11 @@ class FusedLabelSmoother(LabelSmoother):
     _asked: bool = field(default=False, init=False, repr=False)
     _shifted: torch.Tensor | None = field(default=None, init=False, repr=False)
 
+    @classmethod
+    def of(cls, smoother: LabelSmoother, shifts: bool | None) -> FusedLabelSmoother:
+        """The same smoothing as that of `smoother`."""
+        return cls(smoother.epsilon, smoother.ignore_index, shifts)
+
     def ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Finds out, once, whether `model` shifts the labels of a batch such as `inputs`."""
         if self.shifts is None and not self._asked and isinstance(inputs.get("labels"), torch.Tensor):
@@ -95,6 +100,14 @@ class FusedLabelSmoother(LabelSmoother):
         if num_items_in_batch is None:
             num_items_in_batch = labels.ne(self.ignore_index).sum()
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device).clamp(min=1)
+
+
+def smoothed_batch(smoother: Any, model: nn.Module, inputs: Any) -> contextlib.AbstractContextManager[None]:
+    """The context of a loss of `model` on the batch `inputs`; asks `model` first how its labels are meant."""
+    if not isinstance(smoother, FusedLabelSmoother):
+        return contextlib.nullcontext()
+    smoother.ask(model, inputs)
+    return smoother.of_batch(inputs)
 
 
 @torch.no_grad()

@@ -52,6 +52,7 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     trl_module: ModuleType | None = None
     _shifts_labels = True
+    _has_own_loss = True
     _takes_parts_of_sequences = False  # only TRL's SFT loss takes `shift_labels`
     config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"

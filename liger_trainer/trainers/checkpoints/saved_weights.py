@@ -110,8 +110,9 @@ def _check_adapters(model: Any, refuse: bool) -> None:
 
 
 def _writes_other_tensors(config: Any) -> bool:
-    """Whether PEFT writes what it computes from the trained tensors, such as the output of a prompt encoder."""
-    return config.is_prompt_learning or getattr(config, "save_only_topk_weights", False)
+    """Whether PEFT writes what it computes from the trained tensors: prompts, choices, ranks that are left."""
+    pruned = any(isinstance(ranks, list) for ranks in (getattr(config, "rank_pattern", None) or {}).values())
+    return config.is_prompt_learning or getattr(config, "save_only_topk_weights", False) or pruned
 
 
 def _check_files(model: nn.Module, folder: Path) -> None:
