@@ -36,6 +36,7 @@ _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 class AdapterMethodsMixin(Trainer):
     """Comes before a Trainer: keeps the terms that PEFT adds to the loss, and lets it move its ranks."""
 
+    model: nn.Module
     _has_own_loss = False  # whether the trainer's loss is not that of the model's outputs
     _tuner_of_terms: Any = None  # of PEFT, if its terms would be missing in the loss
 

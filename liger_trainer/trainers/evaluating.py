@@ -92,19 +92,18 @@ class EvaluatingMixin(Trainer):
             )
             yield
             return
-        modules = list(self.model.modules())
-        weights = {id(one): one for module in modules for one in module._parameters.values() if _is_float(one)}
-        kept = [(one, _off_accelerator(one.data)) for one in weights.values()]
+        model: Any = self.model
+        weights = [(one, _off_accelerator(one.data)) for one in model.parameters() if one.is_floating_point()]
         buffers = [
             (module, name, _off_accelerator(one))
-            for module in modules
+            for module in model.modules()
             for name, one in module._buffers.items()
-            if _is_float(one)
+            if one is not None and one.is_floating_point()
         ]
         try:
             yield
         finally:
-            for parameter, data in kept:
+            for parameter, data in weights:
                 parameter.data = data.to(parameter.device)
             for module, name, buffer in buffers:
                 now = module._buffers[name]
@@ -179,10 +178,6 @@ class EvaluatingMixin(Trainer):
             return {}
         values = {"perplexity": (cross_entropy / labelled).exp(), "mean_token_accuracy": right / labelled}
         return {name: values[name].item() for name in self._token_metrics if values[name].isfinite()}
-
-
-def _is_float(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_floating_point()
 
 
 def _off_accelerator(tensor: torch.Tensor) -> torch.Tensor:

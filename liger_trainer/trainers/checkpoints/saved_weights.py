@@ -37,6 +37,8 @@ class SavedWeightsError(RuntimeError):
 class SavedWeightsMixin(Trainer):
     """Comes before a Trainer: compares what a save has written with what was trained."""
 
+    model: nn.Module
+
     @property
     def _holds_whole_model(self) -> bool:
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
@@ -63,7 +65,8 @@ class SavedWeightsMixin(Trainer):
 
     def _load_best_model(self) -> None:
         """As the Trainer's, which looks for adapters in the checkpoint's folder alone, where PEFT writes 'default'."""
-        model, folder = self.model, Path(str(self.state.best_model_checkpoint))
+        model: Any = self.model
+        folder = Path(str(self.state.best_model_checkpoint))
         elsewhere = isinstance(model, PeftModel) and model.active_adapters != ["default"]
         if not elsewhere or not self._holds_whole_model:
             super()._load_best_model()
