@@ -20,7 +20,12 @@ def first_label(model: Any) -> int | None:
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
-    return 0 if getattr(model, "loss_type", None) in _OWN_TOKEN_LOSSES else 1
+    loss_type = getattr(model, "loss_type", None)
+    if loss_type is None:  # transformers reads it off the name of the class, which a subclass need not keep
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        names = [kind.__name__ for kind in type(base).__mro__]
+        loss_type = next((loss for loss in _OWN_TOKEN_LOSSES for name in names if name.endswith(loss)), None)
+    return 0 if loss_type in _OWN_TOKEN_LOSSES else 1
 
 
 def token_masks(batch: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:

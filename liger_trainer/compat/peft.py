@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from liger_trainer.compat.private import Feature, Private
+from typing import Any
+
+from liger_trainer.compat.private import Feature, Private, mentions
 
 ADAPTERS_ON_FOUR_BITS = Feature(
     "adapters on experts in 4 bits",
@@ -58,3 +60,24 @@ LORA_EXPERTS = Feature(
     Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses="parameter_name, _did_swap_in_out_features"),
     needed=False,
 )
+
+RANK_ALLOCATION = Feature(
+    "resuming AdaLoRA with the importance of its ranks",
+    Private("peft.tuners.adalora.layer:RankAllocator.update_ipt", uses="ipt, exp_avg_ipt, exp_avg_unc"),
+    Private(
+        "peft.tuners.adalora.model:AdaLoraModel.update_and_allocate",
+        "self, global_step",
+        uses="rankallocator, rank_pattern, trainable_adapter_name",
+    ),
+    needed=False,
+)
+
+
+def adds_to_loss(tuner: Any) -> bool:
+    """Whether the forward of a tuner, PEFT's module around a model, does something with the loss of the outputs."""
+    return mentions(type(tuner).forward, "loss")
+
+
+def calls_tuner(model: Any) -> bool:
+    """Whether the forward of a PEFT model runs that of its tuner, and not the one of the model inside."""
+    return mentions(type(model).forward, "base_model")

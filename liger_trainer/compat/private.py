@@ -180,6 +180,11 @@ def is_newer_than_tested(library: str) -> bool:
     return Version(Version(found).public) > Version(TESTED[library])
 
 
+def mentions(function: Any, name: str) -> bool:
+    """Whether the code of a function uses `name`: an attribute, a global, a variable or a string."""
+    return any(name == used for code in _codes(function) for used in _names(code))
+
+
 def _message(feature: Feature) -> str | None:
     problems = ((name, name.problem()) for name in feature.names)
     problem = next((f"`{name.name}` {problem}" for name, problem in problems if problem), None) or tried(feature)

@@ -64,6 +64,12 @@ DEQUANTISED_MODELS = Feature(
     ),
 )
 
+LOADED_WEIGHTS = Feature(
+    "naming weights that no checkpoint held",
+    Private("transformers:PreTrainedModel._initialize_missing_keys", "self, is_quantized", uses="_is_hf_initialized"),
+    needed=False,
+)
+
 SPLIT_OPTIMIZER = Feature(
     "checkpoints of the optimizer of a model that `from_pretrained` has split",
     Private("transformers.distributed:save_optimizer_distributed", "model, optimizer, checkpoint_dir"),

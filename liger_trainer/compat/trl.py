@@ -63,6 +63,25 @@ POLICY_LOSS = Feature(
     needed=False,
 )
 
+_REWARDS = "_metrics, rewards/chosen, rewards/rejected, logps/chosen, logps/rejected"
+FIRST_STEP = Feature(
+    "stopping in the first step if the reference is not the policy",
+    Private("trl:DPOTrainer._compute_loss", uses=_REWARDS),
+    Private("trl:KTOTrainer._compute_loss", uses=_REWARDS),
+    Private("trl:GRPOTrainer._compute_loss", uses="_metrics, kl"),
+    Private("trl:RLOOTrainer._generate_and_score_completions", uses="_metrics, kl"),
+    needed=False,
+)
+
+
+def _cache_of(name: str) -> Private:
+    return Private(f"trl:{name}Trainer._precompute_ref_logps", uses="_precompute_model_hash, data_collator")
+
+
+CACHED_REFERENCE = Feature(
+    "caches of `precompute_ref_log_probs` that know how rows are cut", _cache_of("DPO"), _cache_of("KTO"), needed=False
+)
+
 _COMPLETIONS = "_logs, prompt, completion, rewards, advantages, extra"
 LOGGED_COMPLETIONS = Feature(
     "completions in `report.html`",

@@ -41,7 +41,8 @@ def context_of(
     That is where FSDP1 has the head, or a part of it, in a unit of its own, whose weight is freed after its forward.
     """
     head = output_embedding(model)
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in head.modules()):
+    kinds = {kind for module in head.modules() for kind in type(module).__mro__}  # subclasses too, without an import
+    if any(kind.__name__ == "FullyShardedDataParallel" for kind in kinds):
         return None
     return ForwardContext(has_labels, num_items, read_later)
 

@@ -51,9 +51,11 @@ from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.stock_trainer import in_charge
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
+from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin
 from liger_trainer.trainers.checkpoints.base_quantization import write_base_quantization
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
+from liger_trainer.trainers.checkpoints.saved_weights import SavedWeightsMixin
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
 from liger_trainer.trainers.checks.batches import checked_collator, warn_of_unlabelled_end
 from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weights
@@ -63,7 +65,7 @@ from liger_trainer.trainers.checks.users_loss import UsersLoss
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.fp8_base import store_base
 from liger_trainer.trainers.known_batches import KnownBatches, discard_facts
-from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
+from liger_trainer.trainers.label_smoothing import FusedLabelSmoother, smoothed_batch
 from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
@@ -97,7 +99,14 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
-class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin):
+class LigerTrainerMixin(
+    ActivationMemoryMixin,
+    EvaluatingMixin,
+    AdapterMethodsMixin,
+    SavedWeightsMixin,
+    ConvertedCheckpointsMixin,
+    WholeCheckpointsMixin,
+):
     """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 
     Attributes:
@@ -106,6 +115,7 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
 
     model: nn.Module
     kernel_report: KernelReport | None = None
+    _shifts_labels: bool | None = None  # as the trainer's own loss does; None to ask the model
     _takes_parts_of_sequences = True  # whether the loss is right where a process has a part of each sequence
     _patched: weakref.ref[nn.Module] | None = None
     _fp8_base_rows: Sequence[KernelReportRow] = ()
@@ -141,10 +151,10 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
             raise ValueError(
                 "`fp8_base` is true, but `use_liger_kernel` is false. Set it to true, or `fp8_base` to false."
             )
+        if self.label_smoother is not None:
+            self.label_smoother = FusedLabelSmoother.of(self.label_smoother, self._shifts_labels)
         if self.args.use_liger_kernel:
             self._apply_kernels(self.model)
-            if self.label_smoother is not None:
-                self.label_smoother = FusedLabelSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
         elif any(bound_modules(self.model)):
             logger.warning(
                 "`use_liger_kernel` is off, but the model already has kernels, which stay and run; "
@@ -155,6 +165,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
         warn_of_tied_adapters(self.model)
+        self._check_weights()
+        self._prepare_adapter_methods()
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:  # PEFT puts them on the cards of adapters
             add_tags([CARD_TAG])
@@ -256,9 +268,8 @@ class LigerTrainerMixin(ActivationMemoryMixin, EvaluatingMixin, ConvertedCheckpo
                 if isinstance(num_items_in_batch, torch.Tensor)
                 else max(num_items_in_batch, 1)
             )
+        smoothing = smoothed_batch(self.label_smoother, model, inputs)
         self._let_layers_keep()
-        smoother = self.label_smoother
-        smoothing = smoother.of_batch(inputs) if isinstance(smoother, FusedLabelSmoother) else contextlib.nullcontext()
         # TRL's trainers warn about `return_outputs`.
         warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
         bound, expected = self._labelled_bound(inputs), self._expected_gradient(num_items_in_batch)

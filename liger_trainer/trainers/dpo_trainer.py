@@ -8,12 +8,12 @@ from trl import DPOTrainer
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import DPO_HEAD
 from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+from liger_trainer.trainers.reference import ReferenceMixin
 
 require(DPO_HEAD)
 
 
-class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
+class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
     """[`~trl.DPOTrainer`], preference optimisation on pairs, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerDPOConfig`], or a `DPOConfig`, with which the kernels are on. Loss

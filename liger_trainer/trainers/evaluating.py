@@ -29,11 +29,12 @@ _PADDING = -100.0  # what the Trainer pads logits with
 
 
 class EvaluatingMixin(Trainer):
-    """Comes before a Trainer, whose evaluations it extends in three ways.
+    """Comes before a Trainer, whose evaluations it extends in four ways.
 
     Batches without a finite loss, such as one without labels, are left out of the mean. With `_token_metrics`, the
     metrics named there are logged, over all tokens of all processes. With `_metrics_of_deferred_logits`, the model does
-    not build the logits for `preprocess_logits_for_metrics`, nor, batch by batch, for `compute_metrics`.
+    not build the logits for `preprocess_logits_for_metrics`, nor, batch by batch, for `compute_metrics`. After an
+    evaluation outside of a training, the weights that `bf16_full_eval` or `fp16_full_eval` has cast are what they were.
     """
 
     _token_metrics: tuple[str, ...] = ()
@@ -48,7 +49,8 @@ class EvaluatingMixin(Trainer):
         given = inspect.signature(super().evaluation_loop).bind(*args, **kwargs).arguments
         self._without_loss, self._evaluated, self._counted = 0, 0, []
         try:
-            with self._finite_losses(), self._deferred_logits_passed(given["description"]):
+            deferred = self._deferred_logits_passed(given["description"])
+            with self._finite_losses(), deferred, self._weights_restored():
                 output = super().evaluation_loop(*args, **kwargs)
             if left_out := int(self._without_loss):
                 logger.warning(
@@ -71,6 +73,41 @@ class EvaluatingMixin(Trainer):
             yield
         finally:
             self.args.logging_nan_inf_filter = filters
+
+    @contextlib.contextmanager
+    def _weights_restored(self) -> Iterator[None]:
+        """Around an evaluation, before which the Trainer may cast the model for good; a later training would go on so.
+
+        The weights of an accelerator are kept on the CPU.
+        """
+        casts = self.args.fp16_full_eval or self.args.bf16_full_eval
+        if self.is_in_train or not casts:
+            yield
+            return
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            warn_once(
+                "full evaluation",
+                "`bf16_full_eval` and `fp16_full_eval` cast a model that processes hold in parts, and it stays so: "
+                "training or saving it after this evaluation takes the rounded weights. (Said once.)",
+            )
+            yield
+            return
+        model: Any = self.model
+        weights = [(one, _off_accelerator(one.data)) for one in model.parameters() if one.is_floating_point()]
+        buffers = [
+            (module, name, _off_accelerator(one))
+            for module in model.modules()
+            for name, one in module._buffers.items()
+            if one is not None and one.is_floating_point()
+        ]
+        try:
+            yield
+        finally:
+            for parameter, data in weights:
+                parameter.data = data.to(parameter.device)
+            for module, name, buffer in buffers:
+                now = module._buffers[name]
+                module._buffers[name] = buffer if now is None else buffer.to(now.device)
 
     @contextlib.contextmanager
     def _deferred_logits_passed(self, description: str) -> Iterator[None]:
@@ -141,6 +178,10 @@ class EvaluatingMixin(Trainer):
             return {}
         values = {"perplexity": (cross_entropy / labelled).exp(), "mean_token_accuracy": right / labelled}
         return {name: values[name].item() for name in self._token_metrics if values[name].isfinite()}
+
+
+def _off_accelerator(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == "meta" else tensor.cpu()
 
 
 def _counter(counted: list[torch.Tensor]) -> TokenObserver:

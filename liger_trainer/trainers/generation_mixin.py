@@ -23,14 +23,14 @@ from liger_trainer.trainers.checks.reward_functions import checked_reward_functi
 from liger_trainer.trainers.checks.trl_arguments import check_completions, warn_of_truncated_sampling
 from liger_trainer.trainers.grouping import GroupedCompletions
 from liger_trainer.trainers.labelled_bound import bound_of_parts
-from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+from liger_trainer.trainers.reference import ReferenceMixin
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-    class _Base(LigerTRLMixin, GRPOTrainer): ...
+    class _Base(ReferenceMixin, GRPOTrainer): ...
 else:
-    _Base = LigerTRLMixin
+    _Base = ReferenceMixin
 
 
 class GenerationMixin(_Base, GroupedCompletions):

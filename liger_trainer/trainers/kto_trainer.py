@@ -8,12 +8,12 @@ from trl import KTOTrainer
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import KTO_HEAD
 from liger_trainer.configs.kto_config import LigerKTOConfig
-from liger_trainer.trainers.trl_mixin import LigerTRLMixin
+from liger_trainer.trainers.reference import ReferenceMixin
 
 require(KTO_HEAD)
 
 
-class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
+class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     """[`~trl.KTOTrainer`], preference optimisation without pairs, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerKTOConfig`], or a `KTOConfig`, with which the kernels are on. Loss

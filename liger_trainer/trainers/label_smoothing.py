@@ -1,22 +1,27 @@
-"""Label smoothing through the fused head."""
+"""Label smoothing through the fused head, on the labels that the model itself would compare with its logits."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LABEL_SMOOTHING
+from liger_trainer.head.context import loss_follows
 
 if TYPE_CHECKING:
     from transformers.trainer_pt_utils import LabelSmoother
 else:
     LabelSmoother, *_ = require(LABEL_SMOOTHING)
+
+logger = logging.getLogger("liger_trainer")
 
 
 @dataclass
@@ -28,9 +33,26 @@ class FusedLabelSmoother(LabelSmoother):
 
     If a batch has `shift_labels`, the next token of each position, those are the labels: where context parallelism
     splits a sequence over processes, the next token of the last position is on another process.
+
+    Attributes:
+        shifts: Whether the label of position i + 1 is for the logits of position i; None to do as the caller says. The
+            Trainer says it by the name of the model's class, which a subclass need not have, so `ask` asks the model.
     """
 
+    shifts: bool | None = None
+    _asked: bool = field(default=False, init=False, repr=False)
     _shifted: torch.Tensor | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(cls, smoother: LabelSmoother, shifts: bool | None) -> FusedLabelSmoother:
+        """The same smoothing as that of `smoother`."""
+        return cls(smoother.epsilon, smoother.ignore_index, shifts)
+
+    def ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Finds out, once, whether `model` shifts the labels of a batch such as `inputs`."""
+        if self.shifts is None and not self._asked and isinstance(inputs.get("labels"), torch.Tensor):
+            self._asked = True
+            self.shifts = shifts_labels(model, inputs, self.ignore_index)
 
     @contextlib.contextmanager
     def of_batch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -53,13 +75,15 @@ class FusedLabelSmoother(LabelSmoother):
         Args:
             model_output: A model's output with `logits` of shape `(..., V)`.
             labels: Class ids of shape `(...)`, `ignore_index` where there is none.
-            shift_labels: Whether position i predicts label i + 1.
+            shift_labels: Whether position i predicts label i + 1; `shifts` wins unless it is None.
             num_items_in_batch: The normaliser; the number of labels that are not ignored by default.
 
         Returns:
             The loss, 0-d.
         """
         logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if self.shifts is not None:
+            shift_labels = self.shifts
         if shift_labels and self._shifted is not None:
             labels = self._shifted
         elif shift_labels:
@@ -76,3 +100,58 @@ class FusedLabelSmoother(LabelSmoother):
         if num_items_in_batch is None:
             num_items_in_batch = labels.ne(self.ignore_index).sum()
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device).clamp(min=1)
+
+
+def smoothed_batch(smoother: Any, model: nn.Module, inputs: Any) -> contextlib.AbstractContextManager[None]:
+    """The context of a loss of `model` on the batch `inputs`; asks `model` first how its labels are meant."""
+    if not isinstance(smoother, FusedLabelSmoother):
+        return contextlib.nullcontext()
+    smoother.ask(model, inputs)
+    return smoother.of_batch(inputs)
+
+
+@torch.no_grad()
+def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int = -100) -> bool | None:
+    """Whether the loss of `model` compares the logits of position i with label i + 1.
+
+    The model is asked: a label at the first position alone has no logits before it, so that a loss that shifts is the
+    same with it and without. This takes two forwards in evaluation mode, and leaves the model as it was.
+
+    Args:
+        model: A model that takes `labels`.
+        inputs: A batch, with `labels` of shape `(B, ...)`.
+        ignore_index: The label of what does not count.
+
+    Returns:
+        False for labels of whole rows. None, with a warning, if the model computes no loss from labels.
+    """
+    labels: torch.Tensor = inputs["labels"]
+    if labels.dim() < 2:
+        return False
+    nothing = torch.full_like(labels, ignore_index)
+    first = nothing.clone()
+    ids = inputs.get("input_ids")
+    # Not the token itself, which may be certain.
+    first[:, 0] = ids[:, 0].eq(0) if isinstance(ids, torch.Tensor) and ids.shape == labels.shape else 0
+    others = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with loss_follows():
+            without, with_first = (_loss(model(**others, labels=labels)) for labels in (nothing, first))
+    except Exception as error:
+        logger.warning(
+            "Whether %s shifts its labels is not known, since it computes no loss from them (%s: %s). Label smoothing "
+            "follows the Trainer, which shifts them if transformers' table of causal models has the name of the class.",
+            *(type(model).__name__, type(error).__name__, error),
+        )
+        return None
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return torch.allclose(without, with_first, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return loss.detach().float().mean()

@@ -53,6 +53,8 @@ class LigerTRLMixin(LigerTrainerMixin):
     """
 
     trl_module: ModuleType | None = None
+    _shifts_labels = True
+    _has_own_loss = True
     _takes_parts_of_sequences = False  # only TRL's SFT loss takes `shift_labels`
     config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
@@ -66,12 +68,16 @@ class LigerTRLMixin(LigerTrainerMixin):
         check_loss_type(config)
         check_offloading(config)  # TRL would raise an AttributeError
         check_selective(config)  # TRL takes it out of the arguments
+        self._check_given(given, config)
         head = self._own_fused_head(config)
         resume, warned = split_models_resume(config, model), warnings_of_the_caller()
         with head, self._hidden_from_trl(config), resume, _older_names(), warned:
             super().__init__(*given.args, **given.kwargs)
         check_rows(self.train_dataset)
         self._finish_init()
+
+    def _check_given(self, given: inspect.BoundArguments, config: TrainingArguments) -> None:
+        """Checks the arguments of TRL's `__init__` before it is called."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`]."""

@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal, sft
-from tests.trainers.tiny import token_rows
+from tests.trainers.tiny import llama, token_rows
 
 
 def of_the_model(folder, rows, trainer_class=LigerTrainer):
@@ -55,3 +55,37 @@ def test_a_user_may_log_what_is_no_number_before_training(tmp_path):
     trainer.log({"loss": math.nan})
     trainer.log({"loss": "none yet"})
     assert len(trainer.state.log_history) == 2
+
+
+@pytest.mark.parametrize("build", [of_the_model, of_trl])
+@pytest.mark.parametrize("half", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_in_half_precision_leaves_the_weights(build, half, tmp_path):
+    """The Trainer casts the model for good, so that a training after it would be in half precision."""
+    trainer = build(tmp_path, token_rows(4))
+    setattr(trainer.args, half, True)
+    model = trainer.model
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    seen = []
+    hook = model.register_forward_pre_hook(lambda module, *_: seen.append(module.lm_head.weight.dtype))
+    trainer.evaluate()
+    hook.remove()
+    assert set(seen) == {torch.bfloat16 if half == "bf16_full_eval" else torch.float16}
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+        assert after[name].dtype == tensor.dtype
+    trainer.train()
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+    trainer.predict(trainer.eval_dataset)
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+
+
+def test_a_tied_weight_is_restored_once(tmp_path):
+    trainer = causal(
+        tmp_path, llama(tie_word_embeddings=True), eval_dataset=token_rows(4), bf16_full_eval=True, max_steps=1
+    )
+    trainer.evaluate()
+    head, embedding = trainer.model.lm_head.weight, trainer.model.model.embed_tokens.weight
+    assert head is embedding
+    assert head.dtype == torch.float32
+    assert trainer.model.model.rotary_emb.inv_freq.dtype == torch.float32

@@ -1,0 +1,221 @@
+"""What a method of PEFT needs of a training beside gradients: its term of the loss, and a call in every step.
+
+A method such as AdaLoRA adds a term to the loss of the model's outputs. TRL's trainers, and label smoothing, compute a
+loss of their own, in which that term would be missing. AdaLoRA and AdaMSS also move their budget of ranks between the
+layers, in a method that a training loop has to call; no Trainer does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from liger_trainer.compat.peft import RANK_ALLOCATION, adds_to_loss, calls_tuner
+from liger_trainer.compat.private import available
+from liger_trainer.head.warn_once import warn_once
+from liger_trainer.trainers.loss_scale import loss_divisor
+from liger_trainer.trainers.moe.router_z_loss import with_z_loss
+
+logger = logging.getLogger("liger_trainer")
+
+_ALLOCATION = "rank_allocation.pt"
+"""The file, in a checkpoint, of AdaLoRA's adapters with all of their ranks, and of the ranks' importance."""
+
+_AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+
+
+class AdapterMethodsMixin(Trainer):
+    """Comes before a Trainer: keeps the terms that PEFT adds to the loss, and lets it move its ranks."""
+
+    model: nn.Module
+    _has_own_loss = False  # whether the trainer's loss is not that of the model's outputs
+    _tuner_of_terms: Any = None  # of PEFT, if its terms would be missing in the loss
+
+    def _prepare_adapter_methods(self) -> None:
+        """To be called when the model has its final forward."""
+        if not isinstance(self.model, PeftModel):
+            return
+        tuner: Any = self.model.base_model
+        own_loss = self._has_own_loss or self.label_smoother is not None
+        if adds_to_loss(tuner):
+            if not calls_tuner(self.model):
+                logger.warning(
+                    "`task_type` of the adapters is None, for which PEFT leaves out the method's term of the loss. Set "
+                    "`task_type='CAUSAL_LM'`."
+                )
+            elif own_loss and self.get_sp_size() == 1:
+                self._tuner_of_terms = tuner
+        if hasattr(tuner, "update_and_allocate"):
+            self.add_callback(RankAllocationCallback(tuner))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The trainer's loss, and in training the mean of PEFT's terms in it."""
+        if self._tuner_of_terms is None or not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with added_terms(self._tuner_of_terms, without_labels=self.label_smoother is not None) as terms:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not terms:
+            return result
+        return with_z_loss(result, torch.stack(terms).mean() / loss_divisor(self, num_items_in_batch))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if _allocates(self.model) and self.args.should_save:
+            torch.save(_allocation(self.model), Path(output_dir) / _ALLOCATION)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_allocation(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_allocation(str(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
+    def _load_allocation(self, checkpoint: str) -> bool:
+        """Loads AdaLoRA's adapters with all of their ranks, if the checkpoint has them."""
+        file = Path(checkpoint) / _ALLOCATION
+        if not _allocates(self.model) or not file.is_file():
+            return False
+        _restore_allocation(self.model, torch.load(file, map_location=self.args.device, weights_only=True))
+        return True
+
+
+def _allocates(model: Any) -> bool:
+    """Whether it is an AdaLoRA model that is trained."""
+    tuner = model.base_model if isinstance(model, PeftModel) else None
+    return hasattr(tuner, "rankallocator") and available(RANK_ALLOCATION)
+
+
+def _allocation(model: Any) -> dict[str, Any]:
+    """What AdaLoRA's next step depends on. PEFT's own file has no ranks that are pruned for now, and no averages."""
+    tuner = model.base_model
+    averages = {name: getattr(tuner.rankallocator, name) for name in _AVERAGES}
+    weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    pattern = tuner.peft_config[tuner.trainable_adapter_name].rank_pattern
+    return {"averages": averages, "weights": weights, "rank_pattern": pattern}
+
+
+@torch.no_grad()
+def _restore_allocation(model: Any, state: Mapping[str, Any]) -> None:
+    tuner = model.base_model
+    tuner.peft_config[tuner.trainable_adapter_name].rank_pattern = state["rank_pattern"]
+    for name, average in state["averages"].items():
+        setattr(tuner.rankallocator, name, average)
+    for name, weight in state["weights"].items():
+        model.get_parameter(name).copy_(weight)
+
+
+@contextlib.contextmanager
+def added_terms(tuner: Any, without_labels: bool) -> Iterator[list[torch.Tensor]]:
+    """Inside, what a tuner of PEFT adds to the loss of its model's outputs is put into the list that this gives.
+
+    The loss of the outputs is 0 while the tuner adds to it, so that what it is then is the term, with its own gradient.
+
+    Args:
+        tuner: PEFT's module around the model.
+        without_labels: Whether the term is taken from outputs without a loss too: label smoothing keeps the labels.
+    """
+    terms: list[torch.Tensor] = []
+    held: list[Any] = []  # the loss of the outputs, while the tuner has them
+    base = tuner.model
+    own, inner = base.__dict__.get("forward"), base.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        outputs = inner(*args, **kwargs)
+        if not torch.is_grad_enabled() or not hasattr(outputs, "loss"):
+            return outputs
+        if torch.compiler.is_compiling():
+            warn_once("terms", "In a compiled model, what PEFT adds to the loss is not trained. (Said once.)")
+        elif outputs.loss is not None or without_labels:
+            held.append(outputs.loss)
+            outputs.loss = torch.zeros((), device=tuner.device if outputs.loss is None else outputs.loss.device)
+        return outputs
+
+    def take(tuner: nn.Module, args: Any, outputs: Any) -> None:
+        if held:
+            loss, term = held.pop(), outputs.loss
+            if term.requires_grad:
+                terms.append(term)
+            outputs.loss = term if loss is None else loss + term
+
+    hook = tuner.register_forward_hook(take)
+    base.forward = forward
+    try:
+        yield terms
+    finally:
+        hook.remove()
+        if own is None:
+            del base.forward
+        else:
+            base.forward = own
+
+
+class RankAllocationCallback(TrainerCallback):
+    """Calls PEFT's `update_and_allocate` after each step of the optimizer, as its documentation asks of a loop.
+
+    If something else calls it in a step, as a callback that users had to write so far, this does not.
+
+    Args:
+        tuner: PEFT's module around the model, which has that method.
+    """
+
+    def __init__(self, tuner: Any) -> None:
+        self._tuner = tuner
+        self._called_by: str | None = None  # in this step
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Notices calls of others, and warns of a schedule that is longer than the training."""
+        own = type(self._tuner).update_and_allocate
+
+        def update_and_allocate(global_step: int) -> None:
+            if self._called_by != "us":
+                self._called_by = "others"
+                own(self._tuner, global_step)
+
+        self._tuner.update_and_allocate = update_and_allocate
+        for config in self._tuner.peft_config.values():
+            total = getattr(config, "total_step", None)
+            if total is not None and total > state.max_steps and state.is_world_process_zero:
+                logger.warning(
+                    "`total_step` of the adapters is %s, and the training has %s steps: their ranks do not get down to "
+                    "`target_r`. Set `total_step=%s`.",
+                    *(total, state.max_steps, state.max_steps),
+                )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begins a step, in which nothing was called yet."""
+        self._called_by = None
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Moves the ranks, while the gradients are still there."""
+        if self._called_by is None:
+            type(self._tuner).update_and_allocate(self._tuner, state.global_step)
+            self._called_by = "us"
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Gives the tuner its own method back."""
+        self._tuner.__dict__.pop("update_and_allocate", None)

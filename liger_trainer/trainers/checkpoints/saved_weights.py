@@ -1,0 +1,217 @@
+"""What is saved is what was trained: checked before the training, after each save, and where the best is loaded again.
+
+PEFT finds the tensors of an adapter by their names. A name that two of them share, or a weight that is trained without
+being an adapter's, is left out of the file without a word. So before training the tensors that PEFT would write are
+compared with those that are trained, and after each save the names in the file with those. Nothing is read but names.
+
+Models that several processes hold in parts (FSDP, DeepSpeed, tensor parallelism) are gathered by the library that split
+them, under names of its own, and are not checked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
+from torch import nn
+from transformers import Trainer
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import LOADED_WEIGHTS
+from liger_trainer.kernels.runtime import is_dtensor
+
+logger = logging.getLogger("liger_trainer")
+
+
+class SavedWeightsError(RuntimeError):
+    """A saved model lacks weights that were trained; the text names them."""
+
+
+class SavedWeightsMixin(Trainer):
+    """Comes before a Trainer: compares what a save has written with what was trained."""
+
+    model: nn.Module
+
+    @property
+    def _holds_whole_model(self) -> bool:
+        split = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
+        return not split and not any(is_dtensor(parameter) for parameter in self.model.parameters())
+
+    def _check_weights(self) -> None:
+        """Before training: refuses adapters that would not be saved, and names weights that nobody trains."""
+        if not self._holds_whole_model:
+            return
+        if isinstance(self.model, PeftModel):
+            _check_adapters(self.model, refuse=self.args.save_strategy != "no")
+        if self.is_world_process_zero() and available(LOADED_WEIGHTS):
+            _warn_of_fresh_weights(self.model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model; see [`~transformers.Trainer.save_model`].
+
+        Raises:
+            SavedWeightsError: if the files lack a weight that was trained.
+        """
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save and self._holds_whole_model:
+            _check_files(self.model, Path(output_dir or str(self.args.output_dir)))
+
+    def _load_best_model(self) -> None:
+        """As the Trainer's, which looks for adapters in the checkpoint's folder alone, where PEFT writes 'default'."""
+        model: Any = self.model
+        folder = Path(str(self.state.best_model_checkpoint))
+        elsewhere = isinstance(model, PeftModel) and model.active_adapters != ["default"]
+        if not elsewhere or not self._holds_whole_model:
+            super()._load_best_model()
+            return
+        logger.info("Loading the best adapters from %s (score: %s).", folder, self.state.best_metric)
+        for name in model.active_adapters:
+            model.load_adapter(str(_folder_of(name, folder)), name)
+
+
+def _folder_of(adapter: str, folder: Path) -> Path:
+    """Where PEFT writes an adapter when it saves a model in `folder`."""
+    return folder if adapter == "default" else folder / adapter
+
+
+def _adapter_tensors(model: Any, adapter: str) -> dict[str, Any]:
+    """What PEFT would write of an adapter: the tensors, which share their memory with the model's, by their names."""
+    return get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+
+
+def _check_adapters(model: Any, refuse: bool) -> None:
+    """Compares what is trained with what PEFT would write.
+
+    Raises:
+        SavedWeightsError: if a trained tensor would be missing and `refuse` is true; otherwise that is a warning.
+    """
+    if any(_writes_other_tensors(config) for config in model.peft_config.values()):
+        return
+    written = {tensor.data_ptr() for name in model.peft_config for tensor in _adapter_tensors(model, name).values()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lost = [name for name, parameter in trained.items() if parameter.numel() and parameter.data_ptr() not in written]
+    if not lost:
+        return
+    named = sorted(model.peft_config.keys() & {part for name in lost for part in name.split(".")[:-3]})
+    advice = (
+        f"The adapter {named[0]!r} is called as a module of the model, where PEFT therefore leaves out others; give it "
+        "another name"
+        if named
+        else "Train them as part of the adapters (`modules_to_save`), or freeze them"
+    )
+    message = f"{len(lost)} of {len(trained)} trained tensors would be in no checkpoint, such as {lost[0]!r}. {advice}."
+    if refuse:
+        raise SavedWeightsError(message)
+    logger.warning("%s", message)
+
+
+def _writes_other_tensors(config: Any) -> bool:
+    """Whether PEFT writes what it computes from the trained tensors: prompts, choices, ranks that are left."""
+    pruned = any(isinstance(ranks, list) for ranks in (getattr(config, "rank_pattern", None) or {}).values())
+    return config.is_prompt_learning or getattr(config, "save_only_topk_weights", False) or pruned
+
+
+def _check_files(model: nn.Module, folder: Path) -> None:
+    """Compares the names in the files of a save with those of the model.
+
+    Raises:
+        SavedWeightsError: naming the file and the weights that it lacks.
+    """
+    if isinstance(model, PeftModel):
+        for adapter in model.peft_config:
+            file = _folder_of(adapter, folder) / ADAPTER_SAFE_WEIGHTS_NAME
+            if file.is_file():
+                _compare(file, _adapter_tensors(model, adapter).keys(), _sizes([file]).keys())
+        return
+    files = list(_files_of_model(folder))
+    if (
+        not files
+        or getattr(model, "peft_config", None)
+        or hasattr(getattr(model, "config", None), "quantization_config")
+    ):
+        return
+    sizes = _sizes(files)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # A mixture of experts is saved expert by expert, and shared weights under one name: then the numbers must agree.
+    if not trained <= sizes.keys() and sum(sizes.values()) < sum(parameter.numel() for parameter in model.parameters()):
+        _compare(files[0], trained, sizes.keys())
+
+
+def _compare(file: Path, expected: Any, found: Any) -> None:
+    lost = sorted(expected - found)
+    if lost:
+        raise SavedWeightsError(
+            f"{str(file)!r} lacks {len(lost)} of {len(expected)} trained tensors, such as {lost[0]!r}. The model in "
+            "memory has them; save it in another way, such as `torch.save(trainer.model.state_dict(), FILE)`."
+        )
+
+
+def _files_of_model(folder: Path) -> Iterator[Path]:
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        yield from (folder / name for name in sorted(set(names)))
+    elif single.is_file():
+        yield single
+
+
+def _sizes(files: list[Path]) -> dict[str, int]:
+    """The number of elements of each tensor, from the headers."""
+    found = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                size = 1
+                for length in file.get_slice(name).get_shape():
+                    size *= length
+                found[name] = size
+    return found
+
+
+def _warn_of_fresh_weights(model: Any) -> None:
+    """Names weights that no checkpoint held, and that are frozen, as the head of a reward model without `task_type`."""
+    parameters = dict(model.named_parameters())
+    if not any(getattr(parameter, "_is_hf_initialized", False) for parameter in parameters.values()):
+        return  # built from a configuration
+    kept: set[int] = set()
+    if isinstance(model, PeftModel):
+        kept = {tensor.data_ptr() for name in model.peft_config for tensor in _adapter_tensors(model, name).values()}
+    # A resized embedding is a new tensor too, with old values.
+    ends = {id(weight) for end in _embeddings(model) for weight in end.parameters()}
+    fresh = [
+        name
+        for name, parameter in parameters.items()
+        if not parameter.requires_grad
+        and not getattr(parameter, "_is_hf_initialized", False)
+        and parameter.dtype.is_floating_point
+        and parameter.dtype.itemsize > 1  # quantised weights are new tensors
+        and parameter.data_ptr() not in kept
+        and id(parameter) not in ends
+        and "original_module" not in name.split(".")  # PEFT trains a copy
+    ]
+    if fresh:
+        module = fresh[0].split(".")[-2]
+        unsaved = ", and no adapter's file will hold them" if isinstance(model, PeftModel) else ""
+        logger.warning(
+            "The model's checkpoint had no %s. They are frozen, so they keep their random values%s. To train them "
+            "beside adapters, add `modules_to_save=[%r]` to their configuration; for the head of a reward model "
+            "`task_type='SEQ_CLS'` does that.",
+            *(", ".join(fresh[:3]) + (", ..." if len(fresh) > 3 else ""), unsaved, module),
+        )
+
+
+def _embeddings(model: Any) -> Iterator[nn.Module]:
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found = getattr(model, name)()
+        except (AttributeError, NotImplementedError):
+            continue
+        if found is not None:
+            yield found

@@ -1,0 +1,237 @@
+"""The first step of a trainer with a reference: nothing where the reference is the policy, an error where it is not."""
+
+import copy
+import math
+
+import pytest
+import torch
+from datasets import Dataset, load_dataset
+from peft import LoraConfig, get_peft_model
+
+import liger_trainer
+from liger_trainer.trainers.reference import WrongReferenceError, _other_than_policy
+from tests.tiny_models import TINY_MODELS
+from tests.trainers.tiny import COMMON, WORDS, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ARGUMENTS = {**COMMON, "max_steps": 1, "bf16": False, "gradient_checkpointing": False, "kernel_report": False}
+GENERATION = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}
+KINDS = ["DPO", "KTO", "GRPO", "RLOO"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    TINY_MODELS["llama"]().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def rows(kind):
+    if kind == "DPO":
+        return [{"prompt": WORDS[i % 4], "chosen": WORDS[i % 3], "rejected": WORDS[(i + 1) % 3]} for i in range(8)]
+    if kind == "KTO":
+        return [{"prompt": WORDS[i % 4], "completion": WORDS[i % 3], "label": i % 2 == 0} for i in range(8)]
+    return [{"prompt": words} for words in WORDS * 2]
+
+
+def build(kind, model, tmp_path, more=None, data=None, **options):
+    config = getattr(liger_trainer, f"Liger{kind}Config")
+    generates = kind in ("GRPO", "RLOO")
+    more = {**({"reward_funcs": lambda completions, **_: [float(len(c)) for c in completions]} if generates else {}),
+            **(more or {})}  # fmt: skip
+    args = config(str(tmp_path), **{**ARGUMENTS, **(GENERATION if generates else {}), **options})
+    data = Dataset.from_list(rows(kind)) if data is None else data
+    return getattr(liger_trainer, f"Liger{kind}Trainer")(
+        model, args=args, train_dataset=data, processing_class=tokenizer(), **more
+    )
+
+
+def lora(**options):
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **options)
+
+
+def changed(folder, scale=0.3):
+    """The model of `folder`, as if an adapter had been merged into it in memory."""
+    model = TINY_MODELS["llama"]()
+    model.config._name_or_path = folder
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        weight = model.model.layers[0].mlp.down_proj.weight
+        weight += scale * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_was_changed_in_memory(kind, folder, tmp_path):
+    trainer = build(kind, changed(folder), tmp_path)
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    metric = r"`rewards/(chosen|rejected)`" if kind in ("DPO", "KTO") else "`kl`"
+    match = rf"{metric} must be 0, but it is .*loaded from '{folder}'.*in memory has other weights"
+    with pytest.raises(WrongReferenceError, match=match):
+        trainer.train()
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("loss_type", ["ipo", "sppo_hard", "apo_zero"])
+def test_every_loss_of_dpo(loss_type, folder, tmp_path):
+    with pytest.raises(WrongReferenceError, match="must be 0"):
+        build("DPO", changed(folder), tmp_path, loss_type=[loss_type]).train()
+
+
+def trained_adapter(folder):
+    torch.manual_seed(2)
+    return get_peft_model(TINY_MODELS["llama"](), lora(init_lora_weights=False))
+
+
+FINE = {
+    "by name": {},
+    "unchanged": {"model": lambda folder: changed(folder, 0.0)},
+    "given": {"model": changed, "reference": True},
+    "adapters": {"peft_config": lora(lora_dropout=0.3)},
+    "DoRA": {"peft_config": lora(use_dora=True)},
+    "copied head": {"peft_config": lora(modules_to_save=["lm_head"])},
+    "random adapters": {"peft_config": lora(init_lora_weights=False)},
+    "trained adapters": {"model": trained_adapter},
+    "bf16 weights": {"options": {"model_init_kwargs": {"dtype": "bfloat16"}}},
+    "mixed precision": {"options": {"bf16": True}, "peft_config": lora()},
+    "accumulated": {"options": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}},
+    "dropout": {"model": lambda folder: noisy(folder), "options": {"disable_dropout": False}},
+}
+
+
+def noisy(folder):
+    model = changed(folder, 0.0)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*(("DPO", case) for case in FINE), ("KTO", "accumulated"), ("KTO", "trained adapters"), ("RLOO", "bf16 weights"),
+     *(("GRPO", case) for case in ("by name", "adapters", "mixed precision", "dropout"))],
+)  # fmt: skip
+def test_no_error_without_a_reason(kind, case, folder, tmp_path):
+    values = FINE[case]
+    more = {"peft_config": values["peft_config"]} if "peft_config" in values else {}
+    if "reference" in values:
+        more["ref_model"] = TINY_MODELS["llama"]()
+    model = values["model"](folder) if "model" in values else folder
+    options = {"max_steps": 2, **values.get("options", {})}
+    trainer = build(kind, model, tmp_path, more=more, **options)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert all(math.isfinite(log["loss"]) for log in logs)
+    expected = case not in ("given", "random adapters", "dropout")
+    assert len(logs) == 2
+    if kind == "DPO" and expected and case not in ("bf16 weights", "mixed precision"):
+        assert logs[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_a_second_training_and_a_resumed_one(kind, folder, tmp_path):
+    trainer = build(kind, folder, tmp_path, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.train()  # begins with what the first has trained
+    build(kind, folder, tmp_path, max_steps=2, save_strategy="steps").train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_adapters_that_change_the_base(kind, folder, tmp_path):
+    """With a PiSSA adapter switched off, what is left is not the model that training starts from."""
+    with pytest.raises(WrongReferenceError, match="`init_lora_weights='pissa'` changes the base weights"):
+        build(kind, folder, tmp_path, more={"peft_config": lora(init_lora_weights="pissa")}).train()
+
+
+def test_another_adapter_is_trained_than_the_one_that_was_copied(folder, tmp_path):
+    model = trained_adapter(folder)
+    model.add_adapter("mine", lora(init_lora_weights=False))
+    model.set_adapter("mine")
+    with pytest.raises(WrongReferenceError, match=r"copy of the adapter 'default'.*active adapter \(mine\)"):
+        build("DPO", model, tmp_path).train()
+
+
+# Reference log-probabilities that are computed before training
+
+
+@pytest.fixture
+def file_of_pairs(tmp_path):
+    Dataset.from_list(rows("DPO")).to_json(tmp_path / "pairs.jsonl")
+    return str(tmp_path / "pairs.jsonl")
+
+
+def precomputing(file, model, tmp_path, **options):
+    data = load_dataset("json", data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
+    return build("DPO", model, tmp_path, data=data, precompute_ref_log_probs=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"truncation_mode": "keep_end", "max_length": 8}, {"truncation_mode": "keep_end", "max_length": 24}),
+        ({}, {"ld_alpha": 0.3}),
+    ],
+)
+def test_the_cache_is_of_rows_that_are_cut_alike(first, second, folder, file_of_pairs, tmp_path):
+    for options in (first, second):
+        trainer = precomputing(file_of_pairs, folder, tmp_path, **options)
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_the_cache_is_read_again(folder, file_of_pairs, tmp_path, monkeypatch):
+    precomputing(file_of_pairs, folder, tmp_path)
+    monkeypatch.setattr(liger_trainer.LigerDPOTrainer, "compute_ref_log_probs", None)  # would be called
+    precomputing(file_of_pairs, folder, tmp_path).train()
+
+
+def test_a_stale_cache(folder, file_of_pairs, tmp_path, monkeypatch):
+    def of_other_rows(self, model, inputs):
+        count = len(inputs["input_ids"]) // 2
+        return torch.full((count,), -20.0), torch.full((count,), -30.0)
+
+    monkeypatch.setattr(liger_trainer.LigerDPOTrainer, "compute_ref_log_probs", of_other_rows)
+    trainer = precomputing(file_of_pairs, folder, tmp_path)
+    with pytest.raises(WrongReferenceError, match=r"`precompute_ref_log_probs` are of other rows.*cleanup_cache_files"):
+        trainer.train()
+
+
+# Where TRL could make no reference
+
+
+@pytest.mark.parametrize(("kind", "advice"), [("DPO", "give `ref_model`"), ("KTO", "give"), ("GRPO", "`beta=0.0`")])
+def test_a_model_without_a_path(kind, advice, tmp_path):
+    with pytest.raises(ValueError, match=rf"`model` has no path .*{advice}.*save it with"):
+        build(kind, TINY_MODELS["llama"](), tmp_path)
+
+
+def test_a_model_without_a_path_needs_none(tmp_path):
+    model = TINY_MODELS["llama"]()
+    build("DPO", model, tmp_path, more={"ref_model": copy.deepcopy(model)})
+    build("GRPO", TINY_MODELS["llama"](), tmp_path, beta=0.0)
+    build("GRPO", TINY_MODELS["llama"](), tmp_path, more={"peft_config": lora()})
+    build("DPO", TINY_MODELS["llama"](), tmp_path, precompute_ref_log_probs=True)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_an_adapter_of_another_name(kind, tmp_path):
+    model = get_peft_model(TINY_MODELS["llama"](), lora(), adapter_name="mine")
+    with pytest.raises(
+        ValueError, match="has the adapters 'mine', and TRL's reference is a copy of the one that is called"
+    ):
+        build(kind, model, tmp_path)
+
+
+def test_what_rounding_may_do():
+    """A reward is measured by the log-probability that it is a part of; NaN is the guard's."""
+
+    def found(reward, kl=0.0, rounding=0.01):
+        return _other_than_policy({"rewards/chosen": [reward], "logps/chosen": [-90.0], "kl": [kl]}, 0.5, rounding)
+
+    assert found(0.49) is None
+    assert found(-0.49) is None
+    assert found(0.51) == ("`rewards/chosen`", 0.51)
+    assert found(0.0, kl=0.011) == ("`kl`", 0.011)
+    assert found(math.nan, kl=math.nan) is None
