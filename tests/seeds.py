@@ -9,8 +9,8 @@ in `liger_trainer`. Seed 0 leaves them as `pytest` has them.
 Recorded are `torch.isclose` and `torch.allclose`, on which `torch.testing.assert_close` and `gradcheck` rest, the
 comparisons `<`, `<=`, `>` and `>=` of floats in an `assert` anywhere in `tests/`, and `pytest.approx`. An exact one has
 no bound to come close to. Two errors compared with each other, such as "at most 1.1 times as far from float64 as
-torch", and statistics, have quotients that are always near 1 and scatter little: where the median is above a half, the
-distance from it to the bound is to be four times that to the worst.
+torch", and statistics, have quotients that are never small and scatter little: where the median is above a quarter,
+the distance from it to the bound is to be four times that to the worst.
 
 What runs in other processes is not recorded. The files of two runs with other `--order`s are equal to the byte if no
 test depends on what ran before it.
@@ -249,6 +249,11 @@ class Seeds:
     def run(self, items: list[pytest.Item], base: int) -> None:
         """One seed of a file's tests, with fixtures of its own."""
         self.shift.base = base
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("tests."):  # what a module keeps was drawn by another seed
+                for each in [*vars(module).values()]:
+                    if module.__name__ == getattr(each, "__module__", None) and hasattr(each, "cache_clear"):
+                        each.cache_clear()
         for item, following in zip(items, [*items[1:], None]):
             self.item = item
             reports = runtestprotocol(item, nextitem=following, log=False)
@@ -275,7 +280,7 @@ class Seeds:
                 passed = self.outcomes[nodeid]
                 shares = [1 / v if v > 1 and passed[base] == "passed" else v for base, v in found.items()]
                 worst, median = max(shares), statistics.median(shares)
-                scatters_little = median > 0.5 and 0 < 4 * (worst - median) <= 1 - median
+                scatters_little = median > QUARTER and 0 < 4 * (worst - median) <= 1 - median
                 if worst > QUARTER and not scatters_little:
                     close.append((worst, median, len(found), place, nodeid))
         for worst, median, count, place, nodeid in sorted(close, reverse=True):

@@ -192,7 +192,7 @@ def test_packed_documents_equal_documents_alone(name, window):
 def test_another_window_gives_another_loss(name):
     """Otherwise the comparisons above would not see a window that is ignored."""
     losses = [pair(name, window)[1](**full()).loss.item() for window in WINDOWS]
-    assert abs(losses[0] - losses[1]) > 1e-4
+    assert abs(losses[0] - losses[1]) > 2e-5
 
 
 IMAGE = 122  # its token in the tiny model of `tests.tiny_models`
@@ -460,7 +460,7 @@ def test_dropout_draws_the_masks_that_the_model_draws(name, kind, monkeypatch):
     expected = loss_and_gradients(theirs, batch)
     assert_same(loss_and_gradients(ours, batch), expected, floor=noise(expected))
     without, _ = pair(name, window)
-    assert abs(loss_and_gradients(without, batch)["loss"] - expected["loss"]) > 1e-3
+    assert abs(loss_and_gradients(without, batch)["loss"] - expected["loss"]) > 2e-4
 
 
 @some

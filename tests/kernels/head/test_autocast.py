@@ -120,10 +120,10 @@ def test_cross_entropy_is_that_of_torch_under_autocast(kind: str) -> None:
         loss = ops.linear_cross_entropy(student[0], student[1], TARGET, student[2])
         logits = F.linear(*student)
         expected = F.cross_entropy(logits.float().flatten(0, -2), TARGET.flatten())
-    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(loss, expected, rtol=5e-3, atol=5e-3)
     for ours, theirs in zip(_gradients(loss, student), _gradients(expected, student)):
         assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+        assert (ours - theirs).norm() <= 4e-2 * theirs.norm()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -212,7 +212,7 @@ def test_fp16_gradients_of_few_tokens_do_not_overflow(tokens: int, upstream: flo
     )
     for mine, theirs in zip(ours, eager):
         assert mine.isfinite().all()
-        torch.testing.assert_close(mine, theirs, rtol=4e-3, atol=1e-5)
+        assert (mine.double() - theirs.double()).norm() <= 4e-3 * theirs.double().norm()
 
 
 def test_a_bias_of_minus_infinity_masks_the_vocabulary() -> None:

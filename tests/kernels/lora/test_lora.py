@@ -143,11 +143,11 @@ def test_autocast_casts_as_it_does_for_linear_layers(wide):
         y = lora_linear(x, w, None, a, b, 2.0)
         expected = F.linear(x, w) + F.linear(F.linear(x, a), b) * 2.0
     assert y.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    assert (y.float() - expected.float()).norm() <= 4e-2 * expected.float().norm()
     got, wanted = (torch.autograd.grad(each.sum(), (x, a, b)) for each in (y, expected))
     assert [each.dtype for each in got] == [x.dtype, torch.float32, torch.float32]
     for one, other in zip(got, wanted):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)
+        assert (one.float() - other.float()).norm() <= 4e-2 * other.float().norm()
 
 
 def saved_for_backward(function, *parameters):

@@ -231,7 +231,7 @@ def test_float32_equals_float64(case, shape, device):
     for ours, right in zip(value_and_gradients(function, *inputs), in_float64(reference, *inputs)):
         # exp and erf in fp32 are good to a few units of 1e-7, and 1 - sigmoid loses that much in absolute terms,
         # times the derivative's factors: gate, up and dh, up to about 10 each.
-        torch.testing.assert_close(ours.double(), right, rtol=3e-6, atol=3e-5)
+        torch.testing.assert_close(ours.double(), right, rtol=3e-6, atol=6e-5)
 
 
 @pytest.mark.kernel
@@ -253,7 +253,7 @@ def test_forward_rounds_where_the_model_does(activation, device):
     if activation != "silu":
         gate = gate.abs()  # torch's 1 + tanh and 1 + erf cancel in the negative tail; ours is then closer to exact
     expected = reference(gate, up)
-    assert (function(gate, up) != expected).float().mean() < 5e-3  # the last place of exp or erf decides a rounding
+    assert (function(gate, up) != expected).float().mean() < 1e-2  # the last place of exp or erf decides a rounding
     unrounded = reference(gate.float(), up.float()).to(dtype)
     assert (unrounded != expected).float().mean() > 0.05  # so the order of rounding does show here
 
@@ -290,8 +290,8 @@ def test_halves_of_a_projection_are_not_copied(activation, device):
     halves = [x.requires_grad_() for x in randn(2, 3, 40, device=device).chunk(2, dim=-1)]
     with mock.patch.object(torch.Tensor, "contiguous", side_effect=AssertionError("copied")):
         ours = value_and_gradients(function, *halves)
-    for x, expected in zip(ours, value_and_gradients(reference, *halves)):
-        torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+    for x, expected in zip(ours, in_float64(reference, *halves)):
+        torch.testing.assert_close(x.double(), expected, rtol=3e-6, atol=6e-5)
 
 
 @pytest.mark.kernel
@@ -300,12 +300,13 @@ def test_any_strides(activation, device):
     function, reference = PAIRS[activation]
     gate = randn(6, 4, 10, device=device).transpose(0, 1).requires_grad_()  # rows that give no single stride
     up = randn(10, 4, 6, seed=1, device=device).transpose(0, 2).transpose(0, 1).requires_grad_()  # columns apart
+    exact = [x.detach().double().requires_grad_() for x in (gate, up)]
     h = function(gate, up)
     assert h.is_contiguous()
     for dh in (torch.ones((), device=device).expand(h.shape), randn(10, 6, 4, device=device).permute(2, 1, 0)):
         ours = torch.autograd.grad(h, (gate, up), dh, retain_graph=True)
-        for x, expected in zip(ours, torch.autograd.grad(reference(gate, up), (gate, up), dh)):
-            torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+        for x, expected in zip(ours, torch.autograd.grad(reference(*exact), exact, dh.double())):
+            torch.testing.assert_close(x.double(), expected, rtol=3e-6, atol=6e-5)
 
 
 @pytest.mark.kernel

@@ -16,7 +16,7 @@ def test_tanh_and_its_derivative_have_no_cancellation(device):
     y = dyt(x, one, one)
     (dx,) = torch.autograd.grad(y.sum(), x)
     exact = x.detach().double()
-    torch.testing.assert_close(y.double(), torch.tanh(exact), rtol=4e-7, atol=0)
+    torch.testing.assert_close(y.double(), torch.tanh(exact), rtol=5e-7, atol=0)
     derivative = 4 * torch.exp(-2 * exact.abs()) / (1 + torch.exp(-2 * exact.abs())) ** 2
     inside = exact.abs() < 40  # beyond, the derivative of fp32 is 0
     torch.testing.assert_close(dx.double()[inside], derivative[inside], rtol=2e-5, atol=0)

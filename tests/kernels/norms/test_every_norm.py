@@ -86,7 +86,7 @@ def test_half_precision_gradients_are_rounded_once_on_a_cpu(name):
         upstream = (torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) + 0.5).bfloat16()
         gradients.append(torch.autograd.grad(y, leaves, upstream.to(y.dtype)))
     for ours, exact in zip(*gradients):
-        assert (ours.double() - exact).norm() < 2**-8 * exact.norm()
+        assert (ours.double() - exact).norm() < 2**-6 * exact.norm()
 
 
 def test_group_norm_of_nothing_has_gradients_of_zero():
@@ -332,14 +332,25 @@ def leaves_of(tensors):
 
 
 def assert_same_gradients(name, tensors, upstream=None):
-    """Values and gradients of fp32 `tensors`, in their memory layout, are those of the reference."""
+    """Values and gradients of fp32 `tensors`, in their memory layout, are those of the reference in float64.
+
+    Where a group has one or two numbers, its values are differences in which torch itself loses most digits.
+    """
     case = NORMS[name]
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    ours, theirs = as_tuple(case.function(*leaves)), as_tuple(case.reference(*leaves))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    upstream = upstream_of(theirs) if upstream is None else [upstream(output) for output in theirs]
-    gradients = [torch.autograd.grad(outputs, leaves, upstream) for outputs in (ours, theirs)]
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    ours, eager, exact = (
+        as_tuple(function(*given))
+        for function, given in ((case.function, leaves), (case.reference, leaves), (case.reference, wide))
+    )
+    upstream = upstream_of(eager) if upstream is None else [upstream(output) for output in eager]
+    results = [
+        [*outputs, *torch.autograd.grad(outputs, given, [dy.to(outputs[0].dtype) for dy in upstream])]
+        for outputs, given in ((ours, leaves), (eager, leaves), (exact, wide))
+    ]
+    largest = max(right.norm() for right in results[2])
+    for mine, theirs, right in zip(*results):
+        assert (mine - right).norm() <= 2 * (theirs - right).norm() + 2e-5 * largest
 
 
 @pytest.mark.kernel
