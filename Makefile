@@ -5,6 +5,7 @@
 # make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
 # make compat:     the parity tests with the oldest and newest allowed libraries
+# make newest:     every test with the newest release of every dependency
 # make dist:       the wheel and the sdist in dist/, tried alone and beside what other frameworks pin
 # make release-check: whether this commit can be released, a line for each thing that is missing (CONTRIBUTING.md)
 # make docker:     an image with the trainers and the command line (docs/install.md)
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat dist release-check docker tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat newest dist release-check docker tables clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -90,6 +91,11 @@ peers: $(VENV)/.installed-test
 COMPAT_FLAGS ?=
 compat: $(VENV)/.installed-test
 	$(BIN)/python -m tests.compat.versions $(COMPAT_FLAGS)
+
+# Recorded in tests/compat/newest.json where all pass. NEWEST_FLAGS="--keep torch" leaves out the largest download.
+NEWEST_FLAGS ?=
+newest: $(VENV)/.installed-test
+	$(BIN)/python -m tests.compat.versions --versions newest --whole $(NEWEST_FLAGS)
 
 # The wheel and the sdist, and the wheel in an empty environment and beside what other frameworks pin.
 dist: $(VENV)/.installed-test

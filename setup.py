@@ -9,13 +9,14 @@ AS_LIGER = Path("liger_trainer/liger/liger_trainer_as_liger.pth")
 
 
 class BuildWithStartupFile(build_py):
-    """Copies the file with which `LIGER_TRAINER_AS_LIGER=1` works in every process; an editable install has none."""
+    """Copies the file with which `LIGER_TRAINER_AS_LIGER=1` works in every process."""
 
     def run(self) -> None:
         """Builds the modules, then copies the file."""
         super().run()
-        if not self.editable_mode:
-            self.copy_file(str(AS_LIGER), str(Path(self.build_lib) / AS_LIGER.name))
+        # The modules of an editable install stay where they are, and the rest goes where it would be installed.
+        folder = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
+        self.copy_file(str(AS_LIGER), str(Path(folder) / AS_LIGER.name))
 
 
 setup(cmdclass={"build_py": BuildWithStartupFile})

@@ -59,7 +59,8 @@ def masks() -> str | None:
         "chunk": masking_utils.create_chunked_causal_mask,
     }
     for kind, create in creators.items():
-        without_cache = dict.fromkeys({"cache", "past_key_values"} & inspect.signature(create).parameters.keys())
+        names = {"cache", "past_key_values"} & inspect.signature(create).parameters.keys()
+        without_cache: dict[str, Any] = dict.fromkeys(names)
         for packed in (False, True):
             if kind == "chunk" and packed and not REMAPPED_POSITIONS.applies:
                 continue  # its chunks begin with the row, and get a mask

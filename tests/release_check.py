@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.compat.versions import dependencies
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"liger_trainer": "liger_trainer"} | {
     name: f"liger_trainer/{name}" for name in ("kernels", "callbacks", "configs", "recipes", "benchmarks")
@@ -24,6 +27,10 @@ BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 """What the build reads beside the folders."""
 STARTUP_FILE = "liger_trainer_as_liger.pth"
 """Lies in the wheel beside the package, where Python reads it at its start, too."""
+
+NEWEST_RUN = "tests/compat/newest.json"
+NEWEST_DAYS = 7
+"""How old the run may be: a release of a library that breaks something should not be live for longer, unseen."""
 
 PRIVATE = {
     "a home folder": re.compile(r"(?<![\w./])/(?:home|Users|root)/\w[\w/.-]*"),
@@ -69,6 +76,25 @@ def _is_a_day(text: str) -> bool:
 def version_of(root: Path) -> str:
     """The version, read without importing the package."""
     return re.findall(r'^__version__ = "(.+)"$', (root / "liger_trainer/_version.py").read_text(), re.MULTILINE)[0]
+
+
+def in_the_newest_run(root: Path) -> Iterator[str]:
+    """No run of all tests with the newest dependencies, an old one, or other versions than are pinned."""
+    if not (root / NEWEST_RUN).is_file():
+        yield f"{NEWEST_RUN}: missing; `make newest` writes it where all tests pass"
+        return
+    run = json.loads((root / NEWEST_RUN).read_text(encoding="utf-8"))
+    age = (datetime.date.today() - datetime.date.fromisoformat(run["date"])).days
+    if age > NEWEST_DAYS:
+        yield f"{NEWEST_RUN}: {age} days old, at most {NEWEST_DAYS} are allowed; run `make newest` again"
+    lines = (root / "constraints.txt").read_text(encoding="utf-8")
+    for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", lines, re.MULTILINE):
+        ran = run["versions"].get(name.lower())
+        if ran is not None and ran != pinned:
+            yield f"constraints.txt: {name} is {pinned}; all tests passed with {ran} on {run['date']} ({NEWEST_RUN})"
+    for name in dependencies():
+        if name.lower() not in run["versions"]:
+            yield f"{NEWEST_RUN}: says nothing of {name}; run `make newest` again"
 
 
 def in_the_words(root: Path) -> Iterator[str]:
@@ -136,7 +162,7 @@ def in_the_commands(commands: Iterable[list[str]]) -> Iterator[str]:
 
 def main() -> int:
     """Prints what is wrong, and returns 1 where anything is; builds nothing before the rest is right."""
-    problems = [*in_the_tree(ROOT), *in_the_version(ROOT), *in_the_words(ROOT)]
+    problems = [*in_the_tree(ROOT), *in_the_version(ROOT), *in_the_newest_run(ROOT), *in_the_words(ROOT)]
     if not problems:
         snippets = [sys.executable, "-m", "pytest", "tests/test_readme.py", "tests/test_docs.py", "-k", "README"]
         problems = [*in_the_commands([snippets, [os.environ.get("MAKE", "make"), "dist"]])]

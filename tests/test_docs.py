@@ -212,7 +212,8 @@ def test_every_public_name_is_in_the_reference():
 
 def test_install_names_the_declared_versions():
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| (\w+) \| (\d.*) \|$", text, flags=re.MULTILINE))
+    found = re.findall(r"^\| (\w+) \| (\d[^|]*) \| ([^|]*)\|$", text, flags=re.MULTILINE)
+    rows, ran = ({row[0]: row[column].strip() for row in found} for column in (1, 2))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     declared = {Requirement(line).name: Requirement(line).specifier for line in lines}
@@ -220,6 +221,10 @@ def test_install_names_the_declared_versions():
         for specifier in declared[package.lower()]:
             word = {">=": f"{specifier.version} or newer", "<": f"below {specifier.version}"}[specifier.operator]
             assert word in rows[package], package
+    pinned = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    assert {name.lower(): version for name, version in ran.items() if version} == {
+        name: pinned[name] for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+    }
 
 
 def test_printed_report_is_what_the_code_before_it_prints(monkeypatch, capsys):

@@ -82,8 +82,11 @@ def test_sdist_unpacks_and_builds_the_same_wheel(wheel, sdist, tmp_path):
     assert held(build("wheel", unpacked, tmp_path / "wheel")) == held(wheel)
 
 
-def test_startup_file_reaches_subprocesses(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_startup_file_reaches_subprocesses(kind, source, wheel, tmp_path):
+    (tmp_path / "built").mkdir()
+    installed = wheel if kind == "wheel" else build("editable", source, tmp_path / "built")
+    zipfile.ZipFile(installed).extractall(tmp_path / "site")
     (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path / 'site')!r})")
     child = "import importlib.metadata as m; print(m.version('liger_kernel'))"
     code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {child!r}]))"

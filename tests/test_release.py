@@ -1,5 +1,7 @@
 """What `make release-check` sees, and that nothing but the date of a release keeps this tree from passing it."""
 
+import datetime
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,17 @@ import pytest
 import yaml
 
 from tests import release_check
-from tests.release_check import in_the_archives, in_the_commands, in_the_tree, in_the_version, in_the_words, version_of
+from tests.compat.versions import dependencies, recorded
+from tests.release_check import (
+    NEWEST_RUN,
+    in_the_archives,
+    in_the_commands,
+    in_the_newest_run,
+    in_the_tree,
+    in_the_version,
+    in_the_words,
+    version_of,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,13 +32,36 @@ def release(tmp_path):
     (tmp_path / "liger_trainer" / "_version.py").write_text('__version__ = "1.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0 (2027-01-31)\n\n## 1.1.0 (2026-12-01)\n")
     (tmp_path / "CITATION.cff").write_text("version: 1.2.0\ndate-released: 2027-01-31\n")
+    (tmp_path / "constraints.txt").write_text(
+        "torch==2.13.0\nPyYAML==6.0.3  # recipes\nmkdocs==1.6.1\ntriton>=3.6,<3.10\n"
+    )
+    (tmp_path / NEWEST_RUN).parent.mkdir(parents=True)
+    versions = dict.fromkeys(dependencies(), "1.0") | {"torch": "2.13.0+cpu", "pyyaml": "6.0.3"}
+    (tmp_path / NEWEST_RUN).write_text(recorded(versions))
     for words in (["init", "--quiet"], ["add", "."]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     return tmp_path
 
 
 def test_a_release_passes(release):
-    assert list(in_the_version(release)) == list(in_the_words(release)) == []
+    assert list(in_the_version(release)) == list(in_the_words(release)) == list(in_the_newest_run(release)) == []
+
+
+def test_a_run_with_the_newest_dependencies(release):
+    path = release / NEWEST_RUN
+    run = json.loads(path.read_text())
+    assert run["versions"]["torch"] == "2.13.0", "without the local part"
+    run["versions"]["pyyaml"] = "6.0.4"
+    del run["versions"]["trl"]
+    run["date"] = str(datetime.date.today() - datetime.timedelta(days=8))
+    path.write_text(json.dumps(run))
+    assert [line.partition("; ")[0] for line in in_the_newest_run(release)] == [
+        f"{NEWEST_RUN}: 8 days old, at most 7 are allowed",
+        "constraints.txt: PyYAML is 6.0.3",
+        f"{NEWEST_RUN}: says nothing of trl",
+    ]
+    path.unlink()
+    assert list(in_the_newest_run(release)) == [f"{NEWEST_RUN}: missing; `make newest` writes it where all tests pass"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +84,9 @@ def test_what_is_not_committed(release):
     assert {line.split(":")[0] for line in in_the_tree(release)} == {
         "CHANGELOG.md",
         "CITATION.cff",
+        "constraints.txt",
         "liger_trainer/_version.py",
+        NEWEST_RUN,
     }
     name = ["-c", "user.name=a", "-c", "user.email=b"]
     subprocess.run(["git", *name, "commit", "--quiet", "-m", "release"], cwd=release, check=True)

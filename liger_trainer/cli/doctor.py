@@ -13,7 +13,14 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from liger_trainer.compat.private import TESTED, installed_version, is_newer_than_tested
+from liger_trainer.compat.private import (
+    TESTED,
+    available,
+    installed_version,
+    is_at_least,
+    is_newer_than_tested,
+)
+from liger_trainer.compat.transformers import LEAST_PEFT
 from liger_trainer.requirements import requirements
 
 Status = Literal["ok", "note", "warning", "error"]
@@ -181,6 +188,13 @@ def traps() -> list[Finding]:
         if (place / "kernels" / "__init__.py").is_file() and not (place / "kernels" / "layer").is_dir():
             text = "hides Hugging Face's `kernels` package, and model imports fail; rename it or remove its __init__.py"
             found.append(("kernels/", "error", f"{place / 'kernels'} {text}"))
+    peft = installed_version("peft")
+    if peft is not None and available(LEAST_PEFT):
+        from transformers.integrations.peft import MIN_PEFT_VERSION as LEAST
+
+        if not is_at_least("peft", LEAST):
+            text = f"{peft} is older than the {LEAST} that `model.add_adapter` of the installed transformers asks for; "
+            found.append(("peft", "note", f"{text}use a trainer's `peft_config` or `peft.get_peft_model` instead"))
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         if count > 1 and "RANK" not in os.environ:

@@ -22,7 +22,7 @@ TESTED = {
     "deepspeed": "0.19.8",
     "peft": "0.21.2",
     "torch": "2.13.0",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "trl": "1.16.0",
 }
 """The versions that the tests run with; the same as in constraints.txt."""

@@ -198,6 +198,12 @@ PLANNED_ATTENTION = Feature(
     needed=False,
 )
 
+LEAST_PEFT = Feature(
+    "naming the PEFT that `model.add_adapter` asks for",
+    Private("transformers.integrations.peft:MIN_PEFT_VERSION"),
+    needed=False,
+)
+
 LOSS_OPTIONS = Feature(
     "refusing options that a model's loss would ignore", Private("transformers.loss.loss_utils:LOSS_MAPPING")
 )

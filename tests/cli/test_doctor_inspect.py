@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from liger_trainer.cli import doctor, main, run_recipe_file
+from liger_trainer.compat.private import TESTED
 from tests.cli.runs import MODEL, message_of
 
 CONFIG = {**MODEL, "num_hidden_layers": 2, "vocab_size": 64}
@@ -58,6 +59,27 @@ def test_versions_out_of_range_and_missing(installed):
     assert find(findings, "trl").status == "error"
     assert find(findings, "torch").status == "ok"
     assert "not installed" in find(findings, "peft").text
+
+
+def test_versions_newer_than_what_was_tested(installed):
+    installed(transformers="5.99.0", torch=f"{TESTED['torch']}+cpu", rich="99.0")
+    findings = doctor.versions()
+    newer = find(findings, "transformers")
+    assert newer.status == "note"
+    assert newer.text == f"5.99.0 (supported <6,>=5.19): newer than what was tested ({TESTED['transformers']})"
+    assert find(findings, "torch").status == find(findings, "rich").status == "ok"
+
+
+def test_the_peft_that_transformers_asks_for(installed, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.22.0")
+    installed(peft="0.21.2")
+    finding = find(doctor.traps(), "peft")
+    assert finding.status == "note"
+    assert finding.text.startswith(
+        "0.21.2 is older than the 0.22.0 that `model.add_adapter` of the installed transformers"
+    )
+    installed(peft="0.22.0")
+    assert all(finding.subject != "peft" for finding in doctor.traps())
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan", "--gpus", "1"], ["inspect"]])

@@ -37,81 +37,61 @@ def plain(function):
 
 
 def hiding(function):
-    """A decorator that says what it wraps, and calls it by something else than its closure."""
-    store = {"function": function}
+    """A decorator that says what it wraps, and does not hold it in its closure."""
+    held = [function]
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        return store["function"](*args, **kwargs)
+        return held[0](*args, **kwargs)
 
     return wrapper
 
 
-def renamed(cells):
-    """The mask functions of packed rows, with another name in the closure."""
-
-    def of_documents(documents):
-        return lambda batch, head, query, key: cells(documents)(batch, head, query, key)
-
-    return of_documents
+def other_cells(numbers):
+    """The mask of packed rows, by a function that calls its numbers something else."""
+    return lambda batch, head, query, key: numbers[batch, query] == numbers[batch, key]
 
 
-def or_inside(*functions):
-    """The conjunction of mask functions, as one function of two others."""
-    conjunction = functions[0]
-    for other in functions[1:]:
-        conjunction = pair(conjunction, other)
-    return conjunction
+def pairs(*functions):
+    """The conjunction of mask functions, two at a time."""
+    return functools.reduce(lambda one, other: lambda *indices: one(*indices) & other(*indices), functions)
 
 
-def pair(one, other):
-    return lambda *indices: one(*indices) & other(*indices)
+def prepared(self, input_ids, next_sequence_length=None, given=None, **kwargs):
+    return {"input_ids": input_ids, "state_of_layers": given}
 
 
-def with_key(name):
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, given=None, **kwargs):
-        return {"input_ids": input_ids, name: given}
-
-    return prepare_inputs_for_generation
-
-
-CHANGES = {
-    "masks composed otherwise": (masking_utils, "and_masks", or_inside, "masks"),
-    "packing described otherwise": (
-        *(masking_utils, "packed_sequence_mask_function", renamed(masking_utils.packed_sequence_mask_function)),
-        "masks",
-    ),
-    "packing not looked for": (masking_utils, "find_packed_sequence_indices", lambda position_ids: None, "masks"),
-    "a window of one token less": (
-        *(masking_utils, "sliding_window_overlay", lambda size: masks_overlay(size - 1)),
-        "masks",
-    ),
-    "a cache with another name": (
-        *(GenerationMixin, "prepare_inputs_for_generation", with_key("state_of_layers")),
-        "cache_of_a_step",
-    ),
-    "an attention behind a decorator": (
-        *(LlamaAttention, "forward", plain(LlamaAttention.forward)),
-        "rotary_function attention",
-    ),
-    "an attention that hides its call": (LlamaAttention, "forward", hiding(LlamaAttention.forward), "rotary_function"),
-    "a loss behind a decorator": (
-        *(MixtralForCausalLM, "forward", plain(MixtralForCausalLM.forward)),
-        "load_balancing_loss",
-    ),
-    "a layer that checkpoints otherwise": (
-        *(GradientCheckpointingLayer, "__init_subclass__", classmethod(lambda cls: checkpointed_by_name(cls))),
-        "checkpointed_layer",
-    ),
-    "offsets with another name": (FlashAttentionKwargs, "__annotations__", {"offsets": torch.Tensor}, "attention"),
-}
-
-
-def checkpointed_by_name(cls):
+def unwrapped(cls):
+    """As if layers were checkpointed by the model that calls them."""
     cls.__call__ = torch.nn.Module.__call__
 
 
-masks_overlay = masking_utils.sliding_window_overlay
+def shorter(size, overlay=masking_utils.sliding_window_overlay):
+    return overlay(size - 1)
+
+
+LLAMA, MIXTRAL = LlamaAttention.forward, MixtralForCausalLM.forward
+CHANGES = {
+    "masks composed otherwise": (masking_utils, "and_masks", pairs),
+    "packing described otherwise": (masking_utils, "packed_sequence_mask_function", other_cells),
+    "packing not looked for": (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+    "a window of one token less": (masking_utils, "sliding_window_overlay", shorter),
+    "a cache with another name": (GenerationMixin, "prepare_inputs_for_generation", prepared),
+    "an attention behind a decorator": (LlamaAttention, "forward", plain(LLAMA)),
+    "an attention that hides its call": (LlamaAttention, "forward", hiding(LLAMA)),
+    "a loss behind a decorator": (MixtralForCausalLM, "forward", plain(MIXTRAL)),
+    "a layer that checkpoints otherwise": (GradientCheckpointingLayer, "__init_subclass__", classmethod(unwrapped)),
+    "offsets with another name": (FlashAttentionKwargs, "__annotations__", {"offsets": torch.Tensor}),
+}
+SEEN = {
+    **dict.fromkeys(list(CHANGES)[:4], "masks"),
+    "a cache with another name": "cache_of_a_step",
+    "an attention behind a decorator": "rotary_function attention",
+    "an attention that hides its call": "rotary_function",
+    "a loss behind a decorator": "load_balancing_loss",
+    "a layer that checkpoints otherwise": "checkpointed_layer",
+    "offsets with another name": "attention",
+}
 
 
 @identifier
@@ -125,14 +105,13 @@ def test_recognised(feature):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change, monkeypatch):
-    owner, name, changed, seen = CHANGES[change]
-    monkeypatch.setattr(owner, name, changed)
+    monkeypatch.setattr(*CHANGES[change])
     told = {feature.canary.rpartition(":")[2] for feature in FEATURES if tried(feature)}
-    assert set(seen.split()) <= told
+    assert told == set(SEEN[change].split())
 
 
 def test_it_is_said_once_and_in_the_doctor(monkeypatch, caplog):
-    monkeypatch.setattr(masking_utils, "and_masks", or_inside)
+    monkeypatch.setattr(masking_utils, "and_masks", pairs)
     feature, version = declared.RECOGNISED_MASKS, installed_version("transformers")
     with caplog.at_level(logging.WARNING, "liger_trainer"):
         for _ in range(2):
@@ -141,7 +120,9 @@ def test_it_is_said_once_and_in_the_doctor(monkeypatch, caplog):
             assert masks._pattern(masking_utils.causal_mask_function) is not None, "which needs no recognition"
     (record,) = caplog.records
     message = record.getMessage()
-    assert message.startswith(f"transformers {version}: the full mask of packed rows is composed in a way we do not know")
+    assert message.startswith(
+        f"transformers {version}: the full mask of packed rows is composed in a way we do not know"
+    )
     assert f"needs for {feature.text}" in message
     assert f"`pip install transformers=={TESTED['transformers']}`" in message
     (finding,) = [each for each in private_names() if each.status != "ok" and "composed" in each.text]
@@ -154,7 +135,7 @@ def test_what_raises_is_a_change_too(monkeypatch):
     monkeypatch.setattr(canaries, "masks", lambda: LlamaForCausalLM.no_such_name)
     problem = tried(declared.RECOGNISED_MASKS)
     assert problem.startswith("trying it raises AttributeError: ")
-    with pytest.raises(ImportError, match="trying it raises AttributeError: .*, which liger_trainer needs for tests"):
+    with pytest.raises(ImportError, match=r"trying it raises AttributeError: .*, which liger_trainer needs for tests"):
         require(Feature("tests", Private("transformers:Trainer"), canary="liger_trainer.canaries:masks"))
 
 
