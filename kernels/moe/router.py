@@ -419,7 +419,7 @@ def grouped_topk_sigmoid_routing(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts of each token with the largest corrected sigmoids (or logits) within its best groups, and their weights.
+    """The k experts of each token with the largest corrected sigmoids, or logits, in its best groups; their weights.
 
     Args:
         logits: (T, E), of any strides. The kernel takes float16, bfloat16 and float32; other dtypes run the reference.

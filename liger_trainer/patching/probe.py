@@ -125,7 +125,9 @@ class Probe:
 
 @contextlib.contextmanager
 def neutral(device: torch.device) -> Iterator[None]:
-    """The state of a fresh process, whatever the caller's: devices, dtypes, modes, and random numbers to draw.
+    """The state of a fresh process, whatever the caller's: device, dtype, modes, float32 products as such.
+
+    Nothing that is drawn inside changes what the caller draws next.
 
     Args:
         device: The default device.
@@ -136,8 +138,11 @@ def neutral(device: torch.device) -> Iterator[None]:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        # A forward with dropout draws; the numbers that the caller draws next stay the same.
         stack.enter_context(torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type))
+        for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            if products.fp32_precision not in ("none", "ieee"):  # in TensorFloat-32 or bfloat16
+                stack.callback(setattr, products, "fp32_precision", products.fp32_precision)
+                products.fp32_precision = "ieee"
         stack.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float32)
         if torch.get_default_device() != device:  # a context slows every operation down

@@ -136,7 +136,9 @@ def test_compiles_ahead_of_time(experts, k, groups, sigmoid, normalise, dtype, t
     logits = torch.zeros(100, experts, dtype=dtype)
     bias = torch.zeros(experts) if sigmoid else None
     with recorded_launches() as launches:
-        weights, index = operators._route(logits, bias, k, sigmoid, not sigmoid, normalise, groups, max(1, groups // 2), 2.5, dtype)
+        weights, index = operators._route(
+            logits, bias, k, sigmoid, not sigmoid, normalise, groups, max(1, groups // 2), 2.5, dtype
+        )
         operators._route_backward(weights, logits, index, sigmoid, normalise, 2.5)
     assert len(launches) == 2
     for launch in launches:

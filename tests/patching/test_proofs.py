@@ -1,0 +1,302 @@
+"""Where proofs look: what differs from a served part at one kind of input alone, or keeps something, is left alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from liger_trainer import apply_liger_kernel
+from liger_trainer.patching import inputs
+from liger_trainer.patching.head import TOLERANCE, make_head_forward, probe_head
+from liger_trainer.patching.moe.load_balancing import _prove
+from liger_trainer.patching.probe import Probe, identity
+from liger_trainer.patching.side_effects import SideEffectError, run_part
+from liger_trainer.patching.trial import FP32_TOLERANCE, Trial
+from tests.patching import toys, twins
+from tests.patching.test_routers import ONLY
+from tests.tiny_models import TINY_MODELS
+
+CPU = torch.device("cpu")
+ALL_TWINS = [(kind, name) for kind, (_, table) in twins.TWINS.items() for name in table]
+
+
+def rows_of(module, kind):
+    report = apply_liger_kernel(toys.Toy(it=module), ONLY)
+    return [row for row in report if row.component == ("experts" if kind == "block" else kind)]
+
+
+def report_of(model):
+    return [(row.component, row.target, row.count, row.kernel, row.reason) for row in apply_liger_kernel(model)]
+
+
+def test_there_are_twins_of_every_kind():
+    assert len(ALL_TWINS) >= 40
+    assert all(len(table) >= 3 for _, table in twins.TWINS.values())
+
+
+@pytest.mark.parametrize("kind", twins.TWINS)
+def test_what_they_are_twins_of_is_served(kind):
+    rows = rows_of(twins.TWINS[kind][0](), kind)
+    assert rows
+    assert all(row.applied and row.probe_error <= FP32_TOLERANCE / 4 for row in rows)
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL_TWINS)
+def test_a_twin_is_left_alone_with_the_reason(kind, name):
+    module = twins.TWINS[kind][1][name]()
+    before = dict(module.__dict__)
+    del twins.RECORDED[:]
+    rows = rows_of(module, kind)
+    assert rows
+    assert not any(row.applied for row in rows)
+    assert all(row.reason for row in rows)
+    assert "forward" not in module.__dict__
+    assert all("also sets" in row.reason for row in rows) == name.startswith(("keeps", "counts", "moves"))
+    # The proof has left no trace either.
+    assert module.__dict__.keys() == before.keys()
+    assert getattr(module, "seen", []) == []
+    assert twins.RECORDED == []
+
+
+def test_the_reason_names_the_inputs():
+    def reason(kind, name):
+        return rows_of(twins.TWINS[kind][1][name](), kind)[0].reason
+
+    assert "with mean squares near epsilon, relative difference" in reason("rms_norm", "epsilon outside the root")
+    assert "with evaluation mode" in reason("rms_norm", "no weight in evaluation")
+    assert "with inputs of about 300" in reason("experts", "gates up to 500")
+    assert "with rows of zeros" in reason("swiglu", "zero rows give ones")
+    assert "with more tokens than experts x k" in reason("router", "a capacity of 2.5")
+    assert reason("router", "keeps a loss").startswith("its forward also sets aux")
+
+
+@pytest.mark.parametrize("attribute", ["limit", "_limit"])
+def test_modules_that_differ_in_an_attribute_have_a_proof_each(attribute):
+    class Limited(twins.MLP):
+        def product(self, gate, up):
+            limit = getattr(self, attribute)
+            return F.silu(gate if limit is None else gate.clamp(max=limit)) * up
+
+    free, limited = Limited(), Limited()
+    setattr(free, attribute, None)
+    setattr(limited, attribute, 0.7)
+    report = apply_liger_kernel(toys.Toy(one=free, other=limited), ONLY)
+    assert sorted((row.count, row.applied) for row in report) == [(1, False), (1, True)]
+
+
+def test_equal_modules_share_a_proof():
+    assert identity(nn.LayerNorm(8)) == identity(nn.LayerNorm(8))
+    assert identity(nn.LayerNorm(8)) != identity(nn.LayerNorm(8, bias=False))
+    assert identity(nn.LayerNorm(8)) != identity(nn.LayerNorm(8, eps=1e-6))
+    gelus = TINY_MODELS["gemma"]().model.layers
+    assert identity(gelus[0].mlp) == identity(gelus[1].mlp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The head and the load-balancing loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def changed_head(change):
+    deferring = make_head_forward(True, 2**20)
+    return lambda self, input: deferring(self, change(input))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.clamp(-20.0, 20.0),
+        lambda x: x.where(x.abs() > 1e-4, 0.0),
+        lambda x: x.where(x.any(-1, keepdim=True), 1.0),
+    ],
+)
+def test_a_head_is_proved_on_every_input(change):
+    assert probe_head(changed_head(lambda x: x), False, CPU) <= 1e-5
+    assert not probe_head(changed_head(change), False, CPU) <= TOLERANCE
+
+
+def test_a_load_balancing_loss_is_proved_on_large_logits():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as native
+
+    def limited(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+        return native(tuple(each.clamp(-10.0, 10.0) for each in gate_logits), num_experts, top_k, attention_mask)
+
+    probe = Probe(CPU)
+    with probe.isolated():
+        assert _prove(native, probe).equal
+        assert "another loss (with logits of about 30" in _prove(limited, probe).reason
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The lists
+# ---------------------------------------------------------------------------------------------------------------------
+
+LISTS = {
+    "norm": (inputs.norm_inputs(1e-5), [(2, 5, 8), (8,)]),
+    "mlp": (inputs.MLP, [(4, 16, 8), (12, 8), (8, 12)]),
+    "router": (inputs.ROUTER, [(32, 8), (6, 8), (6,)]),
+    "rotation": (inputs.ROTATION, [(2, 4, 5, 8), (2, 2, 5, 8)]),
+    "head": (inputs.HEAD, [(2, 8, 8)]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_cases_change_values_alone(name):
+    """Neither shapes nor dtypes, for which a GPU would compile kernels again; nor the tensors that they are given."""
+    cases, shapes = LISTS[name]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*shape, generator=generator) for shape in shapes]
+    given = copy.deepcopy(tensors)
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        changed = case.change(list(tensors))
+        assert [(x.shape, x.dtype, x.stride()) for x in changed] == [(x.shape, x.dtype, x.stride()) for x in tensors]
+        assert all(x.isfinite().all() for x in changed)
+        assert not (case.training and case.gradients) or not all(map(torch.equal, changed, tensors))
+    assert all(map(torch.equal, tensors, given))
+
+
+def test_more_tokens_than_places():
+    hidden, weight = inputs.crowded(6, 2).change([torch.randn(4, 8), torch.randn(6, 8)])
+    assert hidden.shape == (13, 8)
+    assert weight.shape == (6, 8)
+
+
+def test_the_original_runs_once_on_each_input():
+    calls = []
+
+    def original(x, training=True):
+        calls.append((x.dtype, training))
+        return x.sin()
+
+    trial = Trial(original, [torch.linspace(-1.0, 1.0, 64).view(8, 8)], inputs.MODES)
+    for ours in (torch.cos, torch.sin, torch.sin):
+        agreement = trial.prove(lambda x, training=True, ours=ours: ours(x))
+    assert agreement.equal
+    assert calls == [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False), (torch.float32, False)]
+
+
+def test_not_a_number_counts_as_equal_in_a_case_alone():
+    zero = [torch.ones(4, 4)]
+    trial = Trial(lambda x: x / x, zero, [inputs.ZERO_ROWS])
+    assert trial.prove(lambda x: x / x).equal
+    refused = trial.prove(lambda x: (x / x).nan_to_num(1.0))
+    assert math.isinf(refused.error)
+    assert refused.case == "rows of zeros"
+    everywhere = Trial(lambda x: x * math.nan, zero)
+    assert not everywhere.compare(lambda x: x * math.nan).equal
+
+
+def test_a_gradient_that_is_not_a_number_is_seen():
+    def ours(x):
+        return x + (x - x.detach()).abs().sqrt()  # the values are those of x
+
+    assert not Trial(lambda x: x * 1.0, [torch.ones(4, 4)]).compare(ours).equal
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a forward leaves behind, and the state around it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [{"a": 1}, [1, 2], {3}])
+def test_shared_containers_get_back_what_they_held(held):
+    class Keeps(nn.Module):
+        shared = held
+
+        def forward(self, x):
+            (self.shared.update if hasattr(self.shared, "update") else self.shared.extend)({5: x})
+            return x
+
+    before = copy.copy(held)
+    with pytest.raises(SideEffectError, match=r"also sets Keeps\.shared"):
+        run_part(Keeps.forward, Keeps(), torch.ones(2))
+    assert held == before
+
+
+def test_nothing_is_kept_by_reading():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[1].eval()
+    x = torch.ones(3, 2)
+    torch.testing.assert_close(run_part(type(module).forward, module, x), module(x))
+    module.train()
+    with pytest.raises(SideEffectError, match=r"also sets 1\.num_batches_tracked, which"):
+        run_part(type(module).forward, module, x)
+
+
+def state_around():
+    products = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    return torch.get_default_dtype(), torch.get_default_device(), torch.is_inference_mode_enabled(), products
+
+
+class Ambient:
+    """States of a process in which a model may be patched."""
+
+    @staticmethod
+    def default_dtype():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        return lambda: torch.set_default_dtype(before)
+
+    @staticmethod
+    def default_device():
+        torch.set_default_device("meta")
+        return lambda: torch.set_default_device(None)
+
+    @staticmethod
+    def products_in_bf16():
+        torch.set_float32_matmul_precision("medium")
+        return lambda: torch.set_float32_matmul_precision("highest")
+
+    @staticmethod
+    def inference():
+        mode = torch.inference_mode()
+        mode.__enter__()
+        return lambda: mode.__exit__(None, None, None)
+
+    @staticmethod
+    def empty_weights():
+        """As accelerate builds models: parameters that are registered meanwhile are on the meta device."""
+        before = nn.Module.register_parameter
+
+        def register(module, name, parameter):
+            before(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+
+        nn.Module.register_parameter = register
+        return lambda: setattr(nn.Module, "register_parameter", before)
+
+
+@pytest.mark.parametrize("state", [name for name in vars(Ambient) if not name.startswith("_")])
+def test_the_state_around_changes_nothing(state):
+    model = TINY_MODELS["qwen3_moe"]()
+    expected = report_of(model)
+    assert all(kernel for _, _, _, kernel, _ in expected)
+    restore = getattr(Ambient, state)()
+    try:
+        before = state_around()
+        assert report_of(model) == expected
+        assert state_around() == before
+    finally:
+        restore()
+
+
+def test_a_proof_with_dropout_draws_nothing_of_the_callers():
+    module = twins.MLPS["dropout"]()
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    (row,) = rows_of(module, "swiglu")
+    assert not row.applied
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_report_says_how_long_it_took():
+    report = apply_liger_kernel(toys.Toy(it=toys.Norm()), ONLY)
+    assert report.seconds > 0.0
+    assert str(report).endswith(f"Proved and patched in {report.seconds:.1f} s.")
+    assert report == apply_liger_kernel(toys.Toy(it=toys.Norm()), ONLY)
