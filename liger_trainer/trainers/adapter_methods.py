@@ -20,12 +20,15 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.compat.peft import RANK_ALLOCATION, adds_to_loss, calls_tuner
-from liger_trainer.compat.private import available
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.trainers.loss_scale import loss_divisor
 from liger_trainer.trainers.moe.router_z_loss import with_z_loss
 
 logger = logging.getLogger("liger_trainer")
+
+require(CONVERTED_CHECKPOINTS)
 
 _ALLOCATION = "rank_allocation.pt"
 """The file, in a checkpoint, of AdaLoRA's adapters with all of their ranks, and of the ranks' importance."""

@@ -23,6 +23,7 @@ from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin, wants_kernels
 
 _COPY = "ref"  # TRL's name of the adapter that it copies from an adapted model's "default"
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOISE = ("dropout", "layerdrop", "drop_path", "jitter")
 """In the names of attributes that make a model compute another result in training than in evaluation."""
 
@@ -163,15 +164,11 @@ def _check_source(model: Any, peft_config: Any, config: Any, takes_reference: bo
             f"is called 'default'. Load it with `adapter_name='default'`, or {advice}."
         )
     precomputed = getattr(config, "precompute_ref_log_probs", False)
-    if adapters is None and peft_config is None and not precomputed and not _path_of(model):
+    if adapters is None and peft_config is None and not precomputed and not model.config.name_or_path:
         raise ValueError(
             "`model` has no path (`model.config.name_or_path` is empty) from which TRL could load its reference again: "
             f"{advice}, or save it with `model.save_pretrained(FOLDER)` and give the trainer that folder."
         )
-
-
-def _path_of(model: Any) -> str:
-    return getattr(getattr(model, "config", None), "_name_or_path", "") or ""
 
 
 def _start_as_nothing(adapter: Any) -> bool:
@@ -184,7 +181,7 @@ def _is_noisy(model: nn.Module, but_adapters: bool) -> bool:
     for name, module in model.named_modules():
         if but_adapters and "lora_dropout" in name:
             continue
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        if isinstance(module, _DROPOUTS) and module.p > 0:
             return True
         values = ((key, value) for key, value in vars(module).items() if isinstance(value, float) and value > 0)
         if any(part in key for key, _ in values for part in _NOISE):
