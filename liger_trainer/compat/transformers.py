@@ -49,7 +49,7 @@ RUN_STATE = Feature(
 )
 
 CONVERTED_CHECKPOINTS = Feature(
-    "resuming mixtures of experts, and models that `from_pretrained` has split",
+    "resuming mixtures of experts, AdaLoRA, and models that `from_pretrained` has split, and loading the best adapters",
     Private(f"{_TRAINER}._load_from_checkpoint", "self, resume_from_checkpoint, model"),
     Private(f"{_TRAINER}._load_best_model", "self"),
     Private(f"{_TRAINER}._save_optimizer_and_scheduler", "self, output_dir"),

@@ -28,6 +28,7 @@ from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from liger_trainer.trainers.checks.batches import BatchError
 from liger_trainer.trainers.checks.reward_functions import RewardError
 from liger_trainer.trainers.moe.router_z_loss import RouterLogitsError
+from liger_trainer.trainers.reference import WrongReferenceError
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def _training_errors(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
         raise RecipeError(f"{recipe.source}: {error.args[0]}") from error
     except BatchError as error:
         raise TrainingError(f"The data: {first_line(error)}") from error
-    except RouterLogitsError as error:
+    except (RouterLogitsError, WrongReferenceError) as error:
         raise RecipeError(f"{recipe.source}: {first_line(error)}") from error
     except RewardError as error:
         raise TrainingError(first_line(error)) from error

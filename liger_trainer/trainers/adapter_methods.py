@@ -17,15 +17,19 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.compat.peft import RANK_ALLOCATION, adds_to_loss, calls_tuner
-from liger_trainer.compat.private import available
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS
 from liger_trainer.head.warn_once import warn_once
+from liger_trainer.trainers.checkpoints.saved_weights import SavedWeightsMixin
 from liger_trainer.trainers.loss_scale import loss_divisor
 from liger_trainer.trainers.moe.router_z_loss import with_z_loss
 
 logger = logging.getLogger("liger_trainer")
+
+require(CONVERTED_CHECKPOINTS)
 
 _ALLOCATION = "rank_allocation.pt"
 """The file, in a checkpoint, of AdaLoRA's adapters with all of their ranks, and of the ranks' importance."""
@@ -33,10 +37,9 @@ _ALLOCATION = "rank_allocation.pt"
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 
-class AdapterMethodsMixin(Trainer):
+class AdapterMethodsMixin(SavedWeightsMixin):
     """Comes before a Trainer: keeps the terms that PEFT adds to the loss, and lets it move its ranks."""
 
-    model: nn.Module
     _has_own_loss = False  # whether the trainer's loss is not that of the model's outputs
     _tuner_of_terms: Any = None  # of PEFT, if its terms would be missing in the loss
 
@@ -75,7 +78,7 @@ class AdapterMethodsMixin(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if _allocates(self.model) and self.args.should_save:
+        if _allocates(self.model) and self._holds_whole_model and self.args.should_save:
             torch.save(_allocation(self.model), Path(output_dir) / _ALLOCATION)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

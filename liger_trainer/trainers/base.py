@@ -55,7 +55,6 @@ from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin
 from liger_trainer.trainers.checkpoints.base_quantization import write_base_quantization
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
-from liger_trainer.trainers.checkpoints.saved_weights import SavedWeightsMixin
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
 from liger_trainer.trainers.checks.batches import checked_collator, warn_of_unlabelled_end
 from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weights
@@ -100,12 +99,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 class LigerTrainerMixin(
-    ActivationMemoryMixin,
-    EvaluatingMixin,
-    AdapterMethodsMixin,
-    SavedWeightsMixin,
-    ConvertedCheckpointsMixin,
-    WholeCheckpointsMixin,
+    ActivationMemoryMixin, EvaluatingMixin, AdapterMethodsMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin
 ):
     """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 

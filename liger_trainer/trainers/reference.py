@@ -9,6 +9,7 @@ which TRL logs anyway, are 0 there.
 from __future__ import annotations
 
 import inspect
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin, wants_kernels
 
 _COPY = "ref"  # TRL's name of the adapter that it copies from an adapted model's "default"
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOISE = ("dropout", "layerdrop", "drop_path", "jitter")
 """In the names of attributes that make a model compute another result in training than in evaluation."""
 
-_FP32, _HALF, _FP8 = 0.001, 0.015, 0.05
+_FP32, _HALF, _FP8 = 0.003, 0.015, 0.05
 """By how much rounding may change the mean log-probability of a batch's tokens, by the precision: ten times what is
 seen."""
 
@@ -100,7 +102,7 @@ class ReferenceMixin(LigerTRLMixin):
         # TRL's cache knows the model and the rows, but not how the collator cuts them, nor what it sums up.
         own = self._precompute_model_hash
         if available(CACHED_REFERENCE):
-            self._precompute_model_hash = Hasher.hash((own, self.data_collator, getattr(self, "ld_alpha", None)))
+            self._precompute_model_hash = _hash_of(own, self.data_collator, getattr(self, "ld_alpha", None))
         try:
             return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -163,15 +165,19 @@ def _check_source(model: Any, peft_config: Any, config: Any, takes_reference: bo
             f"is called 'default'. Load it with `adapter_name='default'`, or {advice}."
         )
     precomputed = getattr(config, "precompute_ref_log_probs", False)
-    if adapters is None and peft_config is None and not precomputed and not _path_of(model):
+    if adapters is None and peft_config is None and not precomputed and not model.config.name_or_path:
         raise ValueError(
             "`model` has no path (`model.config.name_or_path` is empty) from which TRL could load its reference again: "
             f"{advice}, or save it with `model.save_pretrained(FOLDER)` and give the trainer that folder."
         )
 
 
-def _path_of(model: Any) -> str:
-    return getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+def _hash_of(*values: Any) -> str:
+    """A hash of what `values` hold; another one every time if one of them cannot be pickled."""
+    try:
+        return Hasher.hash(values)
+    except Exception:  # whatever a collator of the user's raises
+        return uuid.uuid4().hex
 
 
 def _start_as_nothing(adapter: Any) -> bool:
@@ -184,7 +190,7 @@ def _is_noisy(model: nn.Module, but_adapters: bool) -> bool:
     for name, module in model.named_modules():
         if but_adapters and "lora_dropout" in name:
             continue
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        if isinstance(module, _DROPOUTS) and module.p > 0:
             return True
         values = ((key, value) for key, value in vars(module).items() if isinstance(value, float) and value > 0)
         if any(part in key for key, _ in values for part in _NOISE):
@@ -202,10 +208,11 @@ def _other_than_policy(
         beta: Multiplies the log-ratios of whole completions to rewards.
         rounding: By how much rounding may change the mean log-probability of the tokens.
     """
-    for side in ("chosen", "rejected"):
-        rewards, log_probs = metrics.get(f"rewards/{side}"), metrics.get(f"logps/{side}")
+    sides = [side for side in ("chosen", "rejected") if metrics.get(f"rewards/{side}")]
+    for side in sides:
+        reward, log_prob = metrics[f"rewards/{side}"][-1], metrics[f"logps/{side}"][-1]
         # How many tokens a completion has is not logged. Its log-probability grows with them.
-        if rewards and log_probs and abs(rewards[-1]) > abs(beta) * rounding * (abs(log_probs[-1]) + 10):
-            return f"`rewards/{side}`", rewards[-1]
-    divergence = metrics.get("kl")
+        if abs(reward) > abs(beta) * rounding * (abs(log_prob) + 10):
+            return f"`rewards/{side}`", reward
+    divergence = [] if sides else metrics.get("kl", [])  # with rewards, as in KTO, it is one of whole completions
     return ("`kl`", divergence[-1]) if divergence and abs(divergence[-1]) > rounding else None

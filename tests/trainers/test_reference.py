@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from datasets import Dataset, load_dataset
 from peft import LoraConfig, get_peft_model
 
 import liger_trainer
-from liger_trainer.trainers.reference import WrongReferenceError, _other_than_policy
+from liger_trainer.trainers.reference import WrongReferenceError, _hash_of, _other_than_policy
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import COMMON, WORDS, tokenizer
 
@@ -227,11 +228,19 @@ def test_an_adapter_of_another_name(kind, tmp_path):
 def test_what_rounding_may_do():
     """A reward is measured by the log-probability that it is a part of; NaN is the guard's."""
 
-    def found(reward, kl=0.0, rounding=0.01):
-        return _other_than_policy({"rewards/chosen": [reward], "logps/chosen": [-90.0], "kl": [kl]}, 0.5, rounding)
+    def found(reward, rounding=0.01):
+        return _other_than_policy({"rewards/chosen": [reward], "logps/chosen": [-90.0], "kl": [5.0]}, 0.5, rounding)
 
     assert found(0.49) is None
     assert found(-0.49) is None
     assert found(0.51) == ("`rewards/chosen`", 0.51)
-    assert found(0.0, kl=0.011) == ("`kl`", 0.011)
-    assert found(math.nan, kl=math.nan) is None
+    assert found(math.nan) is None
+    assert _other_than_policy({"kl": [0.011]}, 0.5, 0.01) == ("`kl`", 0.011)
+    assert _other_than_policy({"kl": [math.nan]}, 0.5, 0.01) is None
+    assert _other_than_policy({}, 0.5, 0.01) is None
+
+
+def test_a_collator_that_cannot_be_pickled_makes_a_cache_of_its_own():
+    assert _hash_of(1, "a") == _hash_of(1, "a") != _hash_of(1, "b")
+    lock = threading.Lock()
+    assert _hash_of(lock) != _hash_of(lock)

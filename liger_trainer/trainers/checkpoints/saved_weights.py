@@ -23,11 +23,13 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from liger_trainer.compat.private import available
-from liger_trainer.compat.transformers import LOADED_WEIGHTS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS, LOADED_WEIGHTS
 from liger_trainer.kernels.runtime import is_dtensor
 
 logger = logging.getLogger("liger_trainer")
+
+require(CONVERTED_CHECKPOINTS)
 
 
 class SavedWeightsError(RuntimeError):
