@@ -150,9 +150,7 @@ def _values(outputs: Any) -> torch.Tensor:
     return outputs.logits if "logits" in outputs else outputs.last_hidden_state
 
 
-def _results(
-    model: nn.Module, values: torch.Tensor, outputs: Any, weights: torch.Tensor
-) -> list[torch.Tensor | None]:
+def _results(model: nn.Module, values: torch.Tensor, outputs: Any, weights: torch.Tensor) -> list[torch.Tensor | None]:
     """The values, the router's loss, and the gradients of all parameters; None for those that have no part in them."""
     aux_loss = getattr(outputs, "aux_loss", None)
     loss = (values * weights).sum() + (0.0 if aux_loss is None else aux_loss)

@@ -16,7 +16,7 @@ from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.parallel.sequences import SPLIT
 from liger_trainer.patching.binding import bound_modules, unbind_forward
-from liger_trainer.patching.finding import CHOSEN, NO_KERNEL, SWITCHED_OFF, Finding, rows
+from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding, rows
 from liger_trainer.patching.fp8 import find_fp8
 from liger_trainer.patching.fp8_norms import cast_in_norms
 from liger_trainer.patching.gated_mlp import find_gated_mlp
@@ -32,12 +32,12 @@ from liger_trainer.patching.moe.lora_experts import find_adapted_parameter
 from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
-from liger_trainer.patching.other_mlp import find_other_mlp
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.qk_norms import fuse_qk_norms
 from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.patching.rope import find_rope
+from liger_trainer.patching.unserved import unserved
 
 _META_REMARK = (
     "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "
@@ -90,7 +90,7 @@ def apply_liger_kernel(
             findings += find_attention(model, parsed.attention, probe)
         findings += find_fp8(model, parsed.fp8, parsed.fp8_all_layers, probe.device)
         findings = cast_in_norms(findings, model, parsed.fp8, probe)
-    report_rows = rows(findings)
+    report_rows, without_kernel = rows(findings), unserved(model, findings)
     for finding in findings:
         if finding.forward is not None:
             finding.bind(finding.module, finding.forward)
@@ -100,6 +100,7 @@ def apply_liger_kernel(
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
             head = patch_head(model, fused=parsed.linear_cross_entropy, logits_memory=parsed.logits_memory)
             report_rows.append(head)
+        report_rows += without_kernel
         if strict:
             _check_strict(report_rows, _explicit_keys(config))
     except BaseException:
@@ -155,7 +156,6 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
             yield from find_load_balancing_loss(module, config, probe)
-            yield from find_other_mlp(module, enabled)
 
 
 def _has_parts_of_transformers(model: nn.Module) -> bool:
@@ -197,7 +197,8 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
         if not row.applied
         and row.count
         and row.reason != SWITCHED_OFF
-        and not row.reason.startswith((CHOSEN, NO_KERNEL, SPLIT))
+        and row.share is None  # else no kernel is for it
+        and not row.reason.startswith((CHOSEN, SPLIT))
         and not (row.component == "fp8" and "fp8" in applied)  # it is not for every layer
     ]
     named = {problem.split(":")[0] for problem in problems}

@@ -64,7 +64,6 @@ def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:
 
 
 SWITCHED_OFF = "switched off in liger_kernel_config"
-NO_KERNEL = "there is no kernel for"
 CHOSEN = "the model was loaded with attn_implementation="
 
 

@@ -14,12 +14,14 @@ class KernelReportRow:
     """One line of the report.
 
     Args:
-        component: A key of `liger_kernel_config`, such as ``"rms_norm"``, or an option, such as ``"padding_free"``.
+        component: A key of `liger_kernel_config`, such as ``"rms_norm"``, or an option, such as ``"padding_free"``;
+            ``"other"`` for what no kernel is for.
         target: The class (or function) in the model, such as ``"LlamaRMSNorm"``.
         count: How many instances.
         kernel: What runs instead, such as ``"rms_norm (casting=llama)"``; None where the target is left alone.
         probe_error: Largest relative difference between the original and ours in the probe; None without a probe.
         reason: Why it was left alone, or a remark.
+        share: The part of the model's parameters that a target of ``"other"`` has; None for all else.
     """
 
     component: str
@@ -28,6 +30,7 @@ class KernelReportRow:
     kernel: str | None
     probe_error: float | None = None
     reason: str = ""
+    share: float | None = None
 
     @property
     def applied(self) -> bool:

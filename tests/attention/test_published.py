@@ -32,7 +32,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 TOLERANCE = {"gemma3n_text": 5e-3}
-"""Beyond that of the others: it magnifies rounding, of its weights by one unit to 6e-4, in the gradient of some draws."""
+"""Other than 1e-5: it magnifies rounding. Weights that differ by one unit change gradients by up to 6e-4."""
 
 
 @functools.cache

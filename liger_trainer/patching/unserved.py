@@ -1,0 +1,83 @@
+"""The modules that no kernel is for, such as Mamba's mixers: the report names them, with their share of the parameters.
+
+Such a module has a class of its own, and more parameters in itself and in plain layers (linear, convolution) than in
+other modules inside it. Plain layers alone, embeddings and heads need no row, and neither does what a finding is about.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable
+
+from torch import nn
+
+from liger_trainer.head.lm_head import find_lm_heads, without_adapters
+from liger_trainer.patching.finding import Finding
+from liger_trainer.patching.probe import class_of, full_shape
+from liger_trainer.patching.report import KernelReportRow
+
+_OF_PLAIN_LAYERS = ("fp8", "lora")
+
+
+def unserved(model: nn.Module, findings: Iterable[Finding]) -> list[KernelReportRow]:
+    """A row for each class of `model` that no kernel is for, the largest first.
+
+    Args:
+        model: The model.
+        findings: What was found in it.
+    """
+    findings, heads = list(findings), set(map(id, find_lm_heads(without_adapters(model))[0]))
+    found = heads | {id(finding.module) for finding in findings}
+    apart = heads | {id(finding.module) for finding in findings if finding.component not in _OF_PLAIN_LAYERS}
+    sizes = {id(module): 0 for module in model.modules()}
+    total = _add_sizes(model, sizes)
+    counts: dict[str, list[int]] = {}
+    for module in model.modules():
+        if module is model or id(module) in found or _is_plain(module):
+            continue
+        embeddings = sum(sizes[id(each)] for each in module.modules() if isinstance(each, nn.Embedding))
+        own = _own_size(module, apart)
+        if own and own >= sizes[id(module)] - embeddings - own:
+            counts.setdefault(class_of(module).__name__, []).append(own)
+    rows = [
+        KernelReportRow("other", name, len(own), None, None, _reason(sum(own) / total), sum(own) / total)
+        for name, own in counts.items()
+    ]
+    return sorted(rows, key=lambda row: row.share or 0.0, reverse=True)
+
+
+def _reason(share: float) -> str:
+    percentage = f"{100 * share:.1f} %" if share >= 5e-4 else "less than 0.1 %"
+    return f"there is no kernel for it, with {percentage} of the parameters"
+
+
+def _add_sizes(module: nn.Module, sizes: dict[int, int]) -> int:
+    """Writes how many parameters each module in `module` has, with those inside it, and returns that of `module`."""
+    size = _direct_size(module) + sum(
+        _add_sizes(child, sizes) for child in module._modules.values() if child is not None
+    )
+    sizes[id(module)] = size
+    return size
+
+
+def _direct_size(module: nn.Module) -> int:
+    return sum(math.prod(full_shape(each)) for each in module._parameters.values() if each is not None)
+
+
+def _own_size(module: nn.Module, apart: Collection[int]) -> int:
+    """The parameters of `module` and of the plain layers directly in it, without those with these ids."""
+    size = _direct_size(module)
+    for child in module._modules.values():
+        if child is not None and _is_plain(child) and id(child) not in apart and not isinstance(child, nn.Embedding):
+            size += _own_size(child, apart)
+    return size
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether `module` is a layer or a container of torch, also a quantised one, or an adapter around one."""
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())  # GPT-2's linear layer
+    return isinstance(module, (nn.Linear, nn.Embedding, conv1d)) or class_of(module).__module__.split(".")[0] in (
+        "torch",
+        "peft",
+    )
