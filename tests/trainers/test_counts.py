@@ -150,4 +150,4 @@ def test_a_tokenizer_that_pads_with_the_end_is_named(tmp_path: Any, caplog: Any)
         padded.pad_token = pad
         trainer = causal(tmp_path, rows=rows, data_collator=DataCollatorForLanguageModeling(padded, mlm=False))
         trainer.train()
-        assert caplog.text.count("the model does not learn to end") == said
+        assert caplog.text.count("the model does not learn to stop") == said
