@@ -98,23 +98,23 @@ def test_a_mean_may_be_right(options: dict[str, Any], tmp_path: Any, caplog: Any
     assert "twice" not in caplog.text
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "sapo", "luspo"])
+# Not "bnpo", a mean over the tokens of each micro-batch, and not "grpo", which is 0 in the first step.
+@pytest.mark.parametrize("loss_type", ["dr_grpo", "dapo", "cispo", "vespo", "sapo", "luspo"])
 def test_the_policy_loss_does_not_depend_on_accumulation(loss_type: str, folders: Any, tmp_path: Any) -> None:
-    """The same completions in one micro-batch and in four, all of one length."""
+    """The same completions in one micro-batch and in four; of several lengths, as advantages add up to 0 otherwise."""
     level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
     found = []
     for steps in (1, 4):
         sizes = {"per_device_train_batch_size": 16 // steps, "gradient_accumulation_steps": steps}
-        torch.manual_seed(0)
         trainer = build(
-            "GRPO", True, tmp_path, folders["llama"], loss_type=loss_type, entropy_coef=0.01, max_steps=1,
-            generation_kwargs={"min_new_tokens": 8}, beta=0.1, reward_funcs=uneven, **sizes, **level,
+            "GRPO", True, tmp_path, folders["llama"], loss_type=loss_type, entropy_coef=1e-9, max_steps=1,
+            max_completion_length=48, reward_funcs=uneven, **sizes, **level,
         )  # fmt: skip
         trainer.train()
-        (log,) = [log for log in trainer.state.log_history if "loss" in log]
-        found.append(log)
-    for key in ("policy_loss", "loss", "entropy", "kl"):
-        assert found[0][key] == pytest.approx(found[1][key], rel=1e-3, abs=1e-5), key
+        found.append(next(log for log in trainer.state.log_history if "loss" in log))
+    assert abs(found[0]["policy_loss"]) > 1e-3
+    for log in found:
+        assert log["policy_loss"] == pytest.approx(found[0]["loss"], rel=1e-3)
 
 
 def uneven(completions: list[Any], **_: Any) -> list[float]:
@@ -150,4 +150,4 @@ def test_a_tokenizer_that_pads_with_the_end_is_named(tmp_path: Any, caplog: Any)
         padded.pad_token = pad
         trainer = causal(tmp_path, rows=rows, data_collator=DataCollatorForLanguageModeling(padded, mlm=False))
         trainer.train()
-        assert caplog.text.count("the model does not learn to end") == said
+        assert caplog.text.count("the model does not learn to stop") == said

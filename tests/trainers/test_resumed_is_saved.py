@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from tests.trainers.builders import causal
-from tests.trainers.parity import assert_close_weights, build, lora
+from tests.trainers.parity import assert_close_weights, build, lora, results_of_processes
 from tests.trainers.test_parity_distillation import build as build_distillation
 from tests.trainers.tiny import WORDS, llama, logged, text_dataset, token_rows, tokenizer
 
@@ -202,3 +202,19 @@ def test_the_loss_of_the_run_is_that_of_the_steps_since_the_checkpoint(with_drop
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     losses = [log["loss"] for log in each.state.log_history if "loss" in log]
     assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses[1:]) / 4, rel=1e-6)
+
+
+def two_processes(folder: Path) -> None:
+    """Each has completions, a stream and an order of its own."""
+    model = str(folder / "model")
+    for name in ("GRPO", "SFT, streamed", "causal, order from all random numbers"):
+        make, _ = CASES[name]
+        assert_resumes(lambda output, make=make: make(output, model), folder / name, 3)
+    Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text("true")
+
+
+@pytest.mark.long
+def test_two_processes(tmp_path: Path) -> None:
+    llama(attention_dropout=0.1).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    assert results_of_processes(two_processes, tmp_path) == [True, True]

@@ -80,8 +80,8 @@ def warn_of_unlabelled_end(collator: Any) -> None:
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
         logger.warning(
             "The tokenizer pads with %r, which ends a text too, and `DataCollatorForLanguageModeling` gives padding no "
-            "label: the model does not learn to end. Set `tokenizer.pad_token` to another token, or give rows with "
-            "`labels` and `DataCollatorForSeq2Seq`.",
+            "label: the model does not learn to stop. Set `tokenizer.pad_token` to another token, or take "
+            "`DataCollatorWithFlattening`, which does not pad.",
             tokenizer.eos_token,
         )
 
