@@ -38,7 +38,7 @@ def _generation_of(name: str) -> Feature:
     trainer = f"trl.trainer.{name.lower()}_trainer:{name}Trainer"
     return Feature(
         f"the checks of prompts, completions and rewards, their groups, and the labelled rows, in Liger{name}Trainer",
-        Private(f"{trainer}._generate_single_turn", "self, prompt_ids, ..."),
+        Private(f"{trainer}._generate_single_turn", "self, prompt_ids, ...", uses="args, bf16, fp16"),
         Private(f"{trainer}._calculate_rewards", "self, ...", uses="reward_funcs"),
         Private(f"{trainer}._get_train_sampler", "self, ...", uses="batch_size"),
         Private(

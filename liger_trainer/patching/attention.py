@@ -24,6 +24,7 @@ from liger_trainer.attention.interface import (
     Captured,
     additive,
     attention_forward,
+    default_implementation,
     eager_function,
 )
 from liger_trainer.compat.private import available
@@ -107,12 +108,7 @@ def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
     if owner is None:
         return "its config is not that of a transformers model"
     chosen = config._attn_implementation
-    return split_sequences() if chosen == _default(owner) else f"{CHOSEN}{chosen!r}"
-
-
-def _default(owner: type[PreTrainedModel]) -> str:
-    """What transformers takes where nothing else is asked for."""
-    return "sdpa" if owner._supports_sdpa else "eager"
+    return split_sequences() if chosen == default_implementation(owner) else f"{CHOSEN}{chosen!r}"
 
 
 def _switch(module: Any, _forward: Callable) -> None:
@@ -125,7 +121,7 @@ def restore_attention(model: nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == NAME:
-            module.config._attn_implementation = {"": _default(type(module))}
+            module.config._attn_implementation = {"": default_implementation(type(module))}
 
 
 def _prove(module: nn.Module, probe: Probe) -> Agreement:
