@@ -24,6 +24,15 @@ ADAPTERS_ON_FP8 = Feature(
     Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses="_check_merge_allowed"),
 )
 
+MERGED_ADAPTERS = Feature(
+    "merging adapters for vLLM without a change of their base",
+    Private("peft.tuners.tuners_utils:BaseTunerLayer"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer.merged_adapters"),
+    Private("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "self"),
+    Private("peft.tuners.tuners_utils:BaseTuner.merge_adapter", uses="_check_merge_allowed, merge"),
+    needed=False,
+)
+
 ADAPTERS_ON_HEAD = Feature("adapters on the LM head of a student", Private("peft.tuners.tuners_utils:BaseTunerLayer"))
 
 TIED_ADAPTERS = Feature(

@@ -62,6 +62,19 @@ LOGGED_COMPLETIONS = Feature(
     needed=False,
 )
 
+MERGED_SYNC = Feature(
+    "sending merged adapters to vLLM without a change of their base",
+    Private(
+        "trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
+        "self",
+        uses="model, merge_adapter, unmerge_adapter, named_parameters",
+    ),
+    Private("trl.generation.vllm_generation:VLLMGeneration.sync_weights", uses="_iter_named_params"),
+    Private("trl.generation.vllm_generation:VLLMGeneration._iter_fsdp2_params", uses="named_parameters"),
+    Private("trl.distributed:DistributedBackend.__init__", uses="fsdp_version"),
+    needed=False,
+)
+
 REWARD_FUNCTIONS = Feature(
     "errors that name the reward function",
     Private("trl.trainer.utils:get_callable_name", "func"),
