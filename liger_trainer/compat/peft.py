@@ -41,6 +41,14 @@ TIED_ADAPTERS = Feature(
     needed=False,
 )
 
+TUNER_LAYERS = Feature(
+    "checks of adapters on weights in 8 bits and fewer",
+    Private("peft.tuners.tuners_utils:BaseTunerLayer"),
+    Private("peft.tuners.lora.layer:LoraLayer.reset_lora_parameters", "self, adapter_name, init_lora_weights"),
+    Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses="parameter_name"),
+    needed=False,
+)
+
 HEAD_COPIES = Feature(
     "training the LM head beside adapters (`modules_to_save`)",
     Private("peft.utils.other:ModulesToSaveWrapper.update", uses="original_module, modules_to_save"),
