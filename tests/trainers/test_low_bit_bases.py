@@ -219,3 +219,27 @@ def test_trained_parameters_without_a_gradient_are_named_once(caplog):
     (record,) = caplog.records
     assert "2 of 8" in record.getMessage()  # the other layers of the list are reached by other inputs, as experts are
     assert "'head.weight'" in record.getMessage()
+
+
+class Codes(torch.Tensor):
+    """As torchao keeps weights: it knows its linear product, and not what an optimizer or a norm would do with it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            x, weight = args[:2]
+            return x @ weight.as_subclass(torch.Tensor).t()
+        if function in (torch._foreach_norm, torch._foreach_abs, torch.linalg.vector_norm, torch.isfinite):
+            raise NotImplementedError(f"Codes dispatch: {function}")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_weights_of_a_subclass_train_with_adapters_on_other_layers(tmp_path):
+    model = dense().requires_grad_(False)
+    for layer in model.model.layers:
+        weight = layer.mlp.down_proj.weight.detach().as_subclass(Codes)
+        layer.mlp.down_proj.weight = nn.Parameter(weight, requires_grad=False)
+        assert type(layer.mlp.down_proj.weight.detach()) is Codes
+    change = moved(get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], **LORA)), tmp_path)
+    assert len(change) == 8
+    assert all(change.values())

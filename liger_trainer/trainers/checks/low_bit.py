@@ -25,7 +25,10 @@ from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 
 logger = logging.getLogger("liger_trainer")
 
-_CURE = "Load the base dequantised: `quantization_config=...Config(dequantize=True)` of its own configuration class."
+_CURE = (
+    "Load the base dequantised (`dequantize=True` in the class of its `quantization_config`), or another checkpoint of "
+    "it."
+)
 _REDRAWN = (True, "gaussian")  # initialisations that read nothing of the base
 _CHECKED = "_first_gradients_checked"  # an attribute of a trainer
 _ROWS = 16  # of the input that a layer is tried with
@@ -223,7 +226,8 @@ def _check_gradients_pass(model: nn.Module) -> None:
             continue
         tried.add(kind)
         if _cuts(layer, features, weight.device, _dtype_of(model)):
-            how = f"its forward is {foreign}" if foreign else f"it is a {type(layer).__name__}"
+            how = "its forward is not that of its class" if foreign else f"it is a {type(layer).__name__}"
+            how += f", its weight of type {type(weight).__name__}" if type(weight) is not nn.Parameter else ""
             raise ValueError(
                 f"{name!r} passes no gradient to its input ({how}), so the layers below it would train on wrong "
                 f"gradients, or not at all. {_CURE}"
