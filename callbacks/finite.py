@@ -105,10 +105,10 @@ def first_bad_parameter(model: nn.Module, args: TrainingArguments, alike: bool) 
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """This process's part of the parameters, without those that a quantiser has packed."""
+    """This process's part of the parameters, without those that a quantiser has packed, also into a subclass."""
     quantised = getattr(model, "is_quantized", False)
     for name, parameter in model.named_parameters():
         held = local_part(getattr(parameter, "ds_tensor", parameter).detach())  # the partition of ZeRO-3
-        number = held.is_floating_point() and held.dtype.itemsize > 1
+        number = type(held) is torch.Tensor and held.is_floating_point() and held.dtype.itemsize > 1
         if number and held.numel() and not held.is_meta and (parameter.requires_grad or not quantised):
             yield name, held

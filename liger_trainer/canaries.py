@@ -120,7 +120,7 @@ def attention() -> str | None:
         return f"`FlashAttentionKwargs` has no `{min(missing)}`"
     probe = Probe(torch.device("cpu"))
     with probe.isolated():
-        problem = attention_problem(_llama().model.layers[0].self_attn, probe)
+        problem = attention_problem(_llama(), probe)
     return f"LlamaAttention is not what we know: {problem}" if problem else None
 
 

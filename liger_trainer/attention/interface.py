@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_trainer.attention.known_rows import known_rows
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
-from liger_trainer.compat.private import available
-from liger_trainer.compat.transformers import PACKED_POSITIONS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.transformers import CONTINUOUS_BATCHING, PACKED_POSITIONS
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
@@ -132,6 +133,42 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
+_LEFT = f"_{NAME}_configs"  # attribute of a manager of continuous batching: the configs that named ours
+
+
+def default_implementation(owner: type[PreTrainedModel]) -> str:
+    """The attention that transformers takes for a class of models where nothing else is asked for."""
+    return "sdpa" if owner._supports_sdpa else "eager"
+
+
+def _step_aside_for_continuous_batching() -> None:
+    """Lets transformers' attention run between start and stop of a manager of continuous batching, which refuses ours.
+
+    Continuous batching keeps keys and values in pages, which our attention does not read.
+    """
+    Manager, *_ = require(CONTINUOUS_BATCHING)
+    switch, stop = Manager.switch_to_cb_friendly_attn, Manager.stop
+
+    @functools.wraps(switch)
+    def switch_from_ours(manager: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+        ours = [each for each in models if each.config._attn_implementation == NAME]
+        for each in ours:
+            each.config._attn_implementation = {"": default_implementation(type(each))}
+        manager.__dict__.setdefault(_LEFT, []).extend(each.config for each in ours)
+        switch(manager, model, *args, **kwargs)
+
+    @functools.wraps(stop)
+    def stop_and_restore(manager: Any, *args: Any, **kwargs: Any) -> None:
+        stop(manager, *args, **kwargs)
+        for config in manager.__dict__.pop(_LEFT, ()):
+            config._attn_implementation = {"": NAME}
+
+    Manager.switch_to_cb_friendly_attn, Manager.stop = switch_from_ours, stop_and_restore
+
+
+if available(CONTINUOUS_BATCHING):
+    _step_aside_for_continuous_batching()
 if available(PACKED_POSITIONS):
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 AttentionInterface.register(NAME, attention_forward)

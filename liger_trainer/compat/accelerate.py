@@ -13,3 +13,8 @@ FSDP_PLUGIN = Feature(
     "refusing adapters that FSDP would not save or load",
     Private("accelerate.state:AcceleratorState.__init__", uses="fsdp_plugin"),
 )
+
+AUTOCAST_FORWARD = Feature(
+    "continuous batching with mixed precision, without the forward that returns fp32",
+    Private("accelerate:Accelerator.prepare_model", uses="_original_forward, convert_outputs_to_fp32"),
+)

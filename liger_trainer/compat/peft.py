@@ -26,11 +26,28 @@ ADAPTERS_ON_FP8 = Feature(
     Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses="_check_merge_allowed"),
 )
 
+MERGED_ADAPTERS = Feature(
+    "merging adapters for vLLM without a change of their base",
+    Private("peft.tuners.tuners_utils:BaseTunerLayer"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer.merged_adapters"),
+    Private("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "self"),
+    Private("peft.tuners.tuners_utils:BaseTuner.merge_adapter", uses="_check_merge_allowed, merge"),
+    needed=False,
+)
+
 ADAPTERS_ON_HEAD = Feature("adapters on the LM head of a student", Private("peft.tuners.tuners_utils:BaseTunerLayer"))
 
 TIED_ADAPTERS = Feature(
     "noticing adapters on an LM head that is tied to the embedding",
     Private("peft.tuners.tuners_utils:BaseTunerLayer"),
+    needed=False,
+)
+
+TUNER_LAYERS = Feature(
+    "checks of adapters on weights in 8 bits and fewer",
+    Private("peft.tuners.tuners_utils:BaseTunerLayer"),
+    Private("peft.tuners.lora.layer:LoraLayer.reset_lora_parameters", "self, adapter_name, init_lora_weights"),
+    Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses="parameter_name"),
     needed=False,
 )
 

@@ -270,6 +270,16 @@ PACKED_POSITIONS = Feature(
     needed=False,
 )
 
+_BATCHING = "transformers.generation.continuous_batching.continuous_api:ContinuousBatchingManager"
+CONTINUOUS_BATCHING = Feature(
+    "continuous batching (`generate_batch`) of a model with our attention",
+    Private(_BATCHING),
+    Private(f"{_BATCHING}.__init__", uses="switch_to_cb_friendly_attn"),
+    Private(f"{_BATCHING}.switch_to_cb_friendly_attn", "self, model, ...", uses="_attn_implementation"),
+    Private(f"{_BATCHING}.stop", "self, ..."),
+    needed=False,
+)
+
 CHECKPOINTED_LAYERS = Feature(
     "keeping activations by `activation_memory`",
     Private("transformers.modeling_layers:GradientCheckpointingLayer.gradient_checkpointing"),

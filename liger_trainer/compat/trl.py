@@ -38,7 +38,7 @@ def _generation_of(name: str) -> Feature:
     trainer = f"trl.trainer.{name.lower()}_trainer:{name}Trainer"
     return Feature(
         f"the checks of prompts, completions and rewards, their groups, and the labelled rows, in Liger{name}Trainer",
-        Private(f"{trainer}._generate_single_turn", "self, prompt_ids, ..."),
+        Private(f"{trainer}._generate_single_turn", "self, prompt_ids, ...", uses="args, bf16, fp16"),
         Private(f"{trainer}._calculate_rewards", "self, ...", uses="reward_funcs"),
         Private(f"{trainer}._get_train_sampler", "self, ...", uses="batch_size"),
         Private(
@@ -106,6 +106,19 @@ LOGGED_SINCE = Feature(
         for name in ("ORPO", "CPO")
     ),
     Private("trl:SFTTrainer.compute_loss", uses="_total_train_tokens"),
+)
+
+MERGED_SYNC = Feature(
+    "sending merged adapters to vLLM without a change of their base",
+    Private(
+        "trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
+        "self",
+        uses="model, merge_adapter, unmerge_adapter, named_parameters",
+    ),
+    Private("trl.generation.vllm_generation:VLLMGeneration.sync_weights", uses="_iter_named_params"),
+    Private("trl.generation.vllm_generation:VLLMGeneration._iter_fsdp2_params", uses="named_parameters"),
+    Private("trl.distributed:DistributedBackend.__init__", uses="fsdp_version"),
+    needed=False,
 )
 
 REWARD_FUNCTIONS = Feature(

@@ -18,6 +18,7 @@ from liger_trainer.diagnosis.labels import (
     two_beginnings,
     without_label,
 )
+from liger_trainer.diagnosis.low_bit import low_bit_base
 from liger_trainer.diagnosis.packing import leaks
 from liger_trainer.diagnosis.rates import rounded
 from liger_trainer.diagnosis.sample import Sample, read_sample
@@ -27,6 +28,7 @@ from liger_trainer.diagnosis.trap import CannotCheckError, Trap
 OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "dtype and learning rate": rounded,
     "adapters on tied weights": tied_adapters,
+    "weights in 8 bits and fewer": low_bit_base,
     "packing": leaks,
     "sampling": sampling,
     "fp8": idle_fp8,

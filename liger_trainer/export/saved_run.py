@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import DEQUANTISED_MODELS
 from liger_trainer.errors import UserError
+from liger_trainer.patching.codes import check_scales
 from liger_trainer.patching.moe.quantized_experts import round_experts
 from liger_trainer.recipe.file import first_line
 from liger_trainer.recipe.model import check_weights, model_class, read_config
@@ -141,25 +142,49 @@ def load_model(run: SavedRun, dtype: torch.dtype | str) -> PreTrainedModel:
     config = read_base_config(run)
     cls, options = _class_of(run, config)
     trained_on = run.quantization
-    quantised = hasattr(config, "quantization_config")
+    settings = (trained_on and trained_on.config) or getattr(config, "quantization_config", None)
     options["dtype"] = dtype
-    if quantised or trained_on is not None:
+    if settings is not None or trained_on is not None:
         options |= {"dtype": "auto" if trained_on is None else trained_on.dtype, "device_map": {"": "cpu"}}
-    if trained_on is not None and trained_on.config is not None:
-        from transformers.quantizers import AutoQuantizationConfig
-
-        quantised, options["quantization_config"] = True, AutoQuantizationConfig.from_dict(trained_on.config)
     try:
-        model = cls.from_pretrained(run.base, **options, **run.hub_options())
-        if quantised:
-            model = model.dequantize()
-            require(DEQUANTISED_MODELS)
-            model.__dict__.pop("_weight_conversions", None)  # else it would be saved as it was published, quantised
+        if settings is not None:
+            options |= _quantisation_options(settings, is_published=trained_on is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You passed `quantization_config`")  # its `dequantize` counts
+            model = cls.from_pretrained(run.base, **options, **run.hub_options())
+        if settings is not None:
+            model = _dequantised(model)
+        check_scales(model)
         if trained_on is not None and trained_on.experts is not None:
             round_experts(model, **trained_on.experts)
     except Exception as error:  # each architecture and each quantisation has its own errors
         raise UserError(f"{run.given}: {run.base!r} cannot be loaded: {first_line(error)}") from error
     return (model if dtype == "auto" else model.to(dtype)).eval()
+
+
+def _quantisation_options(settings: Any, is_published: bool) -> dict[str, Any]:
+    """What ``from_pretrained`` is told of the quantisation `settings`: to dequantise at once, if the format can."""
+    from transformers.quantizers import AutoQuantizationConfig
+
+    config = AutoQuantizationConfig.from_dict(settings if isinstance(settings, dict) else settings.to_dict())
+    if hasattr(config, "dequantize"):
+        config.dequantize = True
+    elif is_published:  # it is in the checkpoint
+        return {}
+    return {"quantization_config": config}
+
+
+def _dequantised(model: Any) -> PreTrainedModel:
+    """`model` without its quantisation, which may have gone while it was loaded."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        if getattr(quantizer.quantization_config, "dequantize", False):
+            quantizer.remove_quantization_config(model)
+        else:
+            model = model.dequantize()
+    require(DEQUANTISED_MODELS)
+    model.__dict__.pop("_weight_conversions", None)  # else it would be saved as it was published, quantised
+    return model
 
 
 def _class_of(run: SavedRun, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:

@@ -16,6 +16,7 @@ from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.parallel.sequences import SPLIT
 from liger_trainer.patching.binding import bound_modules, unbind_forward
+from liger_trainer.patching.codes import unscaled_weights
 from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding, rows
 from liger_trainer.patching.fp8 import find_fp8
 from liger_trainer.patching.fp8_norms import cast_in_norms
@@ -107,9 +108,14 @@ def apply_liger_kernel(
         revert_liger_kernel(model)
         raise
     weakref.finalize(model, free_buffers).atexit = False
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    remarks = (_META_REMARK,) if meta else ()
-    return KernelReport(_model_name(model), tuple(report_rows), remarks, time.perf_counter() - start)
+    remarks = [_META_REMARK] if any(parameter.is_meta for parameter in model.parameters()) else []
+    unscaled = unscaled_weights(model)
+    if unscaled:
+        remarks.append(
+            f"{len(unscaled)} weights, such as {unscaled[0]!r}, hold the codes of a quantised checkpoint, whose scales "
+            "were not loaded: the model computes something else than it was trained to. A trainer refuses it."
+        )
+    return KernelReport(_model_name(model), tuple(report_rows), tuple(remarks), time.perf_counter() - start)
 
 
 def revert_liger_kernel(model: nn.Module) -> int:

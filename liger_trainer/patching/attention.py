@@ -17,7 +17,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_trainer.attention.interface import NAME, UNDERSTOOD, additive, attention_forward, eager_function
+from liger_trainer.attention.interface import (
+    NAME,
+    UNDERSTOOD,
+    additive,
+    attention_forward,
+    default_implementation,
+    eager_function,
+)
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.attention.attention import MAX_HEAD_DIM, attention_reference
@@ -85,8 +92,8 @@ def _of_one_config(
     agreements: list[Agreement] = []
     if not reason:
         assert owner is not None  # or there is a reason to leave it
-        widths = rotary_widths(model)
-        agreements = [probe.once(_kind(each), _prove, each, _default(owner), widths, probe) for each in modules]
+        known = default_implementation(owner), rotary_widths(model)
+        agreements = [probe.once(_kind(each), _prove, each, *known, probe) for each in modules]
     reason = reason or next((each.reason for each in agreements if not each.equal), "")
     for place, module in enumerate(modules):
         target = class_of(module).__name__
@@ -97,9 +104,12 @@ def _of_one_config(
             yield Finding("attention", target, module, _KERNEL, attention_forward, error, remark, _switch)
 
 
-def attention_problem(module: nn.Module, probe: Probe) -> str:
-    """Why `module` would be left alone, whatever its model; empty if it would not."""
-    return _prove(module, probe).reason if _calls_interface(module) else "it does not call the attention interface"
+def attention_problem(model: PreTrainedModel, probe: Probe) -> str:
+    """Why the first attention of `model` would be left alone, whatever its config names; empty if it would not."""
+    attention = next((module for module in model.modules() if _calls_interface(module)), None)
+    if attention is None:
+        return "it does not call the attention interface"
+    return _prove(attention, default_implementation(type(model)), rotary_widths(model), probe).reason
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
@@ -114,7 +124,7 @@ def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
     if owner is None:
         return "its config is not that of a transformers model"
     chosen = config._attn_implementation
-    return split_sequences() if chosen == _default(owner) else f"{CHOSEN}{chosen!r}"
+    return split_sequences() if chosen == default_implementation(owner) else f"{CHOSEN}{chosen!r}"
 
 
 def _looks_at_the_name(model: nn.Module, attentions: list[nn.Module]) -> str:
@@ -141,11 +151,6 @@ def _is_apart(module: nn.Module, attentions: set[int]) -> bool:
     return not any(id(each) in attentions for each in module.modules())
 
 
-def _default(owner: type[PreTrainedModel]) -> str:
-    """What transformers takes where nothing else is asked for."""
-    return "sdpa" if owner._supports_sdpa else "eager"
-
-
 def _switch(module: Any, _forward: Callable) -> None:
     module.config._attn_implementation = {"": NAME}  # not that of configs inside it
 
@@ -156,7 +161,7 @@ def restore_attention(model: nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == NAME:
-            module.config._attn_implementation = {"": _default(type(module))}
+            module.config._attn_implementation = {"": default_implementation(type(module))}
 
 
 def _prove(module: nn.Module, own_name: str, widths: Sequence[int], probe: Probe) -> Agreement:

@@ -58,6 +58,7 @@ from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapter
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
 from liger_trainer.trainers.checks.batches import checked_collator, warn_of_unlabelled_end
 from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weights
+from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_step_checked
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
 from liger_trainer.trainers.checks.users_loss import UsersLoss
@@ -128,6 +129,7 @@ class LigerTrainerMixin(
         check_fsdp1_adapters(self)
         check_fsdp2_tied_head(self)
         check_experts_in_4_bits(self)
+        check_low_bit_weights(self.model)
         self._store_base_in_fp8(self.model)  # of a model that was on the device already
         self._prepare_activation_memory()
         self.args.use_liger_kernel = wants_kernels(self.args)
@@ -316,7 +318,7 @@ class LigerTrainerMixin(
         """Trains on one micro-batch; the guard looks at its loss."""
         ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         self._step_shape = None if ids is None else (ids.shape[0], ids.shape[-1])
-        with self._offloading:
+        with self._offloading, first_step_checked(self):
             loss = super().training_step(model, inputs, *args, **kwargs)
         if self._guard is not None:
             self._guard.observe_loss(loss)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import set_seed
 from torch import nn
 
-from liger_trainer.compat.private import available
+from liger_trainer.compat.accelerate import AUTOCAST_FORWARD
+from liger_trainer.compat.private import available, require
 from liger_trainer.compat.trl import LOGGED_COMPLETIONS
 from liger_trainer.head.context import labelled_rows_at_most
 from liger_trainer.trainers.checks.batches import check_prompts
@@ -44,6 +45,7 @@ class GenerationMixin(_Base, GroupedCompletions):
             kwargs["rollout_func"] = _checked_rollout(kwargs["rollout_func"])
         super().__init__(*args, **kwargs)
         seed_groups_alike(self)
+        check_continuous_batching(self)
         warn_of_truncated_sampling(self)
         if available(LOGGED_COMPLETIONS):
             self._run_report.completions = self._logs
@@ -64,7 +66,8 @@ class GenerationMixin(_Base, GroupedCompletions):
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         check_prompts(prompt_ids, self.accelerator.unwrap_model(self.model))
-        generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        with weights_come_back(self):
+            generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if not getattr(self, "tools", None):  # after a tool's answer a turn may be empty
             completion_ids = generated[0] if isinstance(generated, tuple) else generated
             config: Any = self.args
@@ -90,6 +93,67 @@ class GenerationMixin(_Base, GroupedCompletions):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )
+
+
+def check_continuous_batching(trainer: Any) -> None:
+    """Checks that continuous batching can leave the weights of `trainer` in their dtype.
+
+    Raises:
+        ValueError: for weights in another dtype than that of mixed precision, which FSDP has split.
+    """
+    args, dtype = trainer.args, _dtype_of_generation(trainer.args)
+    if dtype is None or not trainer.is_fsdp_enabled:
+        return
+    name = next((name for name, each in trainer.model.named_parameters() if _is_cast(each, dtype)), None)
+    if name is not None:
+        raise ValueError(
+            f"`use_transformers_continuous_batching` is true with `{'bf16' if args.bf16 else 'fp16'}` and FSDP: TRL "
+            f"would cast the weights, such as {name!r}, to {dtype} for good. Load the model in {dtype}, or generate "
+            "without continuous batching."
+        )
+
+
+@contextlib.contextmanager
+def weights_come_back(trainer: Any) -> Iterator[None]:
+    """Casts the weights to the dtype of mixed precision for continuous batching, and gives them back as they were.
+
+    TRL casts all of them, the trained ones and the tables of rotations too, and leaves them so: fp32 weights lose 16 of
+    their bits at the first generation, and each later update is rounded. Here TRL finds nothing to cast, buffers stay,
+    and so do weights in 8 bits and fewer. accelerate's forward, which returns fp32, is taken off meanwhile: from
+    transformers 5.24 on it fails on the pages of keys and values.
+    """
+    args, dtype = trainer.args, _dtype_of_generation(trainer.args)
+    if dtype is None:
+        yield
+        return
+    require(AUTOCAST_FORWARD)
+    before, model = (args.bf16, args.fp16), trainer.model
+    forward, original = vars(model).get("forward"), vars(model).get("_original_forward")
+    own = [(each, each.data) for each in model.parameters() if _is_cast(each, dtype)]
+    try:
+        args.bf16 = args.fp16 = False
+        for parameter, data in own:
+            parameter.data = data.to(dtype)
+        if original is not None:
+            model.forward = original
+        yield
+    finally:
+        args.bf16, args.fp16 = before
+        if original is not None:
+            model.forward = forward
+        for parameter, data in own:
+            parameter.data = data
+
+
+def _dtype_of_generation(args: Any) -> torch.dtype | None:
+    """What TRL would cast the weights to; None if it would not."""
+    if args.use_vllm or not args.use_transformers_continuous_batching:
+        return None
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
+def _is_cast(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    return parameter.is_floating_point() and parameter.itemsize > 1 and parameter.dtype != dtype
 
 
 def _checked_rollout(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

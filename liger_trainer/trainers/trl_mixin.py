@@ -29,6 +29,7 @@ from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, wants_
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
 from liger_trainer.trainers.choose_packing import PADDING_FREE, check_packing, choose_packing, packing_of_reference
+from liger_trainer.trainers.exact_sync import keep_base_bits
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.offloading import check_offloading
 from liger_trainer.trainers.token_statistics import StatisticsOptions
@@ -74,6 +75,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         with head, self._hidden_from_trl(config), resume, _older_names(), warned:
             super().__init__(*given.args, **given.kwargs)
         check_rows(self.train_dataset)
+        keep_base_bits(self)
         self._finish_init()
 
     def _check_given(self, given: inspect.BoundArguments, config: TrainingArguments) -> None:

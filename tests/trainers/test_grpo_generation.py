@@ -10,7 +10,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 import liger_trainer
 from tests.tiny_models import TINY_MODELS
@@ -85,6 +87,46 @@ def test_server_holds_the_weights_that_are_trained(name, tmp_path, monkeypatch):
     assert max(differences) < 1e-5  # between the server's log-probabilities and the trainer's
     before = TINY_MODELS["llama"]().state_dict()
     assert any(not torch.equal(value, before[name]) for name, value in server.model.state_dict().items())
+
+
+BASES = {
+    "lora": {"peft": {"target_modules": "all-linear"}},
+    "dora": {"peft": {"target_modules": ["q_proj", "down_proj"], "use_dora": True}},
+    "embedding": {"peft": {"target_modules": ["embed_tokens", "v_proj"]}, "model": "gemma2"},
+    "biases": {"peft": {"target_modules": ["q_proj", "k_proj"], "bias": "lora_only"}, "model": "qwen2"},
+    "experts": {
+        "peft": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        "model": "qwen3_moe",
+    },
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_in_bf16_keeps_its_bits_over_syncs_that_send_what_trl_sends(name, tmp_path, monkeypatch):
+    case = BASES[name]
+    colocate(monkeypatch, VLLMServer(TINY_MODELS[case.get("model", "llama")]()))
+    trainer = build(*GRPO[2:], tmp_path, use_vllm=True, vllm_mode="colocate", **case)
+    model, vllm = trainer.model.to(torch.bfloat16), trainer.vllm_generation
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(20):
+        with torch.no_grad():
+            for key, value in model.named_parameters():
+                if "lora_" in key:
+                    value += 0.01 * torch.randn(value.shape, generator=generator).to(value.dtype)
+        broken_off = vllm._iter_named_params()
+        next(broken_off)
+        broken_off.close()
+        sent = dict(vllm._iter_named_params())  # all of them at once: what was sent stays as it was sent
+        assert not any(layer.merged for layer in model.modules() if isinstance(layer, BaseTunerLayer))
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items() if "lora_" not in key)
+    plain = TINY_MODELS[case.get("model", "llama")]().to(torch.bfloat16)
+    assert any(not torch.equal(sent[key], value) for key, value in plain.named_parameters())
+    stock = {key: value.clone() for key, value in VLLMGeneration._iter_named_params(vllm)}  # exact the first time
+    assert list(sent) == list(stock)
+    assert all(torch.equal(sent[key], value) for key, value in stock.items())
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "saved_head"])

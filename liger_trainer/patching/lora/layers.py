@@ -22,6 +22,7 @@ from liger_trainer.compat.bitsandbytes import FOUR_BIT_LAYERS
 from liger_trainer.compat.private import require
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.codes import is_code
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.attention import shared_result
@@ -77,6 +78,11 @@ def _obstacle(module: Any) -> str:
         require(FOUR_BIT_LAYERS)
     elif base not in (nn.Linear, Fp8Linear):
         return f"its base layer is a {base.__name__}, not a plain nn.Linear; PEFT's own forward runs"
+    foreign = overriding_forward(module.base_layer)
+    if foreign is not None:  # such as a quantisation's; what it computes is not W x
+        return f"the forward of its base layer is overridden by {foreign}; PEFT's own forward runs"
+    if base is nn.Linear and is_code(module.base_layer.weight):
+        return f"the weight of its base layer holds codes ({module.base_layer.weight.dtype}); PEFT's own forward runs"
     variants = {type(variant).__name__ for variant in module.lora_variant.values()}
     if variants and len(module.lora_variant) == len(module.lora_A):
         return f"its adapters are of another kind ({', '.join(sorted(variants))}); PEFT's own forward runs"

@@ -22,6 +22,7 @@ from liger_trainer.compat.peft import LORA_EXPERTS
 from liger_trainer.compat.private import available
 from liger_trainer.kernels.moe.experts import ExpertLoRA
 from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
+from liger_trainer.patching.codes import adds_to_codes
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_unhooked, plain_adapter
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
@@ -123,6 +124,8 @@ def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
     foreign = overriding_forward(module)
     if foreign is not None:
         return f"its forward is already overridden by {foreign}"
+    if reason := adds_to_codes(module):
+        return f"{reason}; a trainer refuses it"
     _, experts = _unwrapped(module)
     finding = find_experts(experts, enabled, probe)
     if finding is None and layout_of(experts) is not None:

@@ -1,0 +1,104 @@
+"""Weights that are codes of 8 bits and fewer, by their dtypes and values, whatever library has put them there.
+
+A code means something only together with its scale. What takes codes for numbers computes something else without an
+error: adding an adapter to them, initialising an adapter in their dtype, or multiplying by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.kernels.runtime import is_dtensor
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_SAMPLE = 1024  # elements of a weight that are looked at
+_LEAST = 16.0  # weights are far smaller than that, and codes far larger: their largest is 127, 448 or more
+_GRIDS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def is_code(tensor: torch.Tensor | None) -> bool:
+    """Whether the elements of a weight are codes: whole numbers, or floats of one byte and less.
+
+    Subclasses, such as those of torchao, show the dtype that they stand for, and know their scales.
+    """
+    if tensor is None or type(tensor) not in _PLAIN:
+        return False
+    return not (tensor.is_complex() or tensor.is_floating_point()) or tensor.element_size() == 1
+
+
+def stored(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer `name` of `module` as it is kept, not what a parametrisation makes of it."""
+    found = module._parameters.get(name)
+    return found if found is not None else module._buffers.get(name)
+
+
+def adds_to_codes(wrapper: Any) -> str:
+    """Why PEFT's `wrapper` of a parameter cannot train; empty if the parameter is no code."""
+    weight = stored(wrapper.get_base_layer(), wrapper.parameter_name)
+    if weight is None or not is_code(weight):
+        return ""
+    return (
+        f"its {wrapper.parameter_name} holds codes ({_name(weight.dtype)}), and PEFT adds the adapter to the codes, "
+        "which does not train"
+    )
+
+
+def unscaled_weights(model: nn.Module) -> list[str]:
+    """The names of weights in 16 bits and more whose numbers are codes, since their scales were not loaded.
+
+    Of each weight, the first 1,024 elements are looked at: all are whole numbers up to 128, or numbers of 8-bit floats,
+    and some are larger than any trained weight. Weights that are on another device or split are not looked at.
+    """
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, sample in _samples(model):
+        by_device.setdefault(sample.device, []).append((name, _are_codes(sample)))
+    found = []
+    for results in by_device.values():
+        verdicts = torch.stack([verdict for _, verdict in results]).tolist()  # one wait for the device
+        found += [name for (name, _), verdict in zip(results, verdicts) if verdict]
+    return found
+
+
+def check_scales(model: Any) -> None:
+    """Checks that no weight of `model` holds codes as if they were numbers; see [`unscaled_weights`].
+
+    Raises:
+        ValueError: naming a weight, and the format that transformers does not know.
+    """
+    names = unscaled_weights(model)
+    if names:
+        config = getattr(getattr(model, "config", None), "quantization_config", None)
+        settings = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        method = settings.get("quant_method")
+        cause = f" transformers does not know the `quant_method` {method!r} of its configuration." if method else ""
+        raise ValueError(
+            f"{len(names)} weights of `model`, such as {names[0]!r}, hold the codes of a quantised checkpoint, whose "
+            f"scales were not loaded.{cause} Load a checkpoint in 16 bits, or in a format that transformers reads."
+        )
+
+
+def _samples(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        wide = type(parameter) in _PLAIN and weight.is_floating_point() and weight.element_size() > 1
+        if not wide or weight.is_meta or is_dtensor(weight) or weight.dim() < 2 or weight.numel() < _SAMPLE:
+            continue
+        if weight.is_contiguous():
+            yield name, weight.view(-1)[:_SAMPLE].float()
+
+
+def _are_codes(sample: torch.Tensor) -> torch.Tensor:
+    size = sample.abs()
+    whole = ((sample == sample.round()) & (size <= 128)).all()
+    for dtype in _GRIDS:
+        whole = whole | (sample.to(dtype).float() == sample).all()
+    # Not a table of one number, nor of few.
+    return whole & (size.max() >= _LEAST) & (sample.roll(1) != sample).float().mean().gt(0.5)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,262 @@
+"""What a trainer refuses, or mends, of a model whose weights are in 8 bits and fewer, whatever their format.
+
+Before the first step: what is trained must not be codes or add to them, and must not have started in their dtype. After
+the first backward: gradients must have passed the layers that only a library knows how to multiply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.compat.peft import TUNER_LAYERS
+from liger_trainer.compat.private import available
+from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.codes import adds_to_codes, check_scales, is_code, stored
+from liger_trainer.patching.moe.lora_experts import is_param_wrapper
+
+logger = logging.getLogger("liger_trainer")
+
+_CURE = (
+    "Load the base dequantised (`dequantize=True` in the class of its `quantization_config`), or another checkpoint of "
+    "it."
+)
+_REDRAWN = (True, "gaussian")  # initialisations that read nothing of the base
+_CHECKED = "_first_gradients_checked"  # an attribute of a trainer
+_ROWS = 16  # of the input that a layer is tried with
+
+
+def check_low_bit_weights(model: nn.Module) -> None:
+    """Checks that what `model` trains is not in codes, nor reads codes as if they were weights.
+
+    Adapters that were just initialised in 8 bits, as PEFT does on a base in fp8, are initialised again in their own
+    dtype, and it is said once.
+
+    Raises:
+        ValueError: naming a parameter.
+    """
+    check_scales(model)
+    name = next((name for name, each in model.named_parameters() if each.requires_grad and is_code(each)), None)
+    if name is not None:
+        raise ValueError(
+            f"`model` trains {name!r}, which is in {model.get_parameter(name).dtype} and cannot take small steps. Keep "
+            f"adapters in fp32 (`autocast_adapter_dtype=True`), or train more than the codes of a base. {_CURE}"
+        )
+    redrawn = [name for name, layer in _tuner_layers(model) if _check_adapted(name, layer, model)]
+    if redrawn:
+        logger.warning(
+            "PEFT had initialised the adapters of %d layers, such as %r, in the 8 bits of their base, which leaves a "
+            "few distinct values. They have been initialised again in their own dtype.",
+            len(redrawn),
+            redrawn[0],
+        )
+    _check_all_were_adapted(model)
+
+
+def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    if hasattr(model, "peft_config") and available(TUNER_LAYERS):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        yield from ((name, each) for name, each in model.named_modules() if isinstance(each, BaseTunerLayer))
+
+
+def _check_adapted(name: str, layer: Any, model: Any) -> bool:
+    """Refuses adapters that read codes; whether the adapters of `layer` were initialised again."""
+    if is_param_wrapper(layer):
+        reason = adds_to_codes(layer)
+        if reason:
+            raise ValueError(f"The adapter on {name!r} cannot be trained: {reason}. {_CURE}")
+        return False
+    weight = stored(layer.get_base_layer(), "weight")
+    if weight is None or not is_code(weight):
+        return False
+    for adapter in getattr(layer, "lora_magnitude_vector", ()):
+        raise ValueError(
+            f"The adapter {adapter!r} on {name!r} uses DoRA, whose magnitudes are norms of the weight, and that holds "
+            f"codes ({weight.dtype}). Use plain LoRA. {_CURE}"
+        )
+    redrawn = False
+    for adapter in layer.active_adapters:
+        if _was_rounded(layer, adapter, weight.dtype):
+            way = model.peft_config[adapter].init_lora_weights
+            if way not in _REDRAWN:
+                raise ValueError(
+                    f"`init_lora_weights` is {way!r}, and the adapter on {name!r} was rounded to {weight.dtype} when "
+                    f"it was made. Use True or 'gaussian'. {_CURE}"
+                )
+            layer.reset_lora_parameters(adapter, way)
+            redrawn = True
+    return redrawn
+
+
+def _was_rounded(layer: Any, adapter: str, dtype: torch.dtype) -> bool:
+    """Whether an adapter on a base of `dtype` is as it was initialised, and its random half has only such values."""
+    if not dtype.is_floating_point:
+        return False
+    if adapter in getattr(layer, "lora_A", {}):
+        drawn, zeros = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    elif adapter in getattr(layer, "lora_embedding_A", {}):
+        drawn, zeros = layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter]
+    else:
+        return False
+    if drawn.is_meta or is_dtensor(drawn) or not drawn.numel() or zeros.any() or not drawn.any():
+        return False
+    return bool((drawn.detach().to(dtype).to(drawn.dtype) == drawn).all())
+
+
+def _check_all_were_adapted(model: Any) -> None:
+    """Checks that PEFT has found the weights that `target_parameters` names: it skips those that are packed."""
+    modules = {path.replace(".base_layer", ""): module for path, module in model.named_modules()}
+    wrapped = {
+        f"{path.replace('.base_layer', '')}.{module.parameter_name}"
+        for path, module in model.named_modules()
+        if is_param_wrapper(module)
+    }
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        for target in getattr(config, "target_parameters", None) or ():
+            if any(name.endswith(f".{target}") for name in wrapped):
+                continue
+            owner, _, leaf = target.rpartition(".")
+            for path, module in modules.items():
+                if (not owner or f".{path}".endswith(f".{owner}")) and _is_packed(module, leaf):
+                    raise ValueError(
+                        f"The adapter {adapter!r} names {target!r} in `target_parameters`, but {path!r} keeps it "
+                        f"packed, which is no parameter: PEFT has made no adapter for it. {_CURE}"
+                    )
+
+
+def _is_packed(module: nn.Module, name: str) -> bool:
+    if name in module._parameters:
+        return is_code(module._parameters[name])
+    if any(is_code(each) for own, each in _own_tensors(module).items() if own.startswith(f"{name}_")):
+        return True
+    return name in vars(module) and vars(module)[name] is not None  # an object of a library's own
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    both = {**module._parameters, **module._buffers}
+    return {name: each for name, each in both.items() if each is not None}
+
+
+def first_step_checked(trainer: Any) -> contextlib.AbstractContextManager[None]:
+    """[`first_gradients_checked`] around the first forward and backward of `trainer`; nothing around the others."""
+    if vars(trainer).get(_CHECKED, False):
+        return contextlib.nullcontext()
+    vars(trainer)[_CHECKED] = True
+    # ZeRO keeps gradients elsewhere, and FSDP1 leaves some processes without a part of a small parameter.
+    whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+    whole = whole or any(map(is_dtensor, trainer.model.parameters()))
+    return first_gradients_checked(trainer.model) if whole else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def first_gradients_checked(model: nn.Module) -> Iterator[None]:
+    """Checks, after the first forward and backward in the context, that gradients reached what is trained.
+
+    Warns, once, of trained parameters that have none, with all that are called alike in other layers.
+
+    Raises:
+        ValueError: for a layer that cuts the gradient of its input, and for adapters on codes none of which has one.
+    """
+    try:
+        yield
+    except RuntimeError:  # torch's, for a loss without any gradient
+        _check_gradients_pass(model)
+        raise
+    _check_gradients_pass(model)
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    without = [name for name, each in trained if each.grad is None]
+    if not without or len(without) == len(trained):  # an optimizer may have taken all of them during the backward
+        return
+    reached = {_kind(name) for name, each in trained if each.grad is not None}
+    idle = [name for name in without if _kind(name) not in reached]
+    if not idle:  # experts without a token
+        return
+    _check_adapters_on_codes(model)
+    logger.warning(
+        "%d of %d trained parameters, such as %r, got no gradient in the first step: they are not trained unless a "
+        "later batch reaches them.",
+        len(idle),
+        len(trained),
+        idle[0],
+    )
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _check_adapters_on_codes(model: nn.Module) -> None:
+    """Raises ValueError if no adapter on one kind of coded layer has a gradient."""
+    by_kind: dict[type, list[tuple[str, bool]]] = {}
+    for path, layer in _tuner_layers(model):
+        base = layer.get_base_layer()
+        if any(map(is_code, _own_tensors(base).values())):
+            own = [each for name, each in layer.named_parameters() if each.requires_grad]
+            by_kind.setdefault(type(base), []).append((path, any(each.grad is not None for each in own)))
+    for kind, layers in by_kind.items():
+        if not any(reached for _, reached in layers):
+            raise ValueError(
+                f"None of the {len(layers)} adapters on layers of {kind.__name__}, such as {layers[0][0]!r}, got a "
+                f"gradient: these layers hold codes, and their forward does not use the adapters. {_CURE}"
+            )
+
+
+def _check_gradients_pass(model: nn.Module) -> None:
+    """Raises ValueError if a layer that multiplies codes, or what they stand for, gives its input no gradient."""
+    tried = set()
+    quantised = getattr(without_adapters(model), "hf_quantizer", None) is not None
+    for name, layer in model.named_modules():
+        features, weight = getattr(layer, "in_features", None), getattr(layer, "weight", None)
+        if not isinstance(features, int) or not isinstance(weight, torch.Tensor) or hasattr(layer, "base_layer"):
+            continue
+        foreign = overriding_forward(layer)
+        if is_dtensor(weight) or weight.is_meta or not weight.numel() or not _is_low_bit(layer, quantised, foreign):
+            continue
+        kind = (type(layer), foreign, type(weight), weight.dtype)
+        if kind in tried:
+            continue
+        tried.add(kind)
+        if _cuts(layer, features, weight.device, _dtype_of(model)):
+            how = "its forward is not that of its class" if foreign else f"it is a {type(layer).__name__}"
+            how += f", its weight of type {type(weight).__name__}" if type(weight) is not nn.Parameter else ""
+            raise ValueError(
+                f"{name!r} passes no gradient to its input ({how}), so the layers below it would train on wrong "
+                f"gradients, or not at all. {_CURE}"
+            )
+
+
+def _is_low_bit(layer: nn.Module, quantised: bool, foreign: str | None) -> bool:
+    """Whether `layer` may multiply codes; in a model with a quantizer, any layer that is not a plain one may."""
+    tensors = _own_tensors(layer)
+    if any(is_code(each) or "scale" in name for name, each in tensors.items()):
+        return True
+    plain = all(type(each) in (nn.Parameter, torch.Tensor) for each in tensors.values())
+    return not plain or (quantised and (foreign is not None or type(layer) is not nn.Linear))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype in which the base of `model` computes."""
+    base = without_adapters(model)
+    wide = (each.dtype for each in base.parameters() if each.is_floating_point() and each.element_size() > 1)
+    return next(wide, torch.float32)
+
+
+def _cuts(layer: Any, features: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the output of `layer` does not depend on its input, as autograd sees it."""
+    with torch.enable_grad():
+        x = torch.ones(_ROWS, features, device=device, dtype=dtype, requires_grad=True)
+        try:
+            y = layer.forward(x)
+            found = torch.autograd.grad(y.sum(), x, allow_unused=True)[0] if y.requires_grad else None
+        except Exception:  # it takes something else, or has said itself that it has no gradient
+            return False
+    return found is None
