@@ -30,6 +30,7 @@ import os
 import random
 import statistics
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -214,6 +215,7 @@ class Seeds:
         self.shares: dict[str, dict[str, dict[int, float]]] = {}
         self.outcomes: dict[str, dict[int, str]] = {}
         self.item: pytest.Item | None = None
+        self.written = time.monotonic()
 
     def record(self, place: str, share: float) -> None:
         if self.item is not None:
@@ -243,7 +245,9 @@ class Seeds:
                 items = [item for item in items if item.nodeid in self.shares]
                 if not items:
                     break
-            self.write()
+                if time.monotonic() - self.written > 20:  # what a run that is stopped has measured stays
+                    self.write()
+        self.write()
         return True
 
     def run(self, items: list[pytest.Item], base: int) -> None:
@@ -263,6 +267,7 @@ class Seeds:
             self.outcomes.setdefault(item.nodeid, {})[base] = failed or ("skipped" if skipped else "passed")
 
     def write(self) -> None:
+        self.written = time.monotonic()
         if self.options.record:
             found = {"outcomes": self.outcomes, "shares": self.shares}
             Path(self.options.record).write_text(json.dumps(found, indent=1, sort_keys=True))

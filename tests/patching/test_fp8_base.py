@@ -54,8 +54,8 @@ def assert_near(got, expected):
     assert got.keys() == expected.keys()
     errors = [float((got[name] - value).norm() / value.norm()) for name, value in expected.items() if name != "loss"]
     assert float(got["loss"]) == pytest.approx(float(expected["loss"]), rel=2e-2)
-    assert 0 < max(errors) < 0.5  # it grows from product to product
-    assert sum(errors) < 0.3 * len(errors)
+    assert 0 < max(errors) < 1  # it grows from product to product
+    assert sum(errors) < 0.5 * len(errors)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3"])

@@ -64,7 +64,7 @@ def test_against_float64(dtype, ranks, rows, device):
     h, dgate, dup = truth(dh, gate, up, updates, limit)
     got = torch.full_like(gate, math.nan)
     kernels.launch_forward(gate, up, got, updates[:2], "silu", limit)
-    error = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]  # h is rounded twice
+    error = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 4e-3}[dtype]  # h is rounded twice
     close = {"rtol": error, "atol": error, "check_dtype": False}
     torch.testing.assert_close(got, h.to(device), **close)
     kernels.launch_backward(dh, gate, up, updates, "silu", limit)

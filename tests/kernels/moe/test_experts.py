@@ -119,7 +119,7 @@ def test_values_and_gradients(case, device):
     for result, true in zip(
         gradients(moe_experts, arguments, options), gradients(moe_experts_reference, exact, options)
     ):
-        assert (result.double() - true).norm() <= 1e-6 * true.norm()
+        assert (result.double() - true).norm() <= 2e-6 * true.norm()
 
 
 @pytest.mark.kernel
