@@ -210,7 +210,10 @@ LOSS_OPTIONS = Feature(
 
 GENERATION_STEPS = Feature(
     "running the steps of a generation as the model's classes are written",
-    Private("transformers:GenerationMixin.prepare_inputs_for_generation", "self, input_ids, next_sequence_length, ..."),
+    Private(
+        "transformers.generation.utils:GenerationMixin.prepare_inputs_for_generation",
+        "self, input_ids, next_sequence_length, ...",
+    ),
     needed=False,
     canary="liger_trainer.canaries:cache_of_a_step",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,7 +58,8 @@ def make_model_forward(native: Callable) -> Callable:
         ValueError: In the forward, for an option of Liger's loss that the model's own loss would ignore.
     """
     names = tuple(inspect.signature(native).parameters)[1:]
-    available(GENERATION_STEPS)
+    if "transformers.generation.utils" in sys.modules:
+        available(GENERATION_STEPS)
 
     def passed(name: str, args: tuple, kwargs: dict) -> Any:
         if name in kwargs:

@@ -7,6 +7,7 @@ not change.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +27,7 @@ HIDDEN_CALL = "its forward is decorated in a way that hides the call"
 def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Iterator[Finding]:
     """The finding for every rotary function that `module`'s forward calls by a global name."""
     patched = type(module).forward
-    if enabled("rope"):
+    if enabled("rope") and "transformers.modeling_utils" in sys.modules:  # else the model is not one of its models
         available(ROTARY_FUNCTION)
     functions: list[tuple[str, Callable]] = probe.once(("rope", patched), list, rotary_globals(patched))
     for name, function in functions:
