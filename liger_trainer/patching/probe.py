@@ -139,7 +139,7 @@ def neutral(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type))
-        for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
             if products.fp32_precision not in ("none", "ieee"):  # in TensorFloat-32 or bfloat16
                 stack.callback(setattr, products, "fp32_precision", products.fp32_precision)
                 products.fp32_precision = "ieee"

@@ -82,13 +82,16 @@ class Trial:
         self._known: dict[Any, _Results] = {}
 
     def compare(self, ours: Computation) -> Agreement:
-        """Compares the two on the tensors themselves, in float32 and in bfloat16."""
+        """Compares the two on the tensors themselves, in float32, and where they agree in bfloat16."""
+        agreement = self._in_float32(ours, AS_DRAWN)
+        if not agreement.equal:
+            return agreement
+        truth = self._known[AS_DRAWN, torch.float32]
         try:
-            truth, exact = self._results(ours, AS_DRAWN, torch.float32)
             rounded, nearby = self._results(ours, AS_DRAWN, torch.bfloat16)
         except _CannotCompareError as reason:
-            return Agreement(float("inf"), reason=str(reason))
-        return _judge(truth, rounded, exact, nearby)
+            return Agreement(math.inf, reason=str(reason))
+        return _judge_rounding(agreement.error, truth, rounded, nearby)
 
     def everywhere(self, ours: Computation, agreement: Agreement) -> Agreement:
         """Compares the two in float32 on all other inputs, up to the first where they differ.
@@ -100,16 +103,27 @@ class Trial:
         for case in self._inputs:
             if not agreement.equal:
                 break
-            try:
-                truth, exact = self._results(ours, case, torch.float32)
-            except _CannotCompareError as reason:
-                return Agreement(float("inf"), reason=f"{reason} (with {case.name})", case=case.name)
-            agreement = _judge_case(case, truth, exact, agreement)
+            here = self._in_float32(ours, case)
+            agreement = dataclasses.replace(agreement, error=max(agreement.error, here.error)) if here.equal else here
         return agreement
 
     def prove(self, ours: Computation) -> Agreement:
         """Both."""
         return self.everywhere(ours, self.compare(ours))
+
+    def _in_float32(self, ours: Computation, case: Case) -> Agreement:
+        try:
+            truth, exact = self._results(ours, case, torch.float32)
+        except _CannotCompareError as reason:
+            return Agreement(math.inf, reason=f"{reason}{_where(case)}", case=case.name)
+        mismatch = _mismatch(truth, exact)
+        if mismatch:
+            return Agreement(math.inf, reason=f"{mismatch}{_where(case)}", case=case.name)
+        alike = case is not AS_DRAWN
+        error = max(relative_difference(one, other, alike) for one, other in zip(truth, exact))
+        if not error <= FP32_TOLERANCE:
+            return Agreement(error, reason=_differs("it computes another formula", error, case.name), case=case.name)
+        return Agreement(error)
 
     def _results(self, ours: Computation, case: Case, dtype: torch.dtype) -> tuple[_Results, _Results]:
         """Outputs and gradients of the original and of ours."""
@@ -184,13 +198,11 @@ def _mismatch(expected: Sequence[torch.Tensor | None], got: Sequence[torch.Tenso
     return ""
 
 
-def _judge(truth: _Results, rounded: _Results, exact: _Results, nearby: _Results) -> Agreement:
-    mismatch = _mismatch(truth, exact) or _mismatch(rounded, nearby)
+def _judge_rounding(error: float, truth: _Results, rounded: _Results, nearby: _Results) -> Agreement:
+    """Whether ours in bfloat16, `nearby`, is as close to `truth` as the original, `rounded`."""
+    mismatch = _mismatch(rounded, nearby)
     if mismatch:
-        return Agreement(float("inf"), reason=mismatch)
-    error = max(relative_difference(one, other) for one, other in zip(truth, exact))
-    if not error <= FP32_TOLERANCE:
-        return Agreement(error, reason=_differs("it computes another formula", error))
+        return Agreement(math.inf, reason=mismatch)
     distance = max(_rms(one, other) for one, other in zip(rounded, nearby))
     for true, theirs, own in zip(truth, rounded, nearby):
         count = 0 if true is None else true.numel()
@@ -201,15 +213,8 @@ def _judge(truth: _Results, rounded: _Results, exact: _Results, nearby: _Results
     return Agreement(error, distance)
 
 
-def _judge_case(case: Case, truth: _Results, exact: _Results, agreement: Agreement) -> Agreement:
-    """`agreement`, or what this case shows; both may give the same infinity, and NaN in the same place."""
-    mismatch = _mismatch(truth, exact)
-    if mismatch:
-        return Agreement(float("inf"), reason=f"{mismatch} (with {case.name})", case=case.name)
-    error = max(relative_difference(one, other, alike=True) for one, other in zip(truth, exact))
-    if not error <= FP32_TOLERANCE:
-        return Agreement(error, reason=_differs("it computes another formula", error, case.name), case=case.name)
-    return dataclasses.replace(agreement, error=max(agreement.error, error))
+def _where(case: Case) -> str:
+    return f" (with {case.name})" if case.name else ""
 
 
 def _differs(what: str, error: float, case: str = "") -> str:
