@@ -9,7 +9,6 @@ which TRL logs anyway, are 0 there.
 from __future__ import annotations
 
 import inspect
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,7 +101,7 @@ class ReferenceMixin(LigerTRLMixin):
         # TRL's cache knows the model and the rows, but not how the collator cuts them, nor what it sums up.
         own = self._precompute_model_hash
         if available(CACHED_REFERENCE):
-            self._precompute_model_hash = _hash_of(own, self.data_collator, getattr(self, "ld_alpha", None))
+            self._precompute_model_hash = Hasher.hash((own, self.data_collator, getattr(self, "ld_alpha", None)))
         try:
             return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -170,14 +169,6 @@ def _check_source(model: Any, peft_config: Any, config: Any, takes_reference: bo
             "`model` has no path (`model.config.name_or_path` is empty) from which TRL could load its reference again: "
             f"{advice}, or save it with `model.save_pretrained(FOLDER)` and give the trainer that folder."
         )
-
-
-def _hash_of(*values: Any) -> str:
-    """A hash of what `values` hold; another one every time if one of them cannot be pickled."""
-    try:
-        return Hasher.hash(values)
-    except Exception:  # whatever a collator of the user's raises
-        return uuid.uuid4().hex
 
 
 def _start_as_nothing(adapter: Any) -> bool:

@@ -281,7 +281,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a reference of the user's is taken for the policy", "ReferenceMixin._cause_of_another_reference",
          r"if self\._given_reference or", "if", "trainers/test_reference::test_no_error_without_a_reason", "given"),
         ("the reference's cache does not know how rows are cut", "ReferenceMixin._precompute_ref_logps",
-         r"_hash_of\(.*\)\)", "own", "trainers/::test_the_cache_is_of_rows_that_are_cut_alike"),
+         r"Hasher\.hash\(.*\)\)", "own", "trainers/::test_the_cache_is_of_rows_that_are_cut_alike"),
         ("what PEFT adds to the loss is dropped", "AdapterMethodsMixin.compute_loss",
          r"if not terms:", "if True:", "trainers/::test_the_term_of_adalora_is_trained"),
         ("AdaLoRA's ranks stay where they are", "RankAllocationCallback.on_optimizer_step",

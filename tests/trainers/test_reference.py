@@ -2,7 +2,6 @@
 
 import copy
 import math
-import threading
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from datasets import Dataset, load_dataset
 from peft import LoraConfig, get_peft_model
 
 import liger_trainer
-from liger_trainer.trainers.reference import WrongReferenceError, _hash_of, _other_than_policy
+from liger_trainer.trainers.reference import WrongReferenceError, _other_than_policy
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import COMMON, WORDS, tokenizer
 
@@ -238,9 +237,3 @@ def test_what_rounding_may_do():
     assert _other_than_policy({"kl": [0.011]}, 0.5, 0.01) == ("`kl`", 0.011)
     assert _other_than_policy({"kl": [math.nan]}, 0.5, 0.01) is None
     assert _other_than_policy({}, 0.5, 0.01) is None
-
-
-def test_a_collator_that_cannot_be_pickled_makes_a_cache_of_its_own():
-    assert _hash_of(1, "a") == _hash_of(1, "a") != _hash_of(1, "b")
-    lock = threading.Lock()
-    assert _hash_of(lock) != _hash_of(lock)
