@@ -99,7 +99,10 @@ def test_a_mean_may_be_right(options: dict[str, Any], tmp_path: Any, caplog: Any
 
 
 # Not "bnpo", a mean over the tokens of each micro-batch, and not "grpo", which is 0 in the first step.
-@pytest.mark.parametrize("loss_type", ["dr_grpo", "dapo", "cispo", "vespo", "sapo", "luspo"])
+@pytest.mark.parametrize(
+    "loss_type",
+    ["dr_grpo", "dapo", "vespo", *(pytest.param(each, marks=pytest.mark.long) for each in ("cispo", "sapo", "luspo"))],
+)
 def test_the_policy_loss_does_not_depend_on_accumulation(loss_type: str, folders: Any, tmp_path: Any) -> None:
     """The same completions in one micro-batch and in four; of several lengths, as advantages add up to 0 otherwise."""
     level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}

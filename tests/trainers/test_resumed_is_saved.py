@@ -137,7 +137,13 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = (
+    *("causal, second epoch", "causal, workers", "causal, saved at the end of epochs", "SFT, packed", "SFT, LoRA"),
+    *("SFT, evaluated", "GRPO, evaluated", "GRPO, adaptive entropy", "GRPO, streamed"),
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES])
 def test_every_trainer(case: str, with_dropout: str, tmp_path: Path) -> None:
     make, steps = CASES[case]
     assert_resumes(lambda folder: make(folder, with_dropout), tmp_path, *steps)
