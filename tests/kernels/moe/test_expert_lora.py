@@ -124,7 +124,7 @@ def test_wide_adapters_on_half_precision():
     for leaf, wide in zip(case.leaves, exact.leaves):
         wide.data.copy_(leaf.data)
     for got, expected in zip([output, *gradients], exact.results(moe_experts_reference)):
-        assert (got.double() - expected).norm() <= 0.02 * expected.norm()
+        assert (got.double() - expected).norm() <= 0.05 * expected.norm()
 
 
 def test_autocast():
