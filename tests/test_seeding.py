@@ -42,7 +42,7 @@ def test_draws_are_those_of_the_name(request, shared, time):
     seed("tests/test_seeding.py", "shared", 0)
     assert shared == draws()
     seed("tests/test_seeding.py")
-    assert AT_IMPORT == draws()
+    assert draws() == AT_IMPORT
 
 
 def test_forked_processes_draw_from_the_seed_of_the_test():
