@@ -94,6 +94,13 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> None:
+    """What a file draws when it is imported is its own too."""
+    if isinstance(collector, pytest.Module):
+        seed(collector.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
     """What several tests share is drawn alike whichever of them asks first; `_seeded` runs after it."""
     if fixturedef.scope != "function":

@@ -26,6 +26,9 @@ def print_draws() -> None:
     print(json.dumps(draws()))
 
 
+AT_IMPORT = draws()
+
+
 @pytest.fixture(scope="module")
 def shared() -> list[float]:
     return draws()
@@ -38,6 +41,8 @@ def test_draws_are_those_of_the_name(request, shared, time):
     assert drawn == draws()
     seed("tests/test_seeding.py", "shared", 0)
     assert shared == draws()
+    seed("tests/test_seeding.py")
+    assert draws() == AT_IMPORT
 
 
 def test_forked_processes_draw_from_the_seed_of_the_test():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import statistics
 
 import pytest
 import torch
@@ -55,21 +56,27 @@ def test_fp32_training_step(name, fused, never_built):
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_bf16_training_step(name, never_built):
-    """No further from the same weights in fp32 than the native bf16 model, up to rounding of either."""
+    """As far from the same weights in fp32 as the native bf16 model, in the middle of several batches.
+
+    The quotient of two rounding errors scatters, and jumps where one of them sends a token to another expert.
+    """
     native = TINY_MODELS[name]().train().bfloat16()
     ours = patched(name).bfloat16()
     exact = copy.deepcopy(native).float()
-    inputs = tiny_batch(name, native)
-    true, theirs, mine = (backward(model, inputs) for model in (exact, native, ours))
-    assert mine[0].dtype == theirs[0].dtype
-    torch.testing.assert_close(mine[0].float(), true[0], rtol=2**-7, atol=0)
-    assert mine[1].keys() == theirs[1].keys()
-
-    def distance(grads):
-        pairs = [(grads[1][key].float() - value, value) for key, value in true[1].items()]
-        return sum(a.square().sum() for a, _ in pairs).sqrt() / sum(b.square().sum() for _, b in pairs).sqrt()
-
-    assert distance(mine) <= 1.3 * distance(theirs) + 2**-8  # the quotient of two rounding errors scatters by a tenth
+    quotients = []
+    for seed in range(5):
+        inputs = tiny_batch(name, native, seed=seed)
+        true, theirs, mine = (backward(model, inputs) for model in (exact, native, ours))
+        assert mine[0].dtype == theirs[0].dtype
+        torch.testing.assert_close(mine[0].float(), true[0], rtol=2**-6, atol=0)
+        assert mine[1].keys() == theirs[1].keys()
+        size = sum(value.square().sum() for value in true[1].values()).sqrt()
+        our_error, their_error = (
+            sum((grads[1][key].float() - value).square().sum() for key, value in true[1].items()).sqrt()
+            for grads in (mine, theirs)
+        )
+        quotients.append((our_error / (their_error + 2**-9 * size)).item())
+    assert statistics.median(quotients) <= 1.3
 
 
 def keep_positions(inputs, positions):

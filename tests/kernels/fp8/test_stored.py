@@ -62,8 +62,8 @@ def test_products_are_those_of_the_rounded_operands(shape, device):
     truth = rounded_rows(rows) @ exact.t() + bias.double(), of_rows, upstream.double().sum(0)
     for error in errors([y.reshape(-1, 48), dx.reshape(-1, 64), dbias], truth):
         assert error < 2**-8  # of the result's rounding to bf16
-    assert errors([dx.reshape(-1, 64)], [upstream.double() @ exact])[0] < 0.04  # of the stored weight
-    assert errors([y.reshape(-1, 48)], [rows.double() @ exact.t() + bias.double()])[0] < 0.04
+    assert errors([dx.reshape(-1, 64)], [upstream.double() @ exact])[0] < 0.16  # of the stored weight
+    assert errors([y.reshape(-1, 48)], [rows.double() @ exact.t() + bias.double()])[0] < 0.16
 
 
 def test_gradients_far_below_one_are_as_exact(device):
@@ -197,7 +197,7 @@ def test_a_gated_mlp_on_a_stored_base(device):
     ours, upstream = run(lambda x, *factors: lora_mlp(x, *layers(factors)), tensors)
     wide = [tensor.double() for tensor in tensors]
     truth, _ = run(lambda x, *factors: lora_mlp_reference(x, *layers(factors)), wide, upstream)
-    assert all(error < 0.08 for error in errors(ours, truth))
+    assert all(error < 0.2 for error in errors(ours, truth))
 
 
 def test_a_stored_weight_that_does_not_fit_is_refused(device):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.head import linear_log_probs as operator
 from liger_trainer.kernels.head import linear_log_probs_backward
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from tests.accuracy import assert_no_worse
 from tests.device import assert_no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     EXAMPLES,
@@ -352,8 +353,7 @@ def test_half_precision_is_no_worse_than_eager(device: str, dtype: torch.dtype, 
     entropy = way != "frozen head"
     ours, eager = (_gradients(result, needing_gradients(leaves), entropy) for result in results[:2])
     exact = _gradients(results[2], needing_gradients(doubles), entropy)
-    for mine, theirs, truth in zip(ours, eager, exact):
-        assert (mine.double() - truth).norm() <= 1.1 * (theirs.double() - truth).norm()
+    assert_no_worse(ours, eager, exact)
     for name in ("log_probs", "entropy"):
         mine, theirs, truth = (getattr(result, name).detach().double() for result in results)
         assert (mine - truth).norm() <= 1.1 * (theirs - truth).norm()

@@ -96,7 +96,7 @@ def test_values_and_all_gradients_of_the_kernels(dtype, options, ranks, device):
     for leaf, exact in zip(case.leaves, wide.leaves):
         exact.data.copy_(leaf.data)
     for ours, true in zip(case.results(), wide.results(moe_experts_reference)):
-        assert (ours.double() - true).norm() <= (1e-6 if dtype == torch.float32 else 6e-2) * true.norm()
+        assert (ours.double() - true).norm() <= (4e-6 if dtype == torch.float32 else 6e-2) * true.norm()
 
 
 @pytest.mark.kernel
@@ -124,7 +124,7 @@ def test_wide_adapters_on_half_precision():
     for leaf, wide in zip(case.leaves, exact.leaves):
         wide.data.copy_(leaf.data)
     for got, expected in zip([output, *gradients], exact.results(moe_experts_reference)):
-        assert (got.double() - expected).norm() <= 0.02 * expected.norm()
+        assert (got.double() - expected).norm() <= 0.05 * expected.norm()
 
 
 def test_autocast():
