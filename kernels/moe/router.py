@@ -424,8 +424,8 @@ def grouped_topk_sigmoid_routing(
     Args:
         logits: (T, E), of any strides. The kernel takes float16, bfloat16 and float32; other dtypes run the reference.
         k: Experts per token.
-        correction_bias: (E,), any floating dtype; added to what is ranked but not to the weights. It gets
-            no gradient.
+        correction_bias: (E,), any floating dtype; added to what is ranked but not to the weights. It gets no
+            gradient.
         num_groups: Number of groups, of E / num_groups neighbouring experts each.
         top_groups: How many groups a token may choose from: those with the largest sum of their two best experts.
         sigmoid_after_topk: Choose by the logits instead of their sigmoids, as Llama 4 does. The two orders differ with

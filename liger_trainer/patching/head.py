@@ -209,7 +209,8 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
 
     Returns:
         The largest difference of the loss and the gradients of hidden states, weight and bias, each relative to the
-        largest native value. It is that of the first of the inputs for the head (`inputs.py`) that is not allowed.
+        largest native value: on inputs of about 1, or on the first of those listed for the head (`inputs.py`) where it
+        is more than `TOLERANCE`.
     """
     generator = torch.Generator("cpu").manual_seed(0)  # the global random state does not change
 
@@ -227,7 +228,7 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
             loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
-    worst = 0.0
+    errors: list[float] = []
     with neutral(device):
         weight, bias, hidden = draw(_VOCAB, _HIDDEN) / 4, draw(_VOCAB), draw(_BATCH, _LENGTH, _HIDDEN)
         target = torch.randint(0, _VOCAB, (_BATCH * _LENGTH,), generator=generator, device="cpu")
@@ -236,7 +237,7 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
         for case in (AS_DRAWN, *HEAD):
             (states,) = case.change([hidden])
             native, ours = results(False, states), results(True, states)
-            worst = max(worst, *map(relative_difference, native, ours))
-            if not worst <= TOLERANCE:
-                break
-    return worst
+            errors.append(max(map(relative_difference, native, ours)))
+            if not errors[-1] <= TOLERANCE:
+                return errors[-1]
+    return errors[0]  # logits of a few hundred make more of the rounding
