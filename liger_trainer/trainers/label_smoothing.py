@@ -139,6 +139,8 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int
     try:
         with loss_follows():
             without, with_first = (_loss(model(**others, labels=labels)) for labels in (nothing, first))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         logger.warning(
             "Whether %s shifts its labels is not known, since it computes no loss from them (%s: %s). Label smoothing "
