@@ -169,7 +169,8 @@ class LigerTrainerMixin(
         self._offloading = step_offloading(self)
         self._known_batches = KnownBatches()
         self._users_loss = UsersLoss()
-        warn_of_unlabelled_end(self.data_collator)
+        if self.is_world_process_zero():
+            warn_of_unlabelled_end(self.data_collator)
 
     def _own_callback(self, cls: type, *args: Any) -> Any:
         """The user's callback of this class, or a new one; put first, so that what it logs reaches every reporter."""

@@ -41,9 +41,11 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's loss; `policy_loss` is logged as a mean over the step, whatever the loss type."""
-        logged = self._metrics["train"]["policy_loss"] if self.model.training and available(POLICY_LOSS) else []
-        before = len(logged)
+        metrics = self._metrics["train"]
+        before = len(metrics.get("policy_loss", ()))
         loss = super().compute_loss(*args, **kwargs)
-        if self.loss_type in _DIVIDED_BY_ALL:
-            logged[before:] = [value * self.current_gradient_accumulation_steps for value in logged[before:]]
+        if self.loss_type in _DIVIDED_BY_ALL and available(POLICY_LOSS):
+            steps = self.current_gradient_accumulation_steps
+            for place in range(before, len(metrics.get("policy_loss", ()))):
+                metrics["policy_loss"][place] *= steps
         return loss

@@ -312,7 +312,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          r"if abs\(2 \* half - whole\)", "if abs(half - half)",
          "trainers/::test_a_loss_that_is_a_mean_is_named"),
         ("policy_loss is divided by the accumulation", "LigerGRPOTrainer.compute_loss",
-         r"value \* self\.current_gradient_accumulation_steps", "value",
+         r"steps = self\.current_gradient_accumulation_steps", "steps = 1",
          "trainers/::test_the_policy_loss_does_not_depend_on_accumulation", "dapo"),
         ("results are kept without a proof", "proved", r"known\.get\(\(one\.call, one\.bytes\), False\)", "True",
          "recompute/::test_a_kind_of_result_that_failed_in_one_layer_or_was_never_tried_is_kept_in_none "

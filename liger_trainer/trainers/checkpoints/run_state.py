@@ -33,6 +33,7 @@ from transformers.trainer_utils import has_length
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import RUN_STATE
+from liger_trainer.head.warn_once import warn_once
 
 logger = logging.getLogger("liger_trainer")
 
@@ -89,12 +90,24 @@ class RunStateMixin(Trainer):
             "loss": loss,
             "loss_of_all": self.accelerator.gather(loss.clone()).mean().item(),
             "last_logged": self._globalstep_last_logged,
-            "logs": {name: getattr(self, name) for name in _OF_LOGS if hasattr(self, name)},
+            "logs": self._plain_values(_OF_LOGS),
             "layout": self._layout,
-            "generation": {name: getattr(self, name) for name in _OF_GENERATION if hasattr(self, name)},
+            "generation": self._plain_values(_OF_GENERATION),
         }
         path = Path(output_dir, rng_file(self.args))
         torch.save({**_read(path), _KEY: _plain(state)}, path)
+
+    def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:
+        """These attributes; none of them if one holds what a checkpoint cannot, which is said once."""
+        try:
+            return {name: _plain(getattr(self, name)) for name in names if hasattr(self, name)}
+        except TypeError as error:
+            warn_once(
+                f"unsaved {names}",
+                f"Checkpoints leave {', '.join(f'`{name}`' for name in names)} of the trainer out, without which a "
+                f"resumed run differs: {error}. (Shown once.)",
+            )
+            return {}
 
     @property
     def _buffers_completions(self) -> bool:
@@ -124,7 +137,8 @@ class RunStateMixin(Trainer):
         given = inspect.signature(super()._run_epoch).bind(*args, **kwargs).arguments
         epoch, checkpoint = given["epoch"], given["resume_from_checkpoint"]
         self._samplers = list(_samplers(given["train_dataloader"]))
-        self._has_loaded, self._collated, self._once_collated = False, 0, {1: self._note_random_numbers}
+        self._to_load, self._has_loaded = None, False
+        self._collated, self._once_collated = 0, {1: self._note_random_numbers}
         if checkpoint is not None and epoch == given["epochs_trained"]:
             self._resume(checkpoint, given["train_dataloader"], epoch, given["steps_trained_in_current_epoch"])
         self._epoch_began = {
@@ -289,7 +303,11 @@ def set_random_numbers(states: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` of types that `torch.load` reads with ``weights_only=True``, with its tensors on the CPU."""
+    """`value` of types that `torch.load` reads with ``weights_only=True``, with its tensors on the CPU.
+
+    Raises:
+        TypeError: for anything but tensors, arrays, numbers and texts, and dictionaries and lists of them.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, numpy.ndarray | numpy.generic):
@@ -297,8 +315,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else list(map(_plain, value))
-    return value
+        return tuple(map(_plain, value)) if isinstance(value, tuple) else list(map(_plain, value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} is neither a tensor nor a number nor a text")
 
 
 def _update(into: Any, values: Mapping[str, Any]) -> None:

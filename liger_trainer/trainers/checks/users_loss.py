@@ -46,20 +46,20 @@ class UsersLoss:
             yield
             return
         self._looked = True
-        trainer.compute_loss_func = _compared(function, parts)
+        trainer.compute_loss_func = _compared(function, parts, trainer.is_world_process_zero())
         try:
             yield
         finally:
             trainer.compute_loss_func = function
 
 
-def _compared(function: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """`function`, which also computes the loss with twice the count, and warns if it is not half."""
+def _compared(function: Callable[..., Any], parts: int, says: bool) -> Callable[..., Any]:
+    """`function`, which also computes the loss with twice the count, and `says` so if it is not half."""
 
     def compute_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         half = _without_a_trace(function, outputs, labels, 2 * num_items_in_batch)
         loss = function(outputs, labels, num_items_in_batch=num_items_in_batch)
-        if half is not None and isinstance(loss, torch.Tensor):
+        if says and half is not None and isinstance(loss, torch.Tensor):
             whole = float(loss.detach())
             if abs(2 * half - whole) > _TOLERANCE * abs(whole):
                 logger.warning(
