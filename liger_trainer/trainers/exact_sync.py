@@ -78,7 +78,7 @@ def _merged(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> Ite
 @contextlib.contextmanager
 def _copies(layers: list[Any]) -> Iterator[None]:
     """Merges the adapters of `layers`, which have one base layer, into copies of its parameters, for the context."""
-    base = layers[0].get_base_layer() if layers else None
+    base: Any = layers[0].get_base_layer() if layers else None
     own = [(name, each, each.data) for name, each in base.named_parameters(recurse=False)] if layers else []
     merged = [list(layer.merged_adapters) for layer in layers]
     try:
