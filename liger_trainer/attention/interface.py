@@ -171,8 +171,9 @@ def _step_aside_for_continuous_batching() -> None:
 
     Continuous batching keeps keys and values in pages, which our attention does not read.
     """
-    from transformers.generation.continuous_batching import ContinuousBatchingManager as Manager
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
 
+    Manager: Any = ContinuousBatchingManager
     switch, stop = Manager.switch_to_cb_friendly_attn, Manager.stop
 
     @functools.wraps(switch)
