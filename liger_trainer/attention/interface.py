@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_trainer.attention.known_rows import known_rows
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
-from liger_trainer.compat.private import available, require
+from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import CONTINUOUS_BATCHING, PACKED_POSITIONS
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.attention.attention import attention
@@ -146,7 +146,9 @@ def _step_aside_for_continuous_batching() -> None:
 
     Continuous batching keeps keys and values in pages, which our attention does not read.
     """
-    Manager, *_ = require(CONTINUOUS_BATCHING)
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+    Manager: Any = ContinuousBatchingManager
     switch, stop = Manager.switch_to_cb_friendly_attn, Manager.stop
 
     @functools.wraps(switch)

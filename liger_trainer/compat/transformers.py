@@ -280,6 +280,7 @@ CONTINUOUS_BATCHING = Feature(
     Private(f"{_BATCHING}.__init__", uses="switch_to_cb_friendly_attn"),
     Private(f"{_BATCHING}.switch_to_cb_friendly_attn", "self, model, ...", uses="_attn_implementation"),
     Private(f"{_BATCHING}.stop", "self, ..."),
+    Private("transformers.modeling_utils:PreTrainedModel._supports_sdpa"),
     needed=False,
 )
 

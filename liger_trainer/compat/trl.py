@@ -117,6 +117,7 @@ MERGED_SYNC = Feature(
     ),
     Private("trl.generation.vllm_generation:VLLMGeneration.sync_weights", uses="_iter_named_params"),
     Private("trl.generation.vllm_generation:VLLMGeneration._iter_fsdp2_params", uses="named_parameters"),
+    Private("trl.generation.vllm_generation:VLLMGeneration.__init__", uses="_dist"),
     Private("trl.distributed:DistributedBackend.__init__", uses="fsdp_version"),
     needed=False,
 )

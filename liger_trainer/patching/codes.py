@@ -32,8 +32,12 @@ def is_code(tensor: torch.Tensor | None) -> bool:
 
 def stored(module: nn.Module, name: str) -> torch.Tensor | None:
     """The parameter or buffer `name` of `module` as it is kept, not what a parametrisation makes of it."""
-    found = module._parameters.get(name)
-    return found if found is not None else module._buffers.get(name)
+    return own_tensors(module).get(name)
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of `module` itself."""
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
 def adds_to_codes(wrapper: Any) -> str:

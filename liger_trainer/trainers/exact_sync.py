@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from liger_trainer.compat.peft import MERGED_ADAPTERS
-from liger_trainer.compat.private import available, require
+from liger_trainer.compat.private import available
 from liger_trainer.compat.trl import MERGED_SYNC
 
 logger = logging.getLogger("liger_trainer")
@@ -63,10 +63,11 @@ def _merged_when_read(model: Any) -> Iterator[None]:
 
 def _merged(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of `model`; those of an adapted layer while its adapters are merged into copies."""
-    Layer, *_ = require(MERGED_ADAPTERS)
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     adapters: dict[int, list[Any]] = {}  # of the layers that have them, by each parameter of the base: experts have two
-    for layer in (each for each in model.modules() if isinstance(each, Layer)):
-        for parameter in layer.get_base_layer()._parameters.values():
+    for layer in (each for each in model.modules() if isinstance(each, BaseTunerLayer)):
+        for parameter in layer.get_base_layer().parameters(recurse=False):
             adapters.setdefault(id(parameter), []).append(layer)
     for layers, group in itertools.groupby(parameters, lambda each: adapters.get(id(each[1]), [])):
         with _copies(layers):
@@ -77,8 +78,8 @@ def _merged(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> Ite
 @contextlib.contextmanager
 def _copies(layers: list[Any]) -> Iterator[None]:
     """Merges the adapters of `layers`, which have one base layer, into copies of its parameters, for the context."""
-    base = layers[0].get_base_layer() if layers else None
-    own = [(name, each, each.data) for name, each in base._parameters.items() if each is not None] if layers else []
+    base: Any = layers[0].get_base_layer() if layers else None
+    own = [(name, each, each.data) for name, each in base.named_parameters(recurse=False)] if layers else []
     merged = [list(layer.merged_adapters) for layer in layers]
     try:
         for _, parameter, data in own:
@@ -91,4 +92,4 @@ def _copies(layers: list[Any]) -> Iterator[None]:
             layer.merged_adapters = names
         for name, parameter, data in own:
             parameter.data = data
-            base._parameters[name] = parameter
+            setattr(base, name, parameter)

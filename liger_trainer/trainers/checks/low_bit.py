@@ -20,7 +20,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.codes import adds_to_codes, check_scales, is_code, stored
+from liger_trainer.patching.codes import adds_to_codes, check_scales, is_code, own_tensors, stored
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 
 logger = logging.getLogger("liger_trainer")
@@ -134,16 +134,12 @@ def _check_all_were_adapted(model: Any) -> None:
 
 
 def _is_packed(module: nn.Module, name: str) -> bool:
-    if name in module._parameters:
-        return is_code(module._parameters[name])
-    if any(is_code(each) for own, each in _own_tensors(module).items() if own.startswith(f"{name}_")):
+    tensors = own_tensors(module)
+    if name in tensors:
+        return is_code(tensors[name])
+    if any(is_code(each) for own, each in tensors.items() if own.startswith(f"{name}_")):
         return True
     return name in vars(module) and vars(module)[name] is not None  # an object of a library's own
-
-
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    both = {**module._parameters, **module._buffers}
-    return {name: each for name, each in both.items() if each is not None}
 
 
 def first_step_checked(trainer: Any) -> contextlib.AbstractContextManager[None]:
@@ -199,7 +195,7 @@ def _check_adapters_on_codes(model: nn.Module) -> None:
     by_kind: dict[type, list[tuple[str, bool]]] = {}
     for path, layer in _tuner_layers(model):
         base = layer.get_base_layer()
-        if any(map(is_code, _own_tensors(base).values())):
+        if any(map(is_code, own_tensors(base).values())):
             own = [each for name, each in layer.named_parameters() if each.requires_grad]
             by_kind.setdefault(type(base), []).append((path, any(each.grad is not None for each in own)))
     for kind, layers in by_kind.items():
@@ -236,7 +232,7 @@ def _check_gradients_pass(model: nn.Module) -> None:
 
 def _is_low_bit(layer: nn.Module, quantised: bool, foreign: str | None) -> bool:
     """Whether `layer` may multiply codes; in a model with a quantizer, any layer that is not a plain one may."""
-    tensors = _own_tensors(layer)
+    tensors = own_tensors(layer)
     if any(is_code(each) or "scale" in name for name, each in tensors.items()):
         return True
     plain = all(type(each) in (nn.Parameter, torch.Tensor) for each in tensors.values())
