@@ -123,9 +123,7 @@ def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def call_like(forward: Callable, *arguments: str) -> Callable:
-    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, so that callers may use keywords.
-
-    """
+    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, so that callers may use keywords."""
     code = forward.__code__
     # Local variables get an underscore, so that none of them has the name of an argument.
     others = code.co_varnames[1 + len(arguments) :]

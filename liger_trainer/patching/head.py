@@ -103,11 +103,12 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
         unbind_forward(head)
         if over is None:
             bind_forward(head, forward, live=None)
-            never_a_frame(head.forward.__func__)  # compiled as a frame of its own, it would never defer
+            never_a_frame(head.forward.__func__)
         else:
             bind_forward(head, make_split_head_forward(over, fused, int(logits_memory)), over)
     if not ours:
         bind_forward(model, make_model_forward(native), live=None)
+        never_a_frame(model.forward.__func__)  # the graph breaks inside
     memory = f"(logits_memory={int(logits_memory) / 2**20:g} MiB)"
     kernel = f"linear_cross_entropy {memory}" if fused else "cross_entropy"
     kernel += ", vocabulary parallel" if any(gathering) else ""
@@ -185,7 +186,7 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
             )
         return native(self, input) if deferred is None else deferred
 
-    never_a_frame(forward)
+    never_a_frame(forward)  # compiled as a frame of its own, it would never defer
     return forward
 
 

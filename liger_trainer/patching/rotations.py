@@ -268,10 +268,15 @@ def rotary_function(
 
     @_signed_as(original)
     def rotary(*args, **kwargs):
-        given = _by_name(names, args, kwargs)
-        q, k, cos, sin = (given.pop(name, None) for name in ("q", "k", "cos", "sin"))
-        dim: Any = given.pop("unsqueeze_dim", default_dim)
-        if given or any(each is None for each in (q, k, cos, sin)) or serves_as_written(q):
+        given: dict[str, Any] = {}
+        dim: Any = default_dim
+        if len(args) == 4 and not kwargs:
+            q, k, cos, sin = args
+        else:
+            given = _by_name(names, args, kwargs)
+            q, k, cos, sin = (given.pop(name, None) for name in ("q", "k", "cos", "sin"))
+            dim = given.pop("unsqueeze_dim", default_dim)
+        if given or q is None or k is None or cos is None or sin is None or serves_as_written(q):
             return original(*args, **kwargs)
         layout = (q.dim(), dim, cos.shape[-1] == q.shape[-1], cos.shape[0] == q.shape[0])
         as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype

@@ -50,8 +50,8 @@ SIZES = (16, 24)
 TOKENS = 256
 """Tokens of the probe: enough for an even rounding noise."""
 
-READ = ("parametrizations",)
-"""What our forward of experts reads at each call, besides the weights: they may be in 4 bits."""
+READ = ("parametrizations", NORM)
+"""What our forward of experts calls, besides reading the weights."""
 
 _CHOSEN = 6  # experts that the tokens of the probe choose from
 
