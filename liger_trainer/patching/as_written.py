@@ -100,7 +100,7 @@ def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -
     """
     own: Any = type(module).forward
     if live is None:
-        parts = (_Part(module, own),)
+        parts: tuple[_Part, ...] = (_Part(module, own),)
         replaced = list(replaced_globals(forward))
         functions = replaced + [each for *_, value in replaced for each in _functions_of(value)]
     else:
@@ -165,7 +165,7 @@ def _differ(one: Any, other: Any) -> bool:
         same = isinstance(one, types.MethodType) and one.__func__ is other.__func__
         return not (same and one.__self__ is other.__self__)
     try:
-        return not one == other
+        return bool(one != other)
     except Exception:
         return True
 
@@ -181,15 +181,15 @@ def _is_changed(module: nn.Module, owner: Any, name: str, tell: bool) -> bool:
 def _warn(kind: str, name: str, of_owner: str) -> None:
     warn_once(
         f"changed {kind} {name}{of_owner}",
-        f"`{name}`{of_owner} has been changed since liger_trainer patched this {kind}, so the class's own forward runs, "
-        "without our kernel. Call liger_trainer.apply_liger_kernel(model) again after the last change. (Shown once.)",
+        f"`{name}`{of_owner} has been changed since liger_trainer patched this {kind}, so the class's own forward "
+        "runs, without our kernel. Call liger_trainer.apply_liger_kernel(model) again after the last change. (Shown once.)",
     )
 
 
 def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
     """`owner`, then its children and theirs, without what is `live`."""
     kind, held = type(owner), owner.__dict__
-    read, strings, methods = _reads(kind)
+    read, strings, methods = _reads(kind)  # type: ignore[arg-type]
     named = {*held, *held["_modules"], *held["_parameters"], *held["_buffers"]}
     # What the class never reads must not change what ours reads.
     alone = {name for name in live if name not in read and name not in strings and name not in held["_modules"]}

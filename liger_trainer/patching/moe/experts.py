@@ -27,6 +27,7 @@ from liger_trainer.patching.binding import (
     IMPLEMENTATION,
     ChosenConfig,
     bind_forward,
+    bound_function,
     call_like,
     choose,
     is_bound_by_us,
@@ -90,7 +91,7 @@ def forward_of_ours(module: Any) -> Callable | None:
         return None
     if is_chosen(module):
         return module.config.forward
-    return module.forward.__func__ if is_bound_by_us(module) else None
+    return bound_function(module) if is_bound_by_us(module) else None
 
 
 def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
