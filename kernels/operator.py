@@ -63,10 +63,8 @@ class Operator(Generic[R]):
         def forward(ctx: Any, arguments: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
             # Autograd lets nobody write to a view that was made in here.
-            if isinstance(output, torch.Tensor):
-                output = _no_view(output)
-            else:
-                output = type(output)(map(_no_view, output))
+            one = isinstance(output, torch.Tensor)
+            output = _no_view(output) if one else type(output)(map(_no_view, output))
             ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], arguments)
             if setup_context is not None:
                 setup_context(ctx, arguments, output)

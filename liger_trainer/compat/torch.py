@@ -177,9 +177,7 @@ SHARED_MEMORY = Feature(
     "backwards that write over an activation", Private("torch:UntypedStorage._cdata"), Private("torch:Tensor._base")
 )
 
-RESULTS_TO_WRITE_TO = Feature(
-    "results of operators that a model may change in place", Private("torch:Tensor._is_view")
-)
+RESULTS_TO_WRITE_TO = Feature("results of operators that a model may change in place", Private("torch:Tensor._is_view"))
 
 DISPATCH_MODES = Feature(
     "calling operators without torch's dispatch in eager mode",

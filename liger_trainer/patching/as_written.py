@@ -25,6 +25,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import replaced_globals, used_globals
 from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, MODULE_CONTENTS
 from liger_trainer.context_variables import set_to
+from liger_trainer.head.compiled import never_a_frame
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import triton_drives
 
@@ -67,18 +68,18 @@ class _Part(NamedTuple):
     Args:
         owner: The object itself.
         forward: The forward of its class.
-        attributes: Names and values in its ``__dict__``; None for a name that was not there.
-        contents: The same for its children, parameters and buffers, by the name of the dictionary.
-        methods: Names and values of what the forward reads of the class.
-        inside: Names and values of what it reads of an attribute, such as a config: whose they are, names and values.
+        attributes: Names and values in its ``__dict__``.
+        absent: Names that it did not have, and that the forward of its class, or ours, asks for.
+        contents: As `attributes`, for its children, parameters and buffers, by the name of the dictionary.
+        others: Its methods, and what it reads of its attributes, such as a config: whose they are, names and values.
     """
 
     owner: nn.Module
     forward: Callable
-    attributes: _Pairs
+    attributes: _Pairs = ()
+    absent: tuple[str, ...] = ()
     contents: tuple[tuple[str, _Pairs], ...] = ()
-    methods: _Pairs = ()
-    inside: tuple[tuple[Any, str, Any], ...] = ()
+    others: tuple[tuple[Any, str, Any], ...] = ()
 
 
 class _Record(NamedTuple):
@@ -99,12 +100,13 @@ def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -
     """
     own: Any = type(module).forward
     if live is None:
-        parts = (_Part(module, own, ()),)
+        parts: tuple[_Part, ...] = (_Part(module, own),)
         replaced = list(replaced_globals(forward))
         functions = replaced + [each for *_, value in replaced for each in _functions_of(value)]
     else:
         parts = tuple(_parts(module, live))
-        functions = [each for code in (own, *(value for _, value in parts[0].methods)) for each in _functions_of(code)]
+        methods = (getattr(value, "__func__", value) for _, _, value in parts[0].others)
+        functions = [each for method in (own, *methods) for each in _functions_of(method)]
     module.__dict__[RECORD] = _Record(parts, tuple(dict.fromkeys(functions)))
 
 
@@ -124,29 +126,34 @@ def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
     parts, functions = known
     if parts[0].owner is not module:  # of a shallow copy
         return False
-    for owner, forward, attributes, contents, methods, inside in parts:
-        kind, held = type(owner), owner.__dict__
-        if kind.forward is not forward:
+    for owner, forward, attributes, absent, contents, others in parts:
+        held = owner.__dict__
+        if owner is not module:
+            if is_call_hooked(owner):
+                return False
+        elif type(owner).forward is not forward:
             return _is_changed(module, owner, "forward", tell)
-        if owner is not module and is_call_hooked(owner):
-            return False
         for name, value in attributes:
             if held.get(name) is not value and _differ(held.get(name), value):
+                return _is_changed(module, owner, name, tell)
+        for name in absent:
+            if name in held or name in held["_parameters"] or name in held["_buffers"]:
                 return _is_changed(module, owner, name, tell)
         for dictionary, pairs in contents:
             for name, value in pairs:
                 if held[dictionary].get(name) is not value:
                     return _is_changed(module, owner, name, tell)
-        for name, value in methods:
-            if getattr(kind, name, None) is not value:
+        for one, name, value in others:
+            found = getattr(one, name, None)
+            if found is not value and _differ(found, value):
                 return _is_changed(module, owner, name, tell)
-        for one, name, value in inside:
-            if getattr(one, name, None) is not value and _differ(getattr(one, name, None), value):
-                return _is_changed(module, one, name, tell)
     for function, name, value in functions:
         if function.__globals__.get(name) is not value:
             return _is_changed(module, module, name, tell)
     return True
+
+
+never_a_frame(is_as_proved)  # it has no operators
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -158,7 +165,7 @@ def _differ(one: Any, other: Any) -> bool:
         same = isinstance(one, types.MethodType) and one.__func__ is other.__func__
         return not (same and one.__self__ is other.__self__)
     try:
-        return not one == other
+        return bool(one != other)
     except Exception:
         return True
 
@@ -174,15 +181,15 @@ def _is_changed(module: nn.Module, owner: Any, name: str, tell: bool) -> bool:
 def _warn(kind: str, name: str, of_owner: str) -> None:
     warn_once(
         f"changed {kind} {name}{of_owner}",
-        f"`{name}`{of_owner} has been changed since liger_trainer patched this {kind}, so the class's own forward runs, "
-        "without our kernel. Call liger_trainer.apply_liger_kernel(model) again after the last change. (Shown once.)",
+        f"`{name}`{of_owner} has been changed since liger_trainer patched this {kind}, so the class's own forward "
+        "runs, without our kernel. Call liger_trainer.apply_liger_kernel(model) again after the last change. (Shown once.)",
     )
 
 
 def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
     """`owner`, then its children and theirs, without what is `live`."""
     kind, held = type(owner), owner.__dict__
-    read, strings, methods = _reads(kind)
+    read, strings, methods = _reads(kind)  # type: ignore[arg-type]
     named = {*held, *held["_modules"], *held["_parameters"], *held["_buffers"]}
     # What the class never reads must not change what ours reads.
     alone = {name for name in live if name not in read and name not in strings and name not in held["_modules"]}
@@ -192,29 +199,32 @@ def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
         for name, value in held.items()
         if name not in _ALWAYS_THERE and name not in (RECORD, *free) and (name[0] != "_" or name in read)
     }
-    # What `getattr(self, name, default)` looks for, and what would come before a method of the class.
-    attributes |= dict.fromkeys({*strings, *(name for name, _ in methods), *alone} - {*named, *free})
-    children = {name: child for name, child in held["_modules"].items() if name not in free}
-    missing = {
-        each: {*(name for name, tensor in held[each].items() if tensor is None), *(alone - named)} - free
-        for each in ("_parameters", "_buffers")
+    # Strings: of `getattr(self, name, default)`.
+    absent = tuple(sorted(name for name in {*strings, *alone} - {*named, *free} if not hasattr(kind, name)))
+    contents = {
+        "_modules": [(name, child) for name, child in held["_modules"].items() if name not in free],
+        "_parameters": [
+            (name, None) for name, each in held["_parameters"].items() if each is None and name not in free
+        ],
+        "_buffers": [(name, None) for name, each in held["_buffers"].items() if each is None and name not in free],
     }
-    empty = {each: tuple((name, None) for name in sorted(names)) for each, names in missing.items()}
-    contents = {"_modules": tuple(children.items()), **empty}
-    filled = tuple((name, pairs) for name, pairs in contents.items() if pairs)
-    inside = [
+    children = [child for _, child in contents["_modules"] if child is not None]
+    # A property is compared as it is in the class, without its value.
+    whose = {name: kind if isinstance(getattr(kind, name), property) else owner for name in methods - {*named}}
+    others = [(each, name, getattr(each, name)) for name, each in sorted(whose.items(), key=str)]
+    others += [
         (attributes[each], name, getattr(attributes[each], name))
         for each in sorted(read & attributes.keys())
         if _has_attributes(attributes[each])
         for name in sorted(read)
         if hasattr(attributes[each], name) and not callable(getattr(attributes[each], name))
     ]
-    yield _Part(owner, kind.forward, tuple(attributes.items()), filled, methods, tuple(inside))
-    for child in children.values():
-        if child is not None:
-            part, *inner = _parts(child, ())
-            yield part._replace(attributes=(("forward", child.__dict__.get("forward")), *part.attributes))
-            yield from inner
+    filled = tuple((name, tuple(pairs)) for name, pairs in contents.items() if pairs)
+    yield _Part(owner, kind.forward, tuple(attributes.items()), absent, filled, tuple(others))
+    for child in children:
+        part, *inner = _parts(child, ())
+        yield part._replace(others=((child, "forward", child.forward), *part.others))
+        yield from inner
 
 
 def _has_attributes(value: Any) -> bool:
@@ -223,11 +233,11 @@ def _has_attributes(value: Any) -> bool:
 
 
 @functools.cache
-def _reads(kind: Any) -> tuple[frozenset[str], frozenset[str], _Pairs]:
-    """The names in the forward of a class and in the methods that it calls; the strings; and these methods."""
+def _reads(kind: Any) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The names in the forward of a class and in the methods that it calls; the strings; and names of these methods."""
     names: set[str] = set()
     strings: set[str] = set()
-    methods: dict[str, Any] = {}
+    methods: set[str] = set()
     pending = [kind.forward]
     while pending:
         method = pending.pop()
@@ -238,14 +248,10 @@ def _reads(kind: Any) -> tuple[frozenset[str], frozenset[str], _Pairs]:
                 names.update(code.co_names)
                 strings.update(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
                 codes += code.co_consts
-        found = {
-            name: getattr(kind, name)
-            for name in sorted(names - methods.keys())
-            if not hasattr(nn.Module, name) and hasattr(kind, name)
-        }
+        found = {name for name in names - methods if not hasattr(nn.Module, name) and hasattr(kind, name)}
         methods |= found
-        pending += found.values()
-    return frozenset(names), frozenset(strings), tuple(methods.items())
+        pending += [getattr(kind, name) for name in found]
+    return frozenset(names), frozenset(strings), frozenset(methods)
 
 
 def _functions_of(function: Any) -> Iterator[tuple[types.FunctionType, str, Any]]:

@@ -76,7 +76,8 @@ def _while_proved(forward: Callable) -> Callable:
             return forward(self, *args, **kwargs)
         return type(self).forward(self, *args, **kwargs)
 
-    while_proved.__code__ = while_proved.__code__.replace(co_name=f"{forward.__name__}_while_proved")
+    code: types.CodeType = while_proved.__code__  # type: ignore[attr-defined]
+    while_proved.__code__ = code.replace(co_name=f"{forward.__name__}_while_proved")  # type: ignore[attr-defined]
     forward.while_proved = while_proved  # type: ignore[attr-defined]
     return while_proved
 
@@ -98,6 +99,11 @@ def is_bound_by_us(module: nn.Module) -> bool:
     """Whether [`bind_forward`] bound this instance's forward; a wrapper may have that of the module inside."""
     bound = module.__dict__.get("forward")
     return is_ours(getattr(bound, "__func__", None)) and getattr(bound, "__self__", None) is module
+
+
+def bound_function(module: nn.Module) -> Any:
+    """The function of the module that [`bind_forward`] has made its forward."""
+    return module.__dict__["forward"].__func__
 
 
 def is_ours(forward: Callable | None) -> bool:
@@ -123,9 +129,7 @@ def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def call_like(forward: Callable, *arguments: str) -> Callable:
-    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, so that callers may use keywords.
-
-    """
+    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, so that callers may use keywords."""
     code = forward.__code__
     # Local variables get an underscore, so that none of them has the name of an argument.
     others = code.co_varnames[1 + len(arguments) :]

@@ -33,7 +33,7 @@ from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
-from liger_trainer.patching.binding import bind_forward, overriding_forward, unbind_forward
+from liger_trainer.patching.binding import bind_forward, bound_function, overriding_forward, unbind_forward
 from liger_trainer.patching.inputs import AS_DRAWN, HEAD
 from liger_trainer.patching.model_forward import (
     foreign_forward,
@@ -106,11 +106,12 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
         unbind_forward(head)
         if over is None:
             bind_forward(head, forward, live=None)
-            never_a_frame(head.forward.__func__)  # compiled as a frame of its own, it would never defer
+            never_a_frame(bound_function(head))
         else:
             bind_forward(head, make_split_head_forward(over, fused, int(logits_memory)), over)
     if not ours:
         bind_forward(model, make_model_forward(native), live=None)
+        never_a_frame(bound_function(model))  # the graph breaks inside
     memory = f"(logits_memory={int(logits_memory) / 2**20:g} MiB)"
     kernel = f"linear_cross_entropy {memory}" if fused else "cross_entropy"
     kernel += ", vocabulary parallel" if any(gathering) else ""
@@ -188,7 +189,7 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
             )
         return native(self, input) if deferred is None else deferred
 
-    never_a_frame(forward)
+    never_a_frame(forward)  # compiled as a frame of its own, it would never defer
     return forward
 
 

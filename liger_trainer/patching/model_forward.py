@@ -23,7 +23,7 @@ from liger_trainer.head.context import (
     forward_context,
 )
 from liger_trainer.patching.as_written import generation_step
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.binding import bound_function, is_bound_by_us
 
 _model_forwards: set[Callable] = set()
 
@@ -155,7 +155,7 @@ def native_forward(model: nn.Module) -> Callable:
     ours = next((layer for layer in forward_layers(model) if layer in _model_forwards), None)
     if ours is not None:
         return ours.__wrapped__  # type: ignore[attr-defined]
-    return model.__dict__["forward"].__func__ if is_bound_by_us(model) else type(model).forward
+    return bound_function(model) if is_bound_by_us(model) else type(model).forward
 
 
 def forward_layers(model: nn.Module) -> Iterator[Callable]:

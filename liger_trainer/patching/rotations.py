@@ -247,7 +247,7 @@ def _of_one(original: Callable, function: Callable) -> Callable:
     def rotary(*args, **kwargs):
         given = _by_name(ONE_TENSOR, args, kwargs)
         x, cos, sin = (given.get(name) for name in ONE_TENSOR)
-        if any(each is None for each in (x, cos, sin)):
+        if x is None or cos is None or sin is None:
             return original(*args, **kwargs)
         no_keys = x.new_empty(x.shape[0], 0, *x.shape[2:])
         return function(x, no_keys, cos, sin)[0]
@@ -276,15 +276,19 @@ def rotary_function(
         precise: Compute in float32 and round once, as the original does. On an accelerator the kernel does so anyway,
             and this is tried only if the plain call does not agree.
     """
-
     names = arguments_of(original)
 
     @_signed_as(original)
     def rotary(*args, **kwargs):
-        given = _by_name(names, args, kwargs)
-        q, k, cos, sin = (given.pop(name, None) for name in ("q", "k", "cos", "sin"))
-        dim: Any = given.pop("unsqueeze_dim", default_dim)
-        if given or any(each is None for each in (q, k, cos, sin)) or serves_as_written(q):
+        given: dict[str, Any] = {}
+        dim: Any = default_dim
+        if len(args) == 4 and not kwargs:
+            q, k, cos, sin = args
+        else:
+            given = _by_name(names, args, kwargs)
+            q, k, cos, sin = (given.pop(name, None) for name in ("q", "k", "cos", "sin"))
+            dim = given.pop("unsqueeze_dim", default_dim)
+        if given or q is None or k is None or cos is None or sin is None or serves_as_written(q):
             return original(*args, **kwargs)
         layout = (q.dim(), dim, cos.shape[-1] == q.shape[-1], cos.shape[0] == q.shape[0])
         as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype
@@ -295,7 +299,8 @@ def rotary_function(
     @_signed_as(original)
     def of_pending(*args, **kwargs):
         """As `rotary`, for norms that have not been computed yet: norms and rotation in one pass in the usual case."""
-        q, k, cos, sin = args if len(args) == 4 and not kwargs else (None,) * 4
+        usual: Any = args if len(args) == 4 and not kwargs else (None,) * 4
+        q, k, cos, sin = usual
         pending = isinstance(q, PendingNorm) and isinstance(k, PendingNorm)
         if pending and q.is_pending and k.is_pending and q.options == k.options:
             layout = (q.x.dim(), default_dim, cos.shape[-1] == q.x.shape[-1], cos.shape[0] == q.x.shape[0])
@@ -346,14 +351,13 @@ def complex_rotary_function(original: Callable, dim: int, proven: frozenset[str]
 
     A real table, as a complex buffer becomes when the model is cast, runs the original.
     """
-
     names = arguments_of(original)
 
     @_signed_as(original)
     def rotary(*args, **kwargs):
         given = _by_name(names, args, kwargs)
         q, k, factors = (given.get(name) for name in names)
-        if any(each is None for each in (q, k, factors)) or serves_as_written(q):
+        if q is None or k is None or factors is None or serves_as_written(q):
             return original(*args, **kwargs)
         return rope_complex(q, k, factors, dim) if _is_proven(factors, q, k, dim, proven) else original(*args, **kwargs)
 

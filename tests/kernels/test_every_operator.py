@@ -40,6 +40,44 @@ def test_a_kept_graph_gives_the_same_gradients_again(operator, device):
         assert all(map(torch.equal, first, torch.autograd.grad(loss, needed, retain_graph=keep)))
 
 
+# A result that the backward needs, as that of `torch.softmax`; torch says so where it was written over.
+SAVED_RESULTS = {
+    "softmax": {0},
+    "sparsemax": {0},
+    "sparsemax, dim": {0},
+    "log_probs, entropy": {1},
+}
+NO_RESULTS = {"tied_embedding": {1}}  # the weight itself
+
+
+@operators
+def test_results_may_be_changed_in_place(operator, device, request):
+    name = request.node.callspec.id
+    tensors = operator.tensors(device)
+    needed = [tensor for tensor in tensors if tensor.requires_grad]
+
+    def scaled(place, in_place):
+        outputs = operator.function(*tensors)
+        output = (outputs if isinstance(outputs, tuple) else (outputs,))[place]
+        if in_place:
+            output *= 0.5
+        else:
+            output = output * 0.5
+        wave = torch.arange(output.numel(), device=device).view(output.shape).cos()
+        return [output.detach(), *torch.autograd.grad((output * wave).sum(), needed, allow_unused=True)]
+
+    outputs = operator.function(*tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    places = [place for place, each in enumerate(outputs) if each is not None and each.requires_grad]
+    for place in set(places) - NO_RESULTS.get(name, set()):
+        expected = scaled(place, False)
+        if place in SAVED_RESULTS.get(name, ()):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                scaled(place, True)
+        else:
+            torch.testing.assert_close(scaled(place, True), expected, rtol=1e-5, atol=1e-6)
+
+
 @operators
 def test_compiles_to_one_graph_forward_and_backward(operator, device):
     torch.compiler.reset()

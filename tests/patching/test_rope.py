@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.compat.rebound import called_global, forward_calling, rebound
 from liger_trainer.patching import rotations
 from liger_trainer.patching.probe import Probe
-from tests.patching.comparisons import LAYERS
+from tests.patching.comparisons import LAYERS, apply_unchanged
 from tests.patching.rotary_toys import (
     Attention,
     Complex,
@@ -29,6 +30,7 @@ from tests.patching.rotary_toys import (
     SeqFirst,
     Split,
     SwappedPairs,
+    apply_rotary_complex,
     apply_rotary_pos_emb,
     calling,
 )
@@ -344,3 +346,81 @@ def test_function_that_is_a_module(calls):
     expected = module(*arguments)
     torch.testing.assert_close(patched(module, calls)(*arguments), expected)
     assert len(calls) == 1
+
+
+def rotate_queries_alone(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    """As Qwen4-Exp's: without keys, only the queries."""
+    if k is None:
+        return apply_rotary_pos_emb(q, q, cos, sin, unsqueeze_dim)[0]
+    return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def rotation_of(function):
+    """Our function for `function`."""
+    probe = Probe(torch.device("cpu"))
+    with probe.isolated():
+        ours = rotations.prove_rotation(function, probe).forward
+    assert ours is not None
+    return ours
+
+
+def test_our_function_has_the_signature_of_the_original(calls):
+    ours = rotation_of(rotate_queries_alone)
+    assert inspect.signature(ours) == inspect.signature(rotate_queries_alone)
+    q, k, cos, sin = tensors()
+    transposed = q.transpose(1, 2)
+    for run in (
+        lambda rotate: rotate(q, cos=cos, sin=sin),
+        lambda rotate: rotate(q, None, cos, sin),
+        lambda rotate: rotate(transposed, cos=cos, sin=sin, unsqueeze_dim=2),
+        lambda rotate: rotate(q, k, cos, sin),
+        lambda rotate: rotate(q, k, cos, sin, 1),
+        lambda rotate: rotate(transposed, k.transpose(1, 2), cos, sin, unsqueeze_dim=2),
+        lambda rotate: rotate(sin=sin, k=k, q=q, cos=cos),
+    ):
+        torch.testing.assert_close(run(ours), run(rotate_queries_alone))
+    calls.clear()
+    ours(q=q, k=k, cos=cos, sin=sin)
+    assert len(calls) == 1, "by keywords too"
+    for wrong in ({"q": q}, {"other": 1}):
+        with pytest.raises(TypeError) as error:
+            ours(q, k, cos, sin, **wrong)
+        with pytest.raises(TypeError, match=re.escape(str(error.value))):
+            rotate_queries_alone(q, k, cos, sin, **wrong)
+
+
+def test_complex_and_single_functions_have_the_names_of_the_original():
+    q, k, *_ = tensors()
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    factors = torch.polar(torch.ones(2, 5, 4), torch.arange(40.0).view(2, 5, 4))
+    ours = rotation_of(apply_rotary_complex)
+    assert inspect.signature(ours) == inspect.signature(apply_rotary_complex)
+    expected = apply_rotary_complex(q, k, factors)
+    torch.testing.assert_close(ours(freqs_cis=factors, xk=k, xq=q), expected)
+    torch.testing.assert_close(ours(q, k, freqs_cis=factors), expected)
+
+    def apply_one(x, cos, sin):
+        return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+    one = rotation_of(apply_one)
+    q, _, cos, sin = tensors()
+    torch.testing.assert_close(one(sin=sin, cos=cos, x=q), apply_one(q, cos, sin))
+
+
+def test_qwen4_exp_trains():
+    """Its indexer rotates queries without keys."""
+    qwen4 = pytest.importorskip("transformers.models.qwen4_exp")
+    layers = {"layer_types": ["linear_attention", "indexed_attention"], "num_hidden_layers": 2}
+    linear = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+    linear |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
+    indexer = {"n_heads": 2, "kv_heads": 1, "head_dim": 16, "budget": 4, "compress_ratio": 2}
+    indexer = {f"indexer_{name}": value for name, value in indexer.items()}
+    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts_per_tok": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "hc_count": 2, "hc_lowrank": 4}
+    config = qwen4.Qwen4ExpTextConfig(**layers, **linear, **indexer, **experts, **heads, **sizes)
+    torch.manual_seed(0)
+    model = qwen4.Qwen4ExpForCausalLM(config).train()
+    ids = torch.arange(3, 35).view(2, 16)
+    report = apply_unchanged(model, {"input_ids": ids, "labels": ids}, tolerance=1e-4)
+    assert sum(row.count for row in report.applied if row.component == "rope") == 2

@@ -27,6 +27,7 @@ from liger_trainer.patching.binding import (
     IMPLEMENTATION,
     ChosenConfig,
     bind_forward,
+    bound_function,
     call_like,
     choose,
     is_bound_by_us,
@@ -53,8 +54,8 @@ SIZES = (16, 24)
 TOKENS = 256
 """Tokens of the probe: enough for an even rounding noise."""
 
-READ = ("parametrizations",)
-"""What our forward of experts reads at each call, besides the weights: they may be in 4 bits."""
+READ = ("parametrizations", NORM)
+"""What our forward of experts calls, besides reading the weights."""
 
 _CHOSEN = 6  # experts that the tokens of the probe choose from
 
@@ -93,7 +94,7 @@ def forward_of_ours(module: Any) -> Callable | None:
         return None
     if is_chosen(module):
         return module.config.forward
-    return module.forward.__func__ if is_bound_by_us(module) else None
+    return bound_function(module) if is_bound_by_us(module) else None
 
 
 def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:

@@ -74,7 +74,7 @@ def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable
                 collected.append(losses.z)
         return losses.load_balancing
 
-    load_balancing_loss_func.__defaults__ = getattr(native, "__defaults__", None)
+    load_balancing_loss_func.__defaults__ = getattr(native, "__defaults__", None)  # type: ignore[attr-defined]
     return load_balancing_loss_func
 
 
