@@ -1,7 +1,9 @@
 # make quickstart: environment, installation, and a small model trained from scratch
 # make quickstart_dpo, make quickstart_grpo: the same, and a small model aligned with preferences or rewards
 # make test:       environment, installation, and every check
+# make test-all:   the same, and the tests that take minutes: all families of transformers
 # make fast:       the tests that see a fault in an operator's reference, the patching, a trainer or a recipe, in 90 s
+# make models:     the table of docs/models.md, from the installed transformers
 # make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
 # make compat:     the parity tests with the oldest and newest allowed libraries
@@ -20,7 +22,7 @@ BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test fast lint types unit interpreter coverage docs peers compat newest dist release-check docker tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test test-all models fast lint types unit interpreter coverage docs peers compat newest dist release-check docker tables clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -49,6 +51,12 @@ test: $(VENV)/.installed-test $(VENV)/.installed-docs
 	$(MAKE) --jobs=2 types docs lint
 	$(MAKE) unit
 	$(MAKE) interpreter
+
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --long -m long tests
+
+models: $(VENV)/.installed
+	HF_HUB_OFFLINE=1 $(BIN)/python -m liger_trainer.benchmarks.served --write
 
 # tests/fast.py says which.
 fast: $(VENV)/.installed-test

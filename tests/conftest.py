@@ -42,6 +42,7 @@ if INTERPRETED:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="run what `make fast` runs (tests/fast.py)")
+    parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -56,6 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kernel = [item for item in items if item.get_closest_marker("kernel")]
         config.hook.pytest_deselected(items=kernel)
         items[:] = [item for item in items if not item.get_closest_marker("kernel")]
+    if not config.getoption("--long"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if config.getoption("--fast"):
         config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
         items[:] = [item for item in items if is_fast(item)]

@@ -27,14 +27,15 @@ def unserved(model: nn.Module, findings: Iterable[Finding]) -> list[KernelReport
         model: The model.
         findings: What was found in it.
     """
-    findings, heads = list(findings), set(map(id, find_lm_heads(without_adapters(model))[0]))
+    base = without_adapters(model)
+    findings, heads = list(findings), set(map(id, find_lm_heads(base)[0]))
     found = heads | {id(finding.module) for finding in findings}
     apart = heads | {id(finding.module) for finding in findings if finding.component not in _OF_PLAIN_LAYERS}
     sizes = {id(module): 0 for module in model.modules()}
     total = _add_sizes(model, sizes)
     counts: dict[str, list[int]] = {}
     for module in model.modules():
-        if module is model or id(module) in found or _is_plain(module):
+        if module in (model, base) or id(module) in found or _is_plain(module):
             continue
         embeddings = sum(sizes[id(each)] for each in module.modules() if isinstance(each, nn.Embedding))
         own = _own_size(module, apart)

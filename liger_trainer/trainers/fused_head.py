@@ -27,6 +27,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context, token_observer
+from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.binding import is_ours
@@ -151,11 +152,24 @@ def _fused_forward(
                 aux_loss = getattr(outputs, "aux_loss", None)
             else:
                 statistics, aux_loss = packed_statistics(self, run, rows, target.shape, options)
+            if aux_loss is None and kwargs.get("output_router_logits"):
+                aux_loss = _without_router_loss(self, statistics)
             # The last position has no label, unless the labels were given as those of the next tokens.
             length = target.shape[1] - (shift_labels is None)
             return fused_output(statistics, target, length, aux_loss, text_config, num_items_in_batch, options)
 
     return forward
+
+
+def _without_router_loss(model: nn.Module, statistics: TokenStatistics) -> torch.Tensor:
+    """The 0 that TRL adds and logs for a model that is asked for its routers' loss, and computes none."""
+    if not torch.compiler.is_compiling():
+        warn_once(
+            f"no router loss: {type(model).__name__}",
+            f"{type(model).__name__} has `output_router_logits` but computes no auxiliary loss: its routers are not "
+            "balanced, and the logged `aux_loss` is 0. Set `router_aux_loss_coef` to 0 to leave it out. (Shown once.)",
+        )
+    return statistics.log_probs.new_zeros(())
 
 
 def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
