@@ -229,7 +229,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason "
          "patching/test_proofs::test_nothing_is_kept_by_reading", "keeps or kept"),
         ("proofs run in the caller's default dtype", "neutral", r"torch\.set_default_dtype\(torch\.float32\)", "pass",
-         "patching/test_proofs::test_the_state_around_changes_nothing", "default_dtype"),
+         "patching/test_proofs::test_constants_of_a_forward_have_the_dtype_of_a_fresh_process"),
         ("Llama 4's router ranks sigmoids", "_sigmoid_of_largest", r"sigmoid_after_topk=True, ", "",
          "patching/test_routers::test_transformers_routers", "llama4"),
         ("gradients are not compared", "_run", r"for tensor in \(\*outputs, \*gradients\)", "for tensor in (*outputs,)",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -309,13 +310,13 @@ def test_with_torch_alone():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines.pop(-2).startswith("Proved and patched in ")
-    assert lines == [
+    assert [re.sub(r"\d\.\de[+-]\d\d", "#", line) for line in lines] == [
         "liger_trainer kernels in GPT",
-        "  rms_norm: 5 x RMSNorm: rms_norm (casting=olmo2), probe error 4.9e-08",
-        "  rope: 2 x apply_rope_interleave in CausalSelfAttention: rope (neighbours to halves), probe error 0.0e+00",
-        "  rope: 2 x apply_rope in CausalSelfAttention: rope, probe error 0.0e+00",
-        "  swiglu: 2 x LLaMAMLP: swiglu, probe error 0.0e+00",
-        "  linear_cross_entropy: 1 x GPT head: linear_cross_entropy (logits_memory=512 MiB), probe error 1.2e-07",
+        "  rms_norm: 5 x RMSNorm: rms_norm (casting=olmo2), probe error #",
+        "  rope: 2 x apply_rope_interleave in CausalSelfAttention: rope (neighbours to halves), probe error #",
+        "  rope: 2 x apply_rope in CausalSelfAttention: rope, probe error #",
+        "  swiglu: 2 x LLaMAMLP: swiglu, probe error #",
+        "  linear_cross_entropy: 1 x GPT head: linear_cross_entropy (logits_memory=512 MiB), probe error #",
         "DeferredLogits 11",
     ]
     assert done.stderr == ""

@@ -285,6 +285,16 @@ def test_the_state_around_changes_nothing(state):
         restore()
 
 
+def test_constants_of_a_forward_have_the_dtype_of_a_fresh_process():
+    thirds = twins.norm(lambda self, x: self.weight * self.normed(x) * torch.tensor(1 / 3) * 3.0)()
+    restore = Ambient.default_dtype()
+    try:
+        (row,) = rows_of(thirds, "rms_norm")
+    finally:
+        restore()
+    assert row.applied, row.reason
+
+
 def test_a_proof_with_dropout_draws_nothing_of_the_callers():
     module = twins.MLPS["dropout"]()
     torch.manual_seed(0)
