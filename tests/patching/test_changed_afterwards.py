@@ -323,7 +323,7 @@ def test_values_that_are_read_at_each_call_keep_the_kernel(said, calls_of):
     model = TINY_MODELS["qwen3_moe"](num_hidden_layers=1)
     apply_liger_kernel(model)
     batch, calls = tiny_batch("qwen3_moe", model), calls_of(norms, "rms_norm")
-    calls += calls_of(experts_formula, "moe_experts")
+    of_experts = calls_of(experts_formula, "moe_experts")
     model(**batch)
     before = list(calls)
     block = model.model.layers[0]
@@ -332,6 +332,7 @@ def test_values_that_are_read_at_each_call_keep_the_kernel(said, calls_of):
     calls.clear()
     model(**batch)
     assert calls == before
+    assert len(of_experts) == 2
     assert said() == []
 
 
