@@ -182,7 +182,8 @@ def _warn(kind: str, name: str, of_owner: str) -> None:
     warn_once(
         f"changed {kind} {name}{of_owner}",
         f"`{name}`{of_owner} has been changed since liger_trainer patched this {kind}, so the class's own forward "
-        "runs, without our kernel. Call liger_trainer.apply_liger_kernel(model) again after the last change. (Shown once.)",
+        "runs, without our kernel. Call liger_trainer.apply_liger_kernel(model) again after the last change. (Shown "
+        "once.)",
     )
 
 
