@@ -76,8 +76,8 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if getattr(config, "num_kv_shared_layers", 0):
         small.num_kv_shared_layers = sum(layer >= layers - config.num_kv_shared_layers for layer in kept)
     # A state-space model has no heads.
-    heads, key_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    own_size = getattr(config, "head_dim", None) is not None
+    heads, key_heads = _written(config, "num_attention_heads"), _written(config, "num_key_value_heads")
+    own_size = _written(config, "head_dim") is not None
     small.hidden_size = _HIDDEN if own_size or not heads else _HEADS * (config.hidden_size // heads)
     small.num_attention_heads = _HEADS
     if key_heads is not None:
@@ -86,6 +86,11 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
         small.initializer_range = 0.1  # so that attention prefers keys
     small.pad_token_id = 0
     return small
+
+
+def _written(config: PreTrainedConfig, name: str) -> Any:
+    """What is written in the config, where asking for it may be an error: of a size that differs between layers."""
+    return vars(config).get(config.attribute_map.get(name, name))
 
 
 def _kept_layers(config: PreTrainedConfig, layers: int) -> list[int]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from liger_trainer import apply_liger_kernel
+from liger_trainer.patching.attention import find_attention
+from liger_trainer.patching.probe import Probe
 from tests.attention.families import build, full
 from tests.attention.test_families import ONLY, attention_rows, eager, implementation
 from tests.patching.comparisons import assert_same, loss_and_gradients
@@ -143,6 +145,21 @@ def test_others_are_proved(attention):
     (row,) = attention_rows(apply_liger_kernel(model, ONLY))
     assert row.applied, row.reason
     assert_same(loss_and_gradients(model, full()), expected, floor=1e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 1, 16), (32, 2, 64)], ids=str)
+def test_any_draw_proves_a_scale_of_one(heads):
+    """Scores as they are drawn would be near one-hot; and 16 heads share a key, whose gradients are sums."""
+    many, few, size = heads
+    sizes = {"hidden_size": 64, "num_attention_heads": many, "num_key_value_heads": few, "head_dim": size}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, intermediate_size=64, num_hidden_layers=1))
+    model.model.layers[0].self_attn.scaling = 1.0
+    for seed in range(8):
+        probe = Probe(torch.device("cpu"))
+        probe._generator.manual_seed(seed)
+        with probe.isolated():
+            (finding,) = find_attention(model, True, probe)
+        assert finding.kernel, (seed, finding.reason)
 
 
 class _CutsAround(LlamaModel):

@@ -8,7 +8,13 @@ import time
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForCausalLM,
+)
 
 from liger_trainer.attention.interface import NAME
 from liger_trainer.packing import packed_row
@@ -106,6 +112,27 @@ def test_others_are_refused_with_the_reason(name):
             model = (AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM).from_config(config)
     apply_liger_kernel(model)
     assert prove_packing(model).reason == REFUSED[name]
+
+
+@pytest.mark.parametrize("name", ["glm_ocr", "ernie4_5_vl_moe", "idefics2"])
+def test_rotary_sections_fit(name):
+    """Sections that are written in the model's code, of heads of the published size; and parts without layers."""
+    config = AutoConfig.for_model(name)
+    with torch.device("meta"):
+        model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config)
+    model.config.get_text_config()._attn_implementation = NAME
+    agreement = prove_packing(model)
+    assert agreement.equal, agreement.reason
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash", "axk1", "gemma3n_text", "diffllama", "beam"])
+def test_latent_and_shared_keys_are_proved(name):
+    agreement = prove_packing(meta_model(name))
+    assert agreement.equal, agreement.reason
+
+
+def test_parts_that_a_config_may_lack():
+    assert small_config(AutoConfig.for_model("gemma4", audio_config=None)).audio_config is None
 
 
 class _Summed(LlamaForCausalLM):

@@ -144,6 +144,22 @@ def test_applied_again_inside_the_fused_head_of_an_earlier_trainer():
         assert len(z_losses) == 1
 
 
+def test_a_model_that_has_no_auxiliary_loss_is_given_none(caplog):
+    """Llama 4's text model and Doge are asked for router logits, and compute no loss of them."""
+    from liger_trainer.trainers.fused_head import install_fused_forward
+    from liger_trainer.trainers.token_statistics import StatisticsOptions
+
+    model = TINY_MODELS["llama"]()
+    model.config.output_router_logits = True
+    install_fused_forward(model, StatisticsOptions(("log_probs",), 1.0, False, None))
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    aux_loss = model(input_ids=ids, fused_lm_head=True, labels=ids).aux_loss
+    assert aux_loss == 0
+    assert "its routers are not balanced" in caplog.text
+    model.config.output_router_logits = False
+    assert model(input_ids=ids, fused_lm_head=True, labels=ids).aux_loss is None
+
+
 def test_a_compiled_model_gives_the_same_loss():
     torch.compiler.reset()
     model = build("mixtral", num_hidden_layers=1)
