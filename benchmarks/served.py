@@ -110,7 +110,7 @@ def _built(family: str) -> Any:
     config = AutoConfig.for_model(family, **_PUBLISHED.get(family, {}))
     multimodal = config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     of_images = multimodal or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if of_images else MODEL_FOR_CAUSAL_LM_MAPPING
+    mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if of_images else MODEL_FOR_CAUSAL_LM_MAPPING
     with torch.device("meta"):
         return mapping[type(config)](config)
 
@@ -126,7 +126,8 @@ def _reason(rows: Iterable[KernelReportRow]) -> str:
     """The reasons, each once, and the modules without a kernel that are not small."""
     left = [row for row in rows if not row.applied]
     reasons = [f"{row.target}: {row.reason}" for row in left if row.share is None]
-    others = [f"{row.target} ({100 * row.share:.0f} %)" for row in left if (row.share or 0.0) >= _SMALLEST_SHARE]
+    large = [(row.target, row.share) for row in left if row.share is not None and row.share >= _SMALLEST_SHARE]
+    others = [f"{target} ({100 * share:.0f} %)" for target, share in large]
     if others:
         reasons.append(f"no kernel for {', '.join(others)}")
     # Errors of a proof differ from one CPU to the next.
