@@ -24,8 +24,6 @@ from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.trainers.checkpoints.saved_weights import SavedWeightsMixin
-from liger_trainer.trainers.loss_scale import loss_divisor
-from liger_trainer.trainers.moe.router_z_loss import with_z_loss
 
 logger = logging.getLogger("liger_trainer")
 
@@ -60,21 +58,11 @@ class AdapterMethodsMixin(SavedWeightsMixin):
         if hasattr(tuner, "update_and_allocate"):
             self.add_callback(RankAllocationCallback(tuner))
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """The trainer's loss, and in training the mean of PEFT's terms in it."""
+    def _recorded_terms(self) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
+        """A context around a loss, which gives the terms that PEFT would add to it, in training."""
         if self._tuner_of_terms is None or not self.model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with added_terms(self._tuner_of_terms, without_labels=self.label_smoother is not None) as terms:
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not terms:
-            return result
-        return with_z_loss(result, torch.stack(terms).mean() / loss_divisor(self, num_items_in_batch))
+            return contextlib.nullcontext([])
+        return added_terms(self._tuner_of_terms, without_labels=self.label_smoother is not None)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

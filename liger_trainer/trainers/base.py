@@ -61,7 +61,7 @@ from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weig
 from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_step_checked
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
-from liger_trainer.trainers.checks.users_loss import UsersLoss
+from liger_trainer.trainers.checks.users_loss import UsersLoss, has_users_loss
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.fp8_base import store_base
 from liger_trainer.trainers.known_batches import KnownBatches, discard_facts
@@ -256,7 +256,8 @@ class LigerTrainerMixin(
     ) -> Any:
         """The trainer's own loss; if all labels of a step are ignored, a zero that backpropagates.
 
-        In training, the z-loss of the routers is added if `router_z_loss_coef` is above 0.
+        In training, the mean of the terms is added that PEFT puts into the loss of the model's outputs, and the z-loss
+        of the routers if `router_z_loss_coef` is above 0.
         """
         if num_items_in_batch is not None:
             # The stock Trainer divides 0 by 0 in such a step.
@@ -271,11 +272,12 @@ class LigerTrainerMixin(
         warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
         bound, expected = self._labelled_bound(inputs), self._expected_gradient(num_items_in_batch)
         padding, looked_at = self._known_batches.padding(inputs), self._users_loss.looked_at(self, num_items_in_batch)
-        with bound, expected, padding, smoothing, warned, looked_at, recorded_z_losses() as z_losses:
-            result = super().compute_loss(
-                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
-            )
+        z_recorded, terms_recorded = recorded_z_losses(), self._recorded_terms()
+        with bound, expected, padding, smoothing, warned, looked_at, z_recorded as z_losses, terms_recorded as terms:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._let_layers_keep_again()
+        if terms:
+            result = with_z_loss(result, torch.stack(terms).mean() / loss_divisor(self, num_items_in_batch))
         if self._z_loss is None or not self.model.training or not torch.is_grad_enabled():
             return result
         z_loss = mean_z_loss(z_losses)
@@ -287,16 +289,8 @@ class LigerTrainerMixin(
     def _labelled_bound(self, inputs: Any) -> contextlib.AbstractContextManager:
         """Tells the head how many labels the micro-batch has, so that it multiplies no row without one."""
         trains = self.model.training and self.args.use_liger_kernel
-        knows = trains and self._has_whole_rows and not self._has_users_loss
+        knows = trains and self._has_whole_rows and not has_users_loss(self)
         return labelled_rows_at_most(self._known_batches.labels(inputs) if knows else None)
-
-    @property
-    def _has_users_loss(self) -> bool:
-        """Whether a function or a subclass of the user computes the loss, which may score any tokens."""
-        # TRL's trainers have a string in place of the function, and the loss in a method of their own.
-        known = tuple(f"{library}." for library in ("liger_trainer", "trl", "transformers"))
-        users = (kind for kind in type(self).__mro__ if not kind.__module__.startswith(known))
-        return callable(self.compute_loss_func) or any("_compute_loss" in vars(kind) for kind in users)
 
     @property
     def _has_whole_rows(self) -> bool:

@@ -87,7 +87,7 @@ SEEN = {
     **dict.fromkeys(list(CHANGES)[:4], "masks"),
     "a cache with another name": "cache_of_a_step",
     "an attention behind a decorator": "rotary_function attention",
-    "an attention that hides its call": "rotary_function",
+    "an attention that hides its call": "rotary_function attention",
     "a loss behind a decorator": "load_balancing_loss",
     "a layer that checkpoints otherwise": "checkpointed_layer",
     "offsets with another name": "attention",

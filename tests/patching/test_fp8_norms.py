@@ -1,5 +1,7 @@
 """Which norms cast their results to fp8, and that a model's loss and gradients do not show it."""
 
+import inspect
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,6 +20,7 @@ from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.norms import rms_norm as norms
 from liger_trainer.patching import apply, fp8
 from liger_trainer.patching import norms as patched_norms
+from liger_trainer.patching.binding import bound_function
 from liger_trainer.patching.fp8_norms import cast_in_norms
 from tests.calls import recorded_calls
 
@@ -40,8 +43,8 @@ def tiny(config, model):
 
 def casting(model):
     """The norms whose forward, closed over `casts`, casts."""
-    functions = ((name, module.__dict__.get("forward")) for name, module in model.named_modules())
-    variables = {name: bound.__func__ for name, bound in functions if bound is not None and "norm" in name}
+    norms = ((name, module) for name, module in model.named_modules() if "norm" in name and "forward" in vars(module))
+    variables = {name: inspect.unwrap(bound_function(norm)) for name, norm in norms}
     return [
         name
         for name, function in variables.items()

@@ -1,4 +1,4 @@
-"""Whether a `compute_loss_func` divides by the labels of the whole step, as the Trainer takes for granted."""
+"""Whether a user computes the loss, and divides it by the labels of the whole step, as the Trainer takes for granted."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ logger = logging.getLogger("liger_trainer")
 
 _TOLERANCE = 0.05
 """How far from a half the loss with twice the count may be, relative to it: terms that are means of their own."""
+
+
+def has_users_loss(trainer: Any) -> bool:
+    """Whether a function or a subclass of the user computes the loss of `trainer`, which may score any tokens."""
+    # TRL's trainers have a string in place of the function, and the loss in a method of their own.
+    known = tuple(f"{library}." for library in ("liger_trainer", "trl", "transformers"))
+    users = (kind for kind in type(trainer).__mro__ if not kind.__module__.startswith(known))
+    return callable(trainer.compute_loss_func) or any("_compute_loss" in vars(kind) for kind in users)
 
 
 class UsersLoss:
