@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+)
 
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.patching.apply import apply_liger_kernel
@@ -84,8 +89,8 @@ class Served:
 
 def families() -> list[str]:
     """The causal and the image-text types of the installed transformers."""
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-    return sorted({name for mapping in mappings for name in mapping._model_mapping})
+    configs = {*MODEL_FOR_CAUSAL_LM_MAPPING.keys(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.keys()}
+    return sorted(name for name, config in CONFIG_MAPPING.items() if config in configs)
 
 
 def served(family: str) -> Served:

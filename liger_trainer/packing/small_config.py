@@ -77,8 +77,8 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
         small.num_kv_shared_layers = sum(layer >= layers - config.num_kv_shared_layers for layer in kept)
     # A state-space model has no heads.
     heads, key_heads = _written(config, "num_attention_heads"), _written(config, "num_key_value_heads")
-    own_size = _written(config, "head_dim") is not None
-    small.hidden_size = _HIDDEN if own_size or not heads else _HEADS * (config.hidden_size // heads)
+    size = _written(config, "head_dim") or (config.hidden_size // heads if heads else 0)
+    small.hidden_size = _HEADS * size if heads and config.hidden_size // heads == size else _HIDDEN
     small.num_attention_heads = _HEADS
     if key_heads is not None:
         small.num_key_value_heads = _HEADS if key_heads == heads else (1 if key_heads == 1 else 2)

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from liger_trainer.attention.interface import NAME
+from liger_trainer.compat.private import available
 from liger_trainer.compat.rebound import forward_calling
+from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.patching.probe import ProjectionToOnes, class_of, dummy_module
 
@@ -108,7 +110,7 @@ def capture(
         own_name: The attention implementation that the model has by default.
         rotary_widths: The widths that the model's rotary tables may have.
     """
-    forward = forward_calling(class_of(module).forward, INTERFACE, _INTERFACE)
+    forward = forward_calling(class_of(module).forward, INTERFACE, _INTERFACE) if available(ATTENTION) else None
     if forward is None:
         return "what its forward is wrapped in cannot be run on a dummy"
     arguments = {each.name for each in inspect.signature(forward).parameters.values() if each.kind in _NAMED}
