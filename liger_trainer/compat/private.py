@@ -115,17 +115,27 @@ class Feature:
         return self.since is None or installed is None or is_at_least(self.library, self.since)
 
 
-@functools.cache
+_in_trial: set[Feature] = set()
+
+
 def tried(feature: Feature) -> str | None:
     """What the canary of `feature` says has changed; None if nothing has, or if there is no canary."""
-    if feature.canary is None:
+    if feature.canary is None or feature in _in_trial:  # which runs the very code that asks
         return None
-    module, _, name = feature.canary.partition(":")
+    return _tried(feature)
+
+
+@functools.cache
+def _tried(feature: Feature) -> str | None:
+    module, _, name = str(feature.canary).partition(":")
+    _in_trial.add(feature)
     try:
         # Without what the caller has set: a canary may run in the middle of a forward.
         return contextvars.Context().run(getattr(importlib.import_module(module), name))
     except Exception as error:  # whatever another version of the library may raise
         return f"trying it raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    finally:
+        _in_trial.discard(feature)
 
 
 def require(feature: Feature) -> list[Any]:

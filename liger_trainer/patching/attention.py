@@ -8,7 +8,6 @@ which transformers finds our attention and our masks (`liger_trainer/attention/`
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,7 +38,9 @@ from liger_trainer.patching.attention_call import (
     rotary_widths,
 )
 from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding
-from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, full_shape, identity
+from liger_trainer.patching.inputs import ATTENTION as INPUTS
+from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape, identity
+from liger_trainer.patching.trial import Agreement, Trial
 
 _KERNEL = "attention without masks"
 _BATCH, _WINDOW = 2, 5
@@ -194,8 +195,7 @@ def _prove(module: nn.Module, own_name: str, widths: Sequence[int], probe: Probe
         mask = dense(plan, _BATCH, LENGTH, probe.device)
         original = _computation(eager, module, list(parameters), call, mask)
         ours = _computation(function, module, list(parameters), call, plan)
-        with _exact_products():
-            agreements.append(probe.compare(original, ours, tensors))
+        agreements.append(Trial(original, tensors, INPUTS).prove(ours))
     return max(agreements, key=lambda each: (not each.equal, each.error))
 
 
@@ -222,29 +222,17 @@ def _without_kernels(module: nn.Module, query: torch.Tensor, key: Any, value: An
     return attention_reference(*operands, plan=plan, scale=scale, softcap=softcap, sinks=sinks), None
 
 
-@contextlib.contextmanager
-def _exact_products() -> Iterator[None]:
-    """Multiplies float32 as such, also where TensorFloat-32 is on, which each of the two would round in its own way."""
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    if before == "tf32":
-        products.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        if before == "tf32":
-            products.fp32_precision = before
-
-
 def _computation(
     function: Callable, module: nn.Module, names: list[str], call: AttentionCall, mask: AttentionPlan | torch.Tensor
 ) -> Callable:
     """An attention function of queries, keys, values and the parameters of `module`, such as sinks."""
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parameters: torch.Tensor, training: bool = True
+    ) -> torch.Tensor:
         own = dict(zip(names, parameters))
         options = call.options | {option: own[name] for option, name in call.of_parameter.items()}
         what = additive(mask, q.dtype) if isinstance(mask, torch.Tensor) else mask
-        return function(dummy_module(module, own, {}), q, k, v, what, **options)[0]
+        return function(dummy_module(module, own, {}, training), q, k, v, what, **options)[0]
 
     return run

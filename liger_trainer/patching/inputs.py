@@ -61,6 +61,10 @@ def _one_large_element(tensors: Tensors) -> Tensors:
     return [x, *tensors[1:]]
 
 
+def _large_values(tensors: Tensors) -> Tensors:
+    return [*tensors[:2], tensors[2] * 300.0, *tensors[3:]]
+
+
 def _large_weights(tensors: Tensors) -> Tensors:
     return [tensors[0], *(tensor * 300.0 for tensor in tensors[1:])]
 
@@ -105,6 +109,16 @@ ROTATION = (
 
 BALANCE = tuple(Case(f"logits of about {size:g}", _all_times(size)) for size in (1e-3, 30.0))
 """A load-balancing loss. Larger logits give probabilities of 0, which tie for the second place of a token."""
+
+ATTENTION = (
+    *MODES,
+    Case("queries of about 1e-3", _times(1e-3)),
+    Case("scores of about 8", _times(8.0)),
+    Case("values of about 300", _large_values),
+    ZERO_ROWS,
+)
+"""An attention function: queries, whose scores are about 1, keys, values, and the parameters of the attention. Larger
+scores round in float32 by more than two equal functions may differ."""
 
 HEAD = (*SIZES, ZERO_ROWS)
 """The LM head: hidden states."""

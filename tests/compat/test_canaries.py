@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from liger_trainer import canaries
 from liger_trainer.attention import masks
 from liger_trainer.cli.doctor import private_names
-from liger_trainer.compat import features
+from liger_trainer.compat import features, private
 from liger_trainer.compat import transformers as declared
 from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require, tried
 
@@ -24,10 +24,10 @@ identifier = pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: fe
 @pytest.fixture(autouse=True)
 def _forget():
     """Canaries run once in a process."""
-    for cache in (tried, available, canaries._llama):
+    for cache in (private._tried, available, canaries._llama):
         cache.cache_clear()
     yield
-    for cache in (tried, available, canaries._llama):
+    for cache in (private._tried, available, canaries._llama):
         cache.cache_clear()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.llama import modeling_llama
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.patching import inputs
@@ -27,7 +28,8 @@ ALL_TWINS = [(kind, name) for kind, (_, table) in twins.TWINS.items() for name i
 
 def rows_of(module, kind):
     report = apply_liger_kernel(toys.Toy(it=module), ONLY)
-    return [row for row in report if row.component == ("experts" if kind == "block" else kind)]
+    components = ("experts",) if kind == "block" else (kind, "other")  # what looks like no served part is another
+    return [row for row in report if row.component in components]
 
 
 def report_of(model):
@@ -61,6 +63,42 @@ def test_a_twin_is_left_alone_with_the_reason(kind, name):
     assert module.__dict__.keys() == before.keys()
     assert getattr(module, "seen", []) == []
     assert twins.RECORDED == []
+
+
+def limited(value, limit):
+    return value.clamp(-limit, limit)
+
+
+ATTENTIONS = {  # what becomes of the scores and of the values, and the inputs that show it
+    "scores up to 20": (lambda module, scores, values: (limited(scores, 20), values), "scores of about 8"),
+    "values up to 100": (lambda module, scores, values: (scores, limited(values, 100)), "values of about 300"),
+    "another scale in evaluation": (
+        lambda module, scores, values: (scores * (1 if module.training else 1.01), values),
+        "evaluation mode",
+    ),
+    "scores of 0 are ranked": (
+        lambda module, scores, values: (scores + (scores == 0) * torch.arange(scores.shape[-1]), values),
+        "rows of zeros",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["served", *ATTENTIONS])
+def test_an_attention_is_proved_where_its_formula_matters(name, monkeypatch):
+    change, case = ATTENTIONS.get(name, (lambda module, scores, values: (scores, values), ""))
+
+    def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+        groups = module.num_key_value_groups
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+        scores, value = change(module, query @ key.transpose(2, 3) * scaling, value)
+        scores = scores if attention_mask is None else scores + attention_mask
+        weights = scores.softmax(-1, torch.float32).to(query.dtype)
+        return (weights @ value).transpose(1, 2), weights
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager_attention_forward)
+    (row,) = (row for row in apply_liger_kernel(TINY_MODELS["llama"]()) if row.component == "attention")
+    assert row.applied == (name == "served"), row.reason
+    assert case in row.reason
 
 
 def test_the_reason_names_the_inputs():
