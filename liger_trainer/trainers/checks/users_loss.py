@@ -1,4 +1,4 @@
-"""Whether a user computes the loss, and divides it by the labels of the whole step, as the Trainer takes for granted."""
+"""Whether a user computes the loss, and divides by the labels of the whole step, as the Trainer takes for granted."""
 
 from __future__ import annotations
 
