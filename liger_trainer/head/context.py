@@ -90,8 +90,8 @@ def are_logits_read_later() -> bool:
     return _read_later.get()
 
 
-def tokens_observed_by(observe: TokenObserver) -> contextlib.AbstractContextManager[None]:
-    """Calls `observe` for every loss of deferred logits inside."""
+def tokens_observed_by(observe: TokenObserver | None) -> contextlib.AbstractContextManager[None]:
+    """Calls `observe`, or nothing, for every loss of deferred logits inside."""
     return set_to(_observer, observe)
 
 

@@ -33,7 +33,8 @@ class Agreement:
 
     Args:
         error: Largest relative float32 difference of outputs and gradients; infinite if one is missing.
-        distance: Largest relative bfloat16 difference, which distinguishes formulas that only round differently.
+        distance: Largest relative bfloat16 difference of an output, which distinguishes formulas that only round
+            differently. Those of gradients, which are sums, are mostly noise.
         reason: Why they do not agree; empty if they do.
         case: The name of the [`Case`] that shows it; empty for the random tensors themselves.
     """
@@ -91,7 +92,7 @@ class Trial:
             rounded, nearby = self._results(ours, AS_DRAWN, torch.bfloat16)
         except _CannotCompareError as reason:
             return Agreement(math.inf, reason=str(reason))
-        return _judge_rounding(agreement.error, truth, rounded, nearby)
+        return _judge_rounding(agreement.error, truth, rounded, nearby, len(truth) - len(self._tensors))
 
     def everywhere(self, ours: Computation, agreement: Agreement) -> Agreement:
         """Compares the two in float32 on all other inputs, up to the first where they differ.
@@ -198,18 +199,19 @@ def _mismatch(expected: Sequence[torch.Tensor | None], got: Sequence[torch.Tenso
     return ""
 
 
-def _judge_rounding(error: float, truth: _Results, rounded: _Results, nearby: _Results) -> Agreement:
-    """Whether ours in bfloat16, `nearby`, is as close to `truth` as the original, `rounded`."""
+def _judge_rounding(error: float, truth: _Results, rounded: _Results, nearby: _Results, outputs: int) -> Agreement:
+    """Whether ours in bfloat16, `nearby`, is as close to `truth` as the original, `rounded`; `outputs` come first."""
     mismatch = _mismatch(rounded, nearby)
     if mismatch:
         return Agreement(math.inf, reason=mismatch)
-    distance = max(_rms(one, other) for one, other in zip(rounded, nearby))
+    distance = max(_rms(one, other) for one, other in zip(rounded[:outputs], nearby))
     for true, theirs, own in zip(truth, rounded, nearby):
         count = 0 if true is None else true.numel()
         slack = max(_BF16_SLACK, 1 + _DEVIATIONS / math.sqrt(max(count, 1)))
         allowed = max(slack * _rms(true, theirs), _BF16_FLOOR_OF_FEW if count < _FEW else _BF16_FLOOR)
         if not _rms(true, own) <= allowed:
-            return Agreement(error, distance, f"in bfloat16 it rounds differently (relative difference {distance:.1e})")
+            difference = f"relative difference {_rms(theirs, own):.1e}"
+            return Agreement(error, distance, f"in bfloat16 it rounds differently ({difference})")
     return Agreement(error, distance)
 
 

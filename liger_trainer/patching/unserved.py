@@ -14,7 +14,7 @@ from torch import nn
 
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.probe import class_of, full_shape
+from liger_trainer.patching.probe import class_of, full_shape, is_stateless
 from liger_trainer.patching.report import KernelReportRow
 
 _OF_PLAIN_LAYERS = ("fp8", "lora")
@@ -73,6 +73,12 @@ def _own_size(module: nn.Module, apart: Collection[int]) -> int:
         if child is not None and _is_plain(child) and id(child) not in apart and not isinstance(child, nn.Embedding):
             size += _own_size(child, apart)
     return size
+
+
+def _wraps_a_linear_layer(module: nn.Module) -> bool:
+    """Whether a linear layer is all that `module` has, such as LitGPT's LoRA layers without an adapter."""
+    children = [child for child in module._modules.values() if child is not None and not is_stateless(child)]
+    return len(children) == 1 and isinstance(children[0], nn.Linear) and not _direct_size(module)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -211,7 +211,8 @@ def _check_gradients_pass(model: nn.Module) -> None:
     tried = set()
     quantised = getattr(without_adapters(model), "hf_quantizer", None) is not None
     for name, layer in model.named_modules():
-        features, weight = getattr(layer, "in_features", None), getattr(layer, "weight", None)
+        # Not `layer.weight`, which may be a property that computes it.
+        features, weight = getattr(layer, "in_features", None), own_tensors(layer).get("weight")
         if not isinstance(features, int) or not isinstance(weight, torch.Tensor) or hasattr(layer, "base_layer"):
             continue
         foreign = overriding_forward(layer)
