@@ -349,6 +349,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("policy_loss is divided by the accumulation", "LigerGRPOTrainer.compute_loss",
          r"steps = self\.current_gradient_accumulation_steps", "steps = 1",
          "trainers/::test_the_policy_loss_does_not_depend_on_accumulation", "dapo"),
+        ("a router loss that a model does not compute is multiplied", "_fused_forward",
+         r"aux_loss = _without_router_loss\(self, statistics\)", "pass",
+         "trainers/::test_a_router_loss_that_the_model_does_not_compute_is_0"),
         ("results are kept without a proof", "proved", r"known\.get\(\(one\.call, one\.bytes\), False\)", "True",
          "recompute/::test_a_kind_of_result_that_failed_in_one_layer_or_was_never_tried_is_kept_in_none "
          "trainers/test_activation_memory::test_what_a_hidden_kernel_writes_to_is_not_kept"),
