@@ -184,6 +184,24 @@ def test_links_lead_somewhere(page):
         assert not section or section in anchors(file), target
 
 
+def differences():
+    """The rows of the tables of docs/differences.md, without the two lines above each table."""
+    lines = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("|") and not re.match(r"\| stock \||\|-", line)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+
+
+@pytest.mark.parametrize(("stock", "ours", "issue", "tests"), differences())
+def test_a_difference_names_a_test_that_exists(stock, ours, issue, tests):
+    assert stock
+    assert ours
+    assert issue == "– (no issue found)" or re.search(r"\[\w+#\d+\]\(https://github\.com/[\w/-]+/\d+\)", issue)
+    named = re.findall(r"`([^`]+)::(\w+)`", tests)
+    assert len(named) == tests.count("`") / 2 > 0
+    for path, test in named:
+        assert re.search(rf"^def {test}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), test
+
+
 def test_options_are_all_there_with_their_defaults():
     from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
     from liger_trainer.configs.packing_flags import SharingFlags
