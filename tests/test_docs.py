@@ -184,6 +184,24 @@ def test_links_lead_somewhere(page):
         assert not section or section in anchors(file), target
 
 
+def differences():
+    """The rows of the tables of docs/differences.md, without the two lines above each table."""
+    lines = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("|") and not re.match(r"\| stock \||\|-", line)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+
+
+@pytest.mark.parametrize(("stock", "ours", "issue", "tests"), differences())
+def test_a_difference_names_a_test_that_exists(stock, ours, issue, tests):
+    assert stock
+    assert ours
+    assert issue == "– (no issue found)" or re.search(r"\[\w+#\d+\]\(https://github\.com/[\w/-]+/\d+\)", issue)
+    named = re.findall(r"`([^`]+)::(\w+)`", tests)
+    assert len(named) == tests.count("`") / 2 > 0
+    for path, test in named:
+        assert re.search(rf"^def {test}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), test
+
+
 def test_options_are_all_there_with_their_defaults():
     from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
     from liger_trainer.configs.packing_flags import SharingFlags
@@ -234,7 +252,8 @@ def test_printed_report_is_what_the_code_before_it_prints(monkeypatch, capsys):
     (shown,) = blocks(guide, "text")
     exec(compile(source, str(guide), "exec"), {"__name__": "guide"})
 
-    def lines(text):  # probe errors are of this processor
-        return [re.sub(r"\d\.\de[+-]\d\d", "0.0e+00", line.rstrip()) for line in text.rstrip().splitlines()]
+    def lines(text):  # probe errors and the time are of this processor
+        text = re.sub(r"\d\.\de[+-]\d\d", "0.0e+00", re.sub(r"in \d+\.\d s\.", "in 0.1 s.", text))
+        return [line.rstrip() for line in text.rstrip().splitlines()]
 
     assert lines(shown) == lines(capsys.readouterr().out)

@@ -12,14 +12,14 @@ import torch
 import trl
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, DogeConfig, DogeForCausalLM, TrainingArguments
 
 import liger_trainer
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers import fused_head, token_statistics
 from liger_trainer.trainers.sft_trainer import OnePassModel
 from tests.trainers.parity import BASE, KINDS, assert_parity, build, liger_trainer_of, lora
-from tests.trainers.tiny import COMMON, logged, mixtral, tokenizer
+from tests.trainers.tiny import COMMON, SIZES, logged, mixtral, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -310,6 +310,22 @@ def test_the_loss_of_the_fused_head_has_the_auxiliary_loss_once():
     expected, found = plain(**inputs), fused(**inputs, fused_lm_head=True)
     torch.testing.assert_close(found.aux_loss, expected.aux_loss)
     torch.testing.assert_close(found.loss, expected.loss)
+
+
+def test_a_router_loss_that_the_model_does_not_compute_is_0(tmp_path, caplog):
+    """TRL asks a dense Doge for one, since its configuration has a coefficient for those that are not."""
+    torch.manual_seed(0)
+    DogeForCausalLM(DogeConfig(**SIZES)).save_pretrained(tmp_path / "model")
+    with pytest.raises(IndexError):
+        build("DPO", False, tmp_path / "stock", str(tmp_path / "model")).train()
+    runs = []
+    for ours, case in ((False, {"router_aux_loss_coef": 0.0}), (True, {})):
+        trainer = build("DPO", ours, tmp_path / str(ours), str(tmp_path / "model"), **case)
+        trainer.train()
+        runs.append([log["loss"] for log in logged(trainer) if "loss" in log])
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+    assert [log["aux_loss"] for log in logged(trainer) if "loss" in log] == [0.0, 0.0]
+    assert caplog.text.count("computes no auxiliary loss") == 1
 
 
 def test_retain_logits_memory_is_a_size(tmp_path):
