@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import NESTED_VALUES
@@ -37,4 +38,17 @@ def build(value: Any, for_write: bool = False) -> Any:
 def call_built(func: Callable, args: tuple, kwargs: dict[str, Any], for_write: bool = False) -> Any:
     """``func(*args, **kwargs)`` with tensors in the place of results that are computed on use."""
     args, kwargs = tree_map(lambda value: build(value, for_write), (args, kwargs))
-    return func(*args, **kwargs)
+    return own_function(func)(*args, **kwargs)
+
+
+_OWN = dict(vars(functional))
+
+
+def own_function(func: Callable) -> Callable:
+    """The function of torch where `func` is what somebody has put into its place in `torch.nn.functional`.
+
+    A function of that module hands itself over by its global name. What is found there, such as a loss with a factor,
+    has called it, and must not run a second time.
+    """
+    now = vars(functional)
+    return next((own for name, own in _OWN.items() if own is not func and now.get(name) is func), func)

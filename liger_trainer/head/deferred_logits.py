@@ -21,7 +21,7 @@ import torch
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEFERRED_LOGITS
 from liger_trainer.head.chunked_module import chunked_rows
-from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built, tree_leaves, tree_map
+from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built, own_function, tree_leaves, tree_map
 from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.warn_once import warn_once
@@ -143,7 +143,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         if func in METADATA:
             with unwrapped():
                 return METADATA[func](*args, **kwargs)
-        recorder = RECORDERS.get(func)
+        recorder = RECORDERS.get(func) or RECORDERS.get(own_function(func))
         if recorder is not None and args and isinstance(args[0], cls):
             logits = without_owner(args[0])
             result = recorder(logits, *args[1:], **kwargs) if logits.recordable else NotImplemented

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from liger_trainer import apply_liger_kernel
 from liger_trainer.head import DeferredLogits, warn_once
 from liger_trainer.head.context import ForwardContext, forward_context
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.head import make_head_forward
 from tests.head.deferring import CHAINS, MASK, B, H, S, V, assert_equal, defer, real
+from tests.tiny_models import TINY_MODELS
 
 
 class _Scaled(torch.autograd.Function):
@@ -252,3 +254,28 @@ def test_says_once_what_built_the_logits(head, hidden, caplog):
             defer(head, hidden).argmax(-1)
         defer(head.eval(), hidden).exp()
         assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "log_softmax", "softmax", "nll_loss", "gelu"])
+def test_what_stands_in_the_place_of_a_function_of_torch_runs_once(name, monkeypatch):
+    """torch hands a function over by its global name, where a user's own is found after it was replaced."""
+    native, patched = TINY_MODELS["llama"](), TINY_MODELS["llama"]()
+    apply_liger_kernel(patched)
+    plain, calls = getattr(F, name), []
+
+    def twice(*args, **kwargs):
+        calls.append(args)
+        return 2 * plain(*args, **kwargs)
+
+    monkeypatch.setattr(F, name, twice)
+    target = torch.arange(8)
+
+    def loss(model):
+        logits = model(input_ids=target[None] + 3, labels=target[None] + 3).logits[0].float()
+        operands = (logits, target) if name in ("cross_entropy", "nll_loss") else (logits, -1)
+        return getattr(F, name)(*operands[: 1 if name == "gelu" else 2]).sum()
+
+    expected = loss(native)
+    counted = len(calls)
+    torch.testing.assert_close(loss(patched), expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 2 * counted
