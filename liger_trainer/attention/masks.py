@@ -8,6 +8,7 @@ queries that follow a cache, gives transformers' own boolean mask.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.current_plan import NotPackable, current_plan_of
 from liger_trainer.attention.known_rows import Bounds, bounds_of, known_rows
-from liger_trainer.compat.private import available, require
+from liger_trainer.compat.private import TESTED, available, installed_version, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS, RECOGNISED_MASKS, REMAPPED_POSITIONS
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
@@ -42,12 +43,21 @@ class _Pattern(NamedTuple):
 
 
 def _inner_code(function: Callable) -> types.CodeType:
-    """The code of the mask function that `function` returns."""
-    return next(
-        each
-        for each in function.__code__.co_consts
-        if isinstance(each, types.CodeType) and not each.co_name.startswith("<")
-    )
+    """The code of the mask function that `function`, or what it wraps, returns.
+
+    Raises:
+        ImportError: if it defines none.
+    """
+    constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
+    codes = (each for each in constants if isinstance(each, types.CodeType) and not each.co_name.startswith("<"))
+    code = next(codes, None)
+    if code is None:
+        raise ImportError(
+            f"transformers {installed_version('transformers')}: `masking_utils.{function.__name__}` defines no function "
+            "of its own, by which liger_trainer recognises masks. Install the version it is tested with: `pip install "
+            f"transformers=={TESTED['transformers']}`."
+        )
+    return code
 
 
 _AND, _WINDOW, _CHUNKS, _PACKED = map(_inner_code, require(MASK_FUNCTIONS))

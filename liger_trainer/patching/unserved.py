@@ -35,7 +35,7 @@ def unserved(model: nn.Module, findings: Iterable[Finding]) -> list[KernelReport
     total = _add_sizes(model, sizes)
     counts: dict[str, list[int]] = {}
     for module in model.modules():
-        if module in (model, base) or id(module) in found or _is_plain(module):
+        if module in (model, base) or id(module) in found or _is_plain(module) or _wraps_a_linear_layer(module):
             continue
         embeddings = sum(sizes[id(each)] for each in module.modules() if isinstance(each, nn.Embedding))
         own = _own_size(module, apart)

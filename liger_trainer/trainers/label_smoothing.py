@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LABEL_SMOOTHING
-from liger_trainer.head.context import loss_follows
+from liger_trainer.head.context import loss_follows, tokens_observed_by
 
 if TYPE_CHECKING:
     from transformers.trainer_pt_utils import LabelSmoother
@@ -137,7 +137,7 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with loss_follows():
+        with loss_follows(), tokens_observed_by(None):  # no evaluation counts these
             without, with_first = (_loss(model(**others, labels=labels)) for labels in (nothing, first))
     except torch.OutOfMemoryError:
         raise

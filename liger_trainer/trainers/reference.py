@@ -112,7 +112,8 @@ class ReferenceMixin(LigerTRLMixin):
         model: Any = self.accelerator.unwrap_model(self.model)
         adapters: Mapping[str, Any] | None = getattr(model, "peft_config", None)
         copied = adapters is not None and _COPY in adapters
-        if self._given_reference or _is_noisy(model, but_adapters=not copied):
+        noisy = getattr(self.args, "neftune_noise_alpha", None) or _is_noisy(model, but_adapters=not copied)
+        if self._given_reference or noisy:
             return None
         if adapters is not None and not copied and not _start_as_nothing(self._given_adapters):
             return None

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 import trl
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTTrainer
 
 import liger_trainer
@@ -108,7 +108,7 @@ def test_no_logits_after_mixed_precision(first, peft, tmp_path, folders, never_b
     """Accelerate has wrapped the forward: evaluation, and a reference without gradients, still take the fused head."""
     model = first(folders["llama"], tmp_path / "first")
     model.config._name_or_path = folders["llama"]
-    case = {"peft_config": lora()} if peft else {"ref_model": folders["llama"]}
+    case = {"peft_config": lora()} if peft else {"ref_model": AutoModelForCausalLM.from_pretrained(folders["llama"])}
     trainer = build("DPO", True, tmp_path, model, bf16=True, eval_strategy="steps", eval_steps=1, **case)
     trainer.train()
     assert trainer.state.global_step == 2

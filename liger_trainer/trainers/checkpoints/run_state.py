@@ -48,9 +48,9 @@ _OF_LOGS = ("_metrics", "_stored_metrics", "_total_train_tokens")
 
 _LAYOUT = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
-    *("num_generations", "world_size"),
+    *("num_generations", "world_size", "beta"),
 )
-"""The arguments that say which completions a process has, and which micro-batch they belong to."""
+"""The arguments that say which completions a process has, which micro-batch they belong to, and what is with them."""
 
 
 def rng_file(args: TrainingArguments) -> str:
@@ -88,7 +88,6 @@ class RunStateMixin(Trainer):
             "next_batch": self._next_batch,
             "seeds": self._seeds,
             "loss": loss,
-            "loss_of_all": self.accelerator.gather(loss.clone()).mean().item(),
             "last_logged": self._globalstep_last_logged,
             "logs": self._plain_values(_OF_LOGS),
             "layout": self._layout,
@@ -156,6 +155,8 @@ class RunStateMixin(Trainer):
         else:
             self._load_rng_state(checkpoint)
         saved = self._saved
+        loss = torch.zeros_like(self._tr_loss) if saved is None else saved["loss"].to(self._tr_loss.device)
+        loss_of_all = self.accelerator.gather(loss.clone()).mean().item()  # a process without its file takes part
         if saved is None:
             return
         within = saved["epoch"] == epoch
@@ -164,8 +165,8 @@ class RunStateMixin(Trainer):
                 _set_state_of(sampler, state)
             if within and skipped:
                 self._restore_random_numbers(saved, loader, 0 if has_length(self.train_dataset) else skipped)
-        self._tr_loss = saved["loss"].to(self._tr_loss.device)
-        self._total_loss_scalar -= saved["loss_of_all"]  # `train_loss` is that of the steps after the checkpoint
+        self._tr_loss = loss
+        self._total_loss_scalar -= loss_of_all  # `train_loss` is that of the steps after the checkpoint
         self._globalstep_last_logged = saved["last_logged"]
         self._set_values(saved["logs"])
         changed = [name for name, value in self._layout.items() if saved["layout"].get(name) != value]

@@ -85,7 +85,14 @@ def _folder_of(adapter: str, folder: Path) -> Path:
 
 def _adapter_tensors(model: Any, adapter: str) -> dict[str, Any]:
     """What PEFT would write of an adapter: the tensors, which share their memory with the model's, by their names."""
-    return get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    return get_peft_model_state_dict(
+        model, adapter_name=adapter, save_embedding_layers="auto" if _knows_its_base(model) else False
+    )
+
+
+def _knows_its_base(model: Any) -> bool:
+    """Whether PEFT sees on the disk if the vocabulary was resized, with which it writes the embeddings too."""
+    return Path(str(model.config.name_or_path or "-"), "config.json").is_file()
 
 
 def _check_adapters(model: Any, refuse: bool) -> None:
@@ -99,6 +106,9 @@ def _check_adapters(model: Any, refuse: bool) -> None:
     written = {tensor.data_ptr() for name in model.peft_config for tensor in _adapter_tensors(model, name).values()}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [name for name, parameter in trained.items() if parameter.numel() and parameter.data_ptr() not in written]
+    if not _knows_its_base(model):  # PEFT asks the Hub, when it saves
+        ends = {id(weight) for end in _embeddings(model) for weight in end.parameters()}
+        lost = [name for name in lost if id(trained[name]) not in ends]
     if not lost:
         return
     named = sorted(model.peft_config.keys() & {part for name in lost for part in name.split(".")[:-3]})
@@ -197,6 +207,7 @@ def _warn_of_fresh_weights(model: Any) -> None:
         and parameter.data_ptr() not in kept
         and id(parameter) not in ends
         and "original_module" not in name.split(".")  # PEFT trains a copy
+        and not {*getattr(model, "peft_config", ())} & {*name.split(".")}  # PEFT has made and frozen it
     ]
     if fresh:
         module = fresh[0].split(".")[-2]

@@ -211,8 +211,10 @@ def _check_gradients_pass(model: nn.Module) -> None:
     tried = set()
     quantised = getattr(without_adapters(model), "hf_quantizer", None) is not None
     for name, layer in model.named_modules():
-        # Not `layer.weight`, which may be a property that computes it.
-        features, weight = getattr(layer, "in_features", None), own_tensors(layer).get("weight")
+        # Not `layer.weight`, which may be a property that computes it, and whose name is the format's.
+        tensors = own_tensors(layer)
+        features = getattr(layer, "in_features", None)
+        weight = tensors.get("weight", next(iter(tensors.values()), None))
         if not isinstance(features, int) or not isinstance(weight, torch.Tensor) or hasattr(layer, "base_layer"):
             continue
         foreign = overriding_forward(layer)

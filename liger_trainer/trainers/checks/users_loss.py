@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import inspect
+import dis
+import functools
 import logging
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from liger_trainer.compat.rebound import used_globals
 from liger_trainer.head.computed_on_use import tree_map
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.trainers.checkpoints.run_state import random_numbers, set_random_numbers
@@ -44,7 +46,7 @@ class UsersLoss:
     def looked_at(self, trainer: Any, num_items: torch.Tensor | int | None) -> Iterator[None]:
         """Around the loss of a micro-batch of `num_items` labels in the whole step."""
         function = trainer.compute_loss_func
-        looks = not self._looked and callable(function) and trainer.model.training and num_items is not None
+        looks = not self._looked and _keeps_nothing(function) and trainer.model.training and num_items is not None
         if not looks or trainer.loss_is_scaled_for_ga is not None:  # set by a user who says who divides
             yield
             return
@@ -72,8 +74,9 @@ def _compared(function: Callable[..., Any], parts: int, says: bool) -> Callable[
             if abs(2 * half - whole) > _TOLERANCE * abs(whole):
                 logger.warning(
                     "`compute_loss_func` returns %.4g, and %.4g with twice the `num_items_in_batch`, where half is "
-                    "expected. The Trainer adds up the losses of a step: its gradients are up to %s times too large. "
-                    "Divide the summed loss of the labels by `num_items_in_batch`. (Said once.)",
+                    "expected. The Trainer adds up the losses of a step: where that is a mean over the micro-batch, the "
+                    "gradients are %s times too large. Divide the summed loss of the labels by `num_items_in_batch`. "
+                    "(Said once.)",
                     *(whole, half, parts),
                 )
         return loss
@@ -81,14 +84,32 @@ def _compared(function: Callable[..., Any], parts: int, says: bool) -> Callable[
     return compute_loss
 
 
+def _keeps_nothing(function: Any) -> bool:
+    """Whether one call more of `function` cannot show: it has nothing of its own that a call could change."""
+    if isinstance(function, functools.partial):
+        return _keeps_nothing(function.func) and all(map(_is_fixed, (*function.args, *function.keywords.values())))
+    if not isinstance(function, types.FunctionType):
+        return False
+    if any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(function)):
+        return False
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return all(map(_is_fixed, (*cells, *used_globals(function).values())))
+
+
+def _is_fixed(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, str, type(None), type, types.ModuleType, types.BuiltinFunctionType)):
+        return True
+    of_torch = isinstance(value, types.FunctionType) and value.__module__.startswith("torch.")
+    return of_torch or _keeps_nothing(value)
+
+
 def _without_a_trace(function: Callable[..., Any], outputs: Any, labels: Any, num_items: Any) -> float | None:
     """The loss of copies, with the random numbers that the next call gets too; None if it cannot be computed."""
-    called = function if inspect.isroutine(function) else copy.copy(function)  # it may count its calls
     numbers = random_numbers()
     device = next((t.device for t in (labels, num_items) if isinstance(t, torch.Tensor) and t.is_cuda), None)
     try:
         with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):
-            return float(called(tree_map(_copy, outputs), _copy(labels), num_items_in_batch=num_items))
+            return float(function(tree_map(_copy, outputs), _copy(labels), num_items_in_batch=num_items))
     except Exception:  # the call that counts raises it again, or works on what was not copied
         return None
     finally:
