@@ -53,9 +53,9 @@ def _inner_code(function: Callable) -> types.CodeType:
     code = next(codes, None)
     if code is None:
         raise ImportError(
-            f"transformers {installed_version('transformers')}: `masking_utils.{function.__name__}` defines no function "
-            "of its own, by which liger_trainer recognises masks. Install the version it is tested with: `pip install "
-            f"transformers=={TESTED['transformers']}`."
+            f"transformers {installed_version('transformers')}: `masking_utils.{function.__name__}` defines no "
+            "function of its own, by which liger_trainer recognises masks. Install the version it is tested with: `pip "
+            f"install transformers=={TESTED['transformers']}`."
         )
     return code
 

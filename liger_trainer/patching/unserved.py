@@ -14,7 +14,7 @@ from torch import nn
 
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.probe import class_of, full_shape, is_stateless
+from liger_trainer.patching.probe import class_of, full_shape
 from liger_trainer.patching.report import KernelReportRow
 
 _OF_PLAIN_LAYERS = ("fp8", "lora")
@@ -35,7 +35,7 @@ def unserved(model: nn.Module, findings: Iterable[Finding]) -> list[KernelReport
     total = _add_sizes(model, sizes)
     counts: dict[str, list[int]] = {}
     for module in model.modules():
-        if module in (model, base) or id(module) in found or _is_plain(module) or _wraps_a_linear_layer(module):
+        if module in (model, base) or id(module) in found or _is_plain(module) or _may_hold_an_adapter(module):
             continue
         embeddings = sum(sizes[id(each)] for each in module.modules() if isinstance(each, nn.Embedding))
         own = _own_size(module, apart)
@@ -75,10 +75,9 @@ def _own_size(module: nn.Module, apart: Collection[int]) -> int:
     return size
 
 
-def _wraps_a_linear_layer(module: nn.Module) -> bool:
-    """Whether a linear layer is all that `module` has, such as LitGPT's LoRA layers without an adapter."""
-    children = [child for child in module._modules.values() if child is not None and not is_stateless(child)]
-    return len(children) == 1 and isinstance(children[0], nn.Linear) and not _direct_size(module)
+def _may_hold_an_adapter(module: nn.Module) -> bool:
+    """Whether `module` is one of LitGPT's LoRA layers, which is a linear layer where it has no adapter."""
+    return isinstance(getattr(module, "linear", None), nn.Linear) and hasattr(module, "lora_alpha")
 
 
 def _is_plain(module: nn.Module) -> bool:

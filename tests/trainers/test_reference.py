@@ -237,3 +237,9 @@ def test_what_rounding_may_do():
     assert _other_than_policy({"kl": [0.011]}, 0.5, 0.01) == ("`kl`", 0.011)
     assert _other_than_policy({"kl": [math.nan]}, 0.5, 0.01) is None
     assert _other_than_policy({}, 0.5, 0.01) is None
+
+
+def test_noise_on_embeddings_is_no_other_reference(folder, tmp_path):
+    trainer = build("DPO", folder, tmp_path, neftune_noise_alpha=5)
+    trainer.train()
+    assert trainer.state.global_step > 0

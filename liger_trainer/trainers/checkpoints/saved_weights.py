@@ -86,13 +86,14 @@ def _folder_of(adapter: str, folder: Path) -> Path:
 def _adapter_tensors(model: Any, adapter: str) -> dict[str, Any]:
     """What PEFT would write of an adapter: the tensors, which share their memory with the model's, by their names."""
     return get_peft_model_state_dict(
-        model, adapter_name=adapter, save_embedding_layers="auto" if _knows_its_base(model) else False
+        model, adapter_name=adapter, save_embedding_layers=False if _asks_the_hub(model) else "auto"
     )
 
 
-def _knows_its_base(model: Any) -> bool:
-    """Whether PEFT sees on the disk if the vocabulary was resized, with which it writes the embeddings too."""
-    return Path(str(model.config.name_or_path or "-"), "config.json").is_file()
+def _asks_the_hub(model: Any) -> bool:
+    """Whether PEFT looks on the Hub if the vocabulary was resized, with which it writes the embeddings too."""
+    name = getattr(model.config, "name_or_path", None)
+    return bool(name) and not Path(str(name), "config.json").is_file()
 
 
 def _check_adapters(model: Any, refuse: bool) -> None:
@@ -106,7 +107,7 @@ def _check_adapters(model: Any, refuse: bool) -> None:
     written = {tensor.data_ptr() for name in model.peft_config for tensor in _adapter_tensors(model, name).values()}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [name for name, parameter in trained.items() if parameter.numel() and parameter.data_ptr() not in written]
-    if not _knows_its_base(model):  # PEFT asks the Hub, when it saves
+    if _asks_the_hub(model):  # when it saves
         ends = {id(weight) for end in _embeddings(model) for weight in end.parameters()}
         lost = [name for name in lost if id(trained[name]) not in ends]
     if not lost:
