@@ -178,7 +178,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     ],
     "head": [
         ("what stands in a function's place runs twice", "own_function",
-         r"own is not func and now\.get\(name\) is func", "False", "head/::test_what_stands_in_the_place_of_a_function_of_torch_runs_once"),
+         r"own is not func and now\.get\(name\) is func", "False",
+         "head/::test_what_stands_in_the_place_of_a_function_of_torch_runs_once"),
         ("labels are not shifted", "next_token_labels",
          r"value=IGNORE_INDEX\)\[:, 1:\]", "value=IGNORE_INDEX)[:, :-1]",
          "trainers/::test_shifted_labels_and_what_was_asked_for trainers/test_parity::test_sft"),

@@ -74,9 +74,9 @@ def _compared(function: Callable[..., Any], parts: int, says: bool) -> Callable[
             if abs(2 * half - whole) > _TOLERANCE * abs(whole):
                 logger.warning(
                     "`compute_loss_func` returns %.4g, and %.4g with twice the `num_items_in_batch`, where half is "
-                    "expected. The Trainer adds up the losses of a step: where each is a mean over its micro-batch, the "
-                    "gradients are %s times too large. Divide the summed loss of the labels by `num_items_in_batch`. "
-                    "(Said once.)",
+                    "expected. The Trainer adds up the losses of a step: where each is a mean over its micro-batch, "
+                    "the gradients are %s times too large. Divide the summed loss of the labels by "
+                    "`num_items_in_batch`. (Said once.)",
                     *(whole, half, parts),
                 )
         return loss
