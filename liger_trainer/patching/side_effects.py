@@ -17,7 +17,7 @@ from torch import nn
 
 from liger_trainer.compat.rebound import used_globals
 from liger_trainer.head.lm_head import version_of
-from liger_trainer.patching.reads import CONTAINERS, Reads, holds_arrays, reads_of
+from liger_trainer.patching.reads import CONTAINERS, holds_arrays, reads_of
 
 _PLAIN = (type(None), bool, int, float, str)
 # Which nobody assigns: every class has many.
@@ -38,7 +38,7 @@ def run_part(forward: Callable, module: nn.Module, *inputs: torch.Tensor) -> Any
             if the forward reads tensors that are neither parameters nor buffers: no call could see that they change.
             Lists, dictionaries and sets of the class and of globals get back what they held before.
     """
-    held = dict(_held(forward, module))
+    held = dict(_held(forward, module, refuse=True))
     before = {name: _contents(value) for name, value in held.items()}
     # Also keeps what they held alive, so that nothing new gets the identity of something old.
     copies = {name: value.copy() for name, value in held.items() if type(value) in CONTAINERS}
@@ -58,8 +58,14 @@ def copies_of_containers(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value.copy() if type(value) in CONTAINERS else value for name, value in attributes.items()}
 
 
-def _held(forward: Callable, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Everything that a run of `forward` on `module` may change, by a name for the report."""
+def _held(forward: Callable, module: nn.Module, refuse: bool = False) -> Iterator[tuple[str, Any]]:
+    """Everything that a run of `forward` on `module` may change, by a name for the report.
+
+    Args:
+        forward: A function of the module and its inputs.
+        module: The module.
+        refuse: Raise for tensors in attributes and globals that it reads.
+    """
     for path, part in module.named_modules():
         if type(part).__module__.startswith("liger_trainer."):
             continue
@@ -68,8 +74,9 @@ def _held(forward: Callable, module: nn.Module) -> Iterator[tuple[str, Any]]:
             if name in ("_parameters", "_buffers"):
                 yield from ((prefix + key, tensor) for key, tensor in value.items())
             elif name not in _OF_TORCH:
-                if type(value) not in _PLAIN and holds_arrays(value):
-                    _refuse(name, reads_of(type(part)))
+                reads = reads_of(type(part)) if refuse and type(value) not in _PLAIN and holds_arrays(value) else None
+                if reads is not None and (name in reads.names or name in reads.strings):
+                    raise SideEffectError(f"its forward reads the numbers of its {name}, {_NO_PARAMETER}")
                 yield prefix + name, value
         for cls in type(part).__mro__:
             if cls is not object and not cls.__module__.startswith("torch."):
@@ -79,15 +86,10 @@ def _held(forward: Callable, module: nn.Module) -> Iterator[tuple[str, Any]]:
     while isinstance(forward, types.FunctionType):
         for name, value in used_globals(forward).items():
             if not isinstance(value, _CODE):
-                if type(value) not in _PLAIN and holds_arrays(value):
+                if refuse and type(value) not in _PLAIN and holds_arrays(value):
                     raise SideEffectError(f"its forward reads the numbers of the global {name}, {_NO_PARAMETER}")
                 yield f"the global {name}", value
         forward = getattr(forward, "__wrapped__", None)  # type: ignore[assignment]
-
-
-def _refuse(name: str, reads: Reads) -> None:
-    if name in reads.names or name in reads.strings:
-        raise SideEffectError(f"its forward reads the numbers of its {name}, {_NO_PARAMETER}")
 
 
 def _contents(value: Any) -> Any:
