@@ -10,8 +10,8 @@ which our operators do not support.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -22,12 +22,13 @@ from torch import nn
 
 from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.private import require
-from liger_trainer.compat.rebound import replaced_globals, used_globals
+from liger_trainer.compat.rebound import replaced_globals
 from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, MODULE_CONTENTS
 from liger_trainer.context_variables import set_to
 from liger_trainer.head.compiled import never_a_frame
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import triton_drives
+from liger_trainer.patching.reads import Inside, code_reads, globals_of, reads_of
 
 require(FUNCTION_TRANSFORMS)
 require(MODULE_CONTENTS)
@@ -72,6 +73,7 @@ class _Part(NamedTuple):
         absent: Names that it did not have, and that the forward of its class, or ours, asks for.
         contents: As `attributes`, for its children, parameters and buffers, by the name of the dictionary.
         others: Its methods, and what it reads of its attributes, such as a config: whose they are, names and values.
+        containers: What holds other things, such as dictionaries: by which name it reads them, and what they held.
     """
 
     owner: nn.Module
@@ -80,13 +82,22 @@ class _Part(NamedTuple):
     absent: tuple[str, ...] = ()
     contents: tuple[tuple[str, _Pairs], ...] = ()
     others: tuple[tuple[Any, str, Any], ...] = ()
+    containers: tuple[tuple[str, Any, Any], ...] = ()
 
 
 class _Record(NamedTuple):
-    """The parts, the module first, and the global functions that its forward calls: in which function, name, value."""
+    """The parts, the module first, and the globals that its forward reads: in which function, name, value.
+
+    What is read of these globals is as in a part.
+    """
 
     parts: tuple[_Part, ...]
-    functions: tuple[tuple[types.FunctionType, str, Any], ...]
+    read: tuple[tuple[types.FunctionType, str, Any], ...]
+    others: tuple[tuple[Any, str, Any], ...]
+    containers: tuple[tuple[str, Any, Any], ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
+        return self._replace(parts=copy.deepcopy(self.parts, memo))  # a copy reads the same globals
 
 
 def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -> None:
@@ -101,13 +112,22 @@ def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -
     own: Any = type(module).forward
     if live is None:
         parts: tuple[_Part, ...] = (_Part(module, own),)
-        replaced = list(replaced_globals(forward))
-        functions = replaced + [each for *_, value in replaced for each in _functions_of(value)]
+        read = list(replaced_globals(forward))
+        functions = tuple(value for *_, value in read)
     else:
-        parts = tuple(_parts(module, live))
-        methods = (getattr(value, "__func__", value) for _, _, value in parts[0].others)
-        functions = [each for method in (own, *methods) for each in _functions_of(method)]
-    module.__dict__[RECORD] = _Record(parts, tuple(dict.fromkeys(functions)))
+        parts, read = tuple(_parts(module, live)), []
+        functions = reads_of(type(module)).functions
+    read += [each for function in functions for each in globals_of(function)]
+    names = reads_of(type(module)).names
+    inside = Inside(names.union(*(code_reads(function.__code__)[0] for function, *_ in read)))
+    for _, name, value in read:
+        inside.add(name, value)
+    for part in parts if live is not None else ():
+        for name in reads_of(type(part.owner)).methods:
+            inside.add(name, getattr(type(part.owner), name))
+    read = [*{(function, name): (function, name, value) for function, name, value in read}.values()]
+    read = [each for each in read if not isinstance(each[2], types.ModuleType)]
+    module.__dict__[RECORD] = _Record(parts, tuple(read), tuple(inside.attributes), tuple(inside.containers))
 
 
 def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
@@ -123,10 +143,10 @@ def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
     known = module.__dict__.get(RECORD)
     if known is None or torch._C._are_functorch_transforms_active():
         return False
-    parts, functions = known
+    parts, read, others_read, containers_read = known
     if parts[0].owner is not module:  # of a shallow copy
         return False
-    for owner, forward, attributes, absent, contents, others in parts:
+    for owner, forward, attributes, absent, contents, others, containers in parts:
         held = owner.__dict__
         if owner is not module:
             if is_call_hooked(owner):
@@ -147,8 +167,18 @@ def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
             found = getattr(one, name, None)
             if found is not value and _differ(found, value):
                 return _is_changed(module, owner, name, tell)
-    for function, name, value in functions:
+        for name, container, value in containers:
+            if _differ(container, value):
+                return _is_changed(module, owner, name, tell)
+    for function, name, value in read:
         if function.__globals__.get(name) is not value:
+            return _is_changed(module, module, name, tell)
+    for one, name, value in others_read:
+        found = getattr(one, name, None)
+        if found is not value and _differ(found, value):
+            return _is_changed(module, module, name, tell)
+    for name, container, value in containers_read:
+        if _differ(container, value):
             return _is_changed(module, module, name, tell)
     return True
 
@@ -188,20 +218,23 @@ def _warn(kind: str, name: str, of_owner: str) -> None:
 
 
 def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
-    """`owner`, then its children and theirs, without what is `live`."""
+    """`owner`, then its children and theirs, without what is `live` and what its class does not read."""
     kind, held = type(owner), owner.__dict__
-    read, strings, methods = _reads(kind)  # type: ignore[arg-type]
+    read = reads_of(kind)
+    known = read.names | read.strings
     named = {*held, *held["_modules"], *held["_parameters"], *held["_buffers"]}
     # What the class never reads must not change what ours reads.
-    alone = {name for name in live if name not in read and name not in strings and name not in held["_modules"]}
+    alone = {name for name in live if name not in known and name not in held["_modules"]}
     free = {*live} - alone
     attributes = {
         name: value
         for name, value in held.items()
-        if name not in _ALWAYS_THERE and name not in (RECORD, *free) and (name[0] != "_" or name in read)
+        if name not in _ALWAYS_THERE
+        and name not in (RECORD, *free)
+        and (name in known or name in alone or (read.whole and name[0] != "_"))
     }
     # Strings: of `getattr(self, name, default)`.
-    absent = tuple(sorted(name for name in {*strings, *alone} - {*named, *free} if not hasattr(kind, name)))
+    absent = tuple(sorted(name for name in {*read.strings, *alone} - {*named, *free} if not hasattr(kind, name)))
     contents = {
         "_modules": [(name, child) for name, child in held["_modules"].items() if name not in free],
         "_parameters": [
@@ -211,60 +244,17 @@ def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
     }
     children = [child for _, child in contents["_modules"] if child is not None]
     # A property is compared as it is in the class, without its value.
-    whose = {name: kind if isinstance(getattr(kind, name), property) else owner for name in methods - {*named}}
+    whose = {name: kind if isinstance(getattr(kind, name), property) else owner for name in read.methods - {*named}}
     others = [(each, name, getattr(each, name)) for name, each in sorted(whose.items(), key=str)]
-    others += [
-        (attributes[each], name, getattr(attributes[each], name))
-        for each in sorted(read & attributes.keys())
-        if _has_attributes(attributes[each])
-        for name in sorted(read)
-        if hasattr(attributes[each], name) and not callable(getattr(attributes[each], name))
-    ]
+    inside = Inside(known)
+    for name, value in attributes.items():
+        if name in known:
+            inside.add(name, value)
+    others += [*((base, name, getattr(base, name)) for base, name, _ in read.overridden), *inside.attributes]
     filled = tuple((name, tuple(pairs)) for name, pairs in contents.items() if pairs)
-    yield _Part(owner, kind.forward, tuple(attributes.items()), absent, filled, tuple(others))
+    held_inside = tuple(inside.containers)
+    yield _Part(owner, kind.forward, tuple(attributes.items()), absent, filled, tuple(others), held_inside)
     for child in children:
         part, *inner = _parts(child, ())
         yield part._replace(others=((child, "forward", child.forward), *part.others))
         yield from inner
-
-
-def _has_attributes(value: Any) -> bool:
-    """Whether `value` is an object such as a config; functions and tensors are compared as they are."""
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
-
-
-@functools.cache
-def _reads(kind: Any) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The names in the forward of a class and in the methods that it calls; the strings; and names of these methods."""
-    names: set[str] = set()
-    strings: set[str] = set()
-    methods: set[str] = set()
-    pending = [kind.forward]
-    while pending:
-        method = pending.pop()
-        codes = [getattr(inspect.unwrap(getattr(method, "fget", method)), "__code__", None)]
-        while codes:
-            code = codes.pop()
-            if isinstance(code, types.CodeType):
-                names.update(code.co_names)
-                strings.update(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
-                codes += code.co_consts
-        found = {name for name in names - methods if not hasattr(nn.Module, name) and hasattr(kind, name)}
-        methods |= found
-        pending += [getattr(kind, name) for name in found]
-    return frozenset(names), frozenset(strings), frozenset(methods)
-
-
-def _functions_of(function: Any) -> Iterator[tuple[types.FunctionType, str, Any]]:
-    """The functions of its own file that `function` calls by global names, and those that these call."""
-    seen: set[Any] = set()
-    pending = [getattr(function, "fget", function)]
-    while pending:
-        current = pending.pop()
-        while isinstance(current, types.FunctionType):
-            for name, value in used_globals(current).items():
-                if getattr(value, "__globals__", None) is current.__globals__ and value not in seen:
-                    seen.add(value)
-                    yield current, name, value
-                    pending.append(value)
-            current = getattr(current, "__wrapped__", None)

@@ -17,11 +17,12 @@ from torch import nn
 
 from liger_trainer.compat.rebound import used_globals
 from liger_trainer.head.lm_head import version_of
+from liger_trainer.patching.reads import CONTAINERS, holds_arrays, reads_of
 
-_CONTAINERS = (list, dict, set, collections.deque)
 _PLAIN = (type(None), bool, int, float, str)
 # Which nobody assigns: every class has many.
 _CODE = (type, types.ModuleType, types.FunctionType, property, classmethod, staticmethod)
+_NO_PARAMETER = "which are neither a parameter nor a buffer and may change in place"
 _OF_TORCH = set(nn.Module().__dict__) - {"training", "_parameters", "_buffers"}
 
 
@@ -33,13 +34,14 @@ def run_part(forward: Callable, module: nn.Module, *inputs: torch.Tensor) -> Any
     """The result of ``forward(module, *inputs)``.
 
     Raises:
-        SideEffectError: If the module, a child, its class or a global of `forward` holds something else afterwards.
+        SideEffectError: If the module, a child, its class or a global of `forward` holds something else afterwards, or
+            if the forward reads tensors that are neither parameters nor buffers: no call could see that they change.
             Lists, dictionaries and sets of the class and of globals get back what they held before.
     """
-    held = dict(_held(forward, module))
+    held = dict(_held(forward, module, refuse=True))
     before = {name: _contents(value) for name, value in held.items()}
     # Also keeps what they held alive, so that nothing new gets the identity of something old.
-    copies = {name: value.copy() for name, value in held.items() if type(value) in _CONTAINERS}
+    copies = {name: value.copy() for name, value in held.items() if type(value) in CONTAINERS}
     result = forward(module, *inputs)
     after = {name: _contents(value) for name, value in _held(forward, module)}
     if before != after:
@@ -53,11 +55,17 @@ def run_part(forward: Callable, module: nn.Module, *inputs: torch.Tensor) -> Any
 
 def copies_of_containers(attributes: dict[str, Any]) -> dict[str, Any]:
     """`attributes` with copies of lists, dictionaries and sets, so that a dummy's forward does not change a model's."""
-    return {name: value.copy() if type(value) in _CONTAINERS else value for name, value in attributes.items()}
+    return {name: value.copy() if type(value) in CONTAINERS else value for name, value in attributes.items()}
 
 
-def _held(forward: Callable, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Everything that a run of `forward` on `module` may change, by a name for the report."""
+def _held(forward: Callable, module: nn.Module, refuse: bool = False) -> Iterator[tuple[str, Any]]:
+    """Everything that a run of `forward` on `module` may change, by a name for the report.
+
+    Args:
+        forward: A function of the module and its inputs.
+        module: The module.
+        refuse: Raise for tensors in attributes and globals that it reads.
+    """
     for path, part in module.named_modules():
         if type(part).__module__.startswith("liger_trainer."):
             continue
@@ -66,6 +74,9 @@ def _held(forward: Callable, module: nn.Module) -> Iterator[tuple[str, Any]]:
             if name in ("_parameters", "_buffers"):
                 yield from ((prefix + key, tensor) for key, tensor in value.items())
             elif name not in _OF_TORCH:
+                reads = reads_of(type(part)) if refuse and type(value) not in _PLAIN and holds_arrays(value) else None
+                if reads is not None and (name in reads.names or name in reads.strings):
+                    raise SideEffectError(f"its forward reads the numbers of its {name}, {_NO_PARAMETER}")
                 yield prefix + name, value
         for cls in type(part).__mro__:
             if cls is not object and not cls.__module__.startswith("torch."):
@@ -75,6 +86,8 @@ def _held(forward: Callable, module: nn.Module) -> Iterator[tuple[str, Any]]:
     while isinstance(forward, types.FunctionType):
         for name, value in used_globals(forward).items():
             if not isinstance(value, _CODE):
+                if refuse and type(value) not in _PLAIN and holds_arrays(value):
+                    raise SideEffectError(f"its forward reads the numbers of the global {name}, {_NO_PARAMETER}")
                 yield f"the global {name}", value
         forward = getattr(forward, "__wrapped__", None)  # type: ignore[assignment]
 

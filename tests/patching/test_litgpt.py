@@ -192,6 +192,15 @@ def test_merged_adapters_run_their_own_forward(library):
     torch.testing.assert_close(layer(x), layer.linear(x), rtol=0, atol=0)
 
 
+def test_a_scaling_that_is_trained_runs_their_own_forward(library):
+    model = with_adapters(library, lora_mlp=True)
+    apply_liger_kernel(model)
+    layer = model.transformer.h[0].mlp.fc_1
+    layer.scaling = nn.Parameter(torch.tensor(1.5))
+    layer(torch.ones(3, 32)).square().sum().backward()
+    assert layer.scaling.grad is not None
+
+
 def test_adapters_of_another_formula_are_left_alone(monkeypatch):
     def other(self, x):
         return self.linear(x) + x @ self.lora_A.mT @ self.lora_B.mT

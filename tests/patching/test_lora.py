@@ -161,6 +161,22 @@ def test_a_bias_of_b_is_peft_s(fused):
     assert_patched_is_native(model, fused, calls=0)
 
 
+def test_a_scaling_that_is_trained_is_peft_s(fused):
+    model, x = layer(), torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    apply_liger_kernel(model, LORA)
+    scaling = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    gradients = []
+    for patched in (True, False):
+        fused.clear()
+        if not patched:
+            revert_liger_kernel(model)
+        model.proj.scaling["default"], scaling.grad = scaling, None
+        model(x).square().sum().backward()
+        gradients.append(scaling.grad)
+        assert not fused
+    assert torch.equal(*gradients)
+
+
 def test_a_layer_without_an_active_adapter_is_peft_s():
     model = layer()
     apply_liger_kernel(model, LORA)

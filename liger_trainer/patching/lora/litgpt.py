@@ -57,7 +57,7 @@ def _layer(module: Any, x: torch.Tensor) -> LoRALayer | None:
     dropout = module.lora_dropout if isinstance(module.lora_dropout, nn.Module) else _NO_DROPOUT
     if module.merged or not (is_plain_linear(linear, x) and is_operand(a, x) and is_operand(b, x)):
         return None
-    if not is_plain_dropout(dropout):
+    if not is_plain_dropout(dropout) or isinstance(module.scaling, torch.Tensor):
         return None
     if hasattr(module, "enable_lora"):
         b = _block_diagonal(module, b)

@@ -163,7 +163,8 @@ def _is_active(dropout: nn.Module) -> bool:
 
 def plain_adapter(module: Any, name: str, x: torch.Tensor) -> PlainAdapter | None:
     """The adapter `name` of `module`; None if it is more than two plain matrices, and must be called."""
-    if name in module.lora_variant:  # such as DoRA
+    scaling = module.scaling[name]
+    if name in module.lora_variant or isinstance(scaling, torch.Tensor):  # such as DoRA, or a scaling that is trained
         return None
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     for matrix in (a, b):
@@ -173,7 +174,7 @@ def plain_adapter(module: Any, name: str, x: torch.Tensor) -> PlainAdapter | Non
         # Of any dtype: PEFT casts x to that of the adapter.
         if type(weight) not in _PLAIN or not weight.is_floating_point() or weight.device != x.device:
             return None
-    return (a.weight, b.weight, module.scaling[name], dropout) if is_plain_dropout(dropout) else None
+    return (a.weight, b.weight, scaling, dropout) if is_plain_dropout(dropout) else None
 
 
 def is_plain_dropout(dropout: nn.Module) -> bool:
