@@ -65,6 +65,16 @@ def _large_values(tensors: Tensors) -> Tensors:
     return [*tensors[:2], tensors[2] * 300.0, *tensors[3:]]
 
 
+def _large_routing_weights(tensors: Tensors) -> Tensors:
+    return [tensors[0], tensors[1] * 300.0, *tensors[2:]]
+
+
+def _same_experts(tensors: Tensors) -> Tensors:
+    """Eight times as many tokens, all with the experts of the first one; more than a capacity lets through."""
+    hidden, weights, *parameters, index = tensors
+    return [hidden.repeat(8, 1), weights.repeat(8, 1), *parameters, index[:1].repeat(8 * len(index), 1)]
+
+
 def _large_weights(tensors: Tensors) -> Tensors:
     return [tensors[0], *(tensor * 300.0 for tensor in tensors[1:])]
 
@@ -124,7 +134,15 @@ HEAD = (*SIZES, ZERO_ROWS)
 """The LM head: hidden states."""
 
 MLP = (*MODES, *SIZES, ZERO_ROWS)
-"""An MLP, a LoRA layer, or experts. Those have 256 tokens on 6 experts, many more than a balance gives each."""
+"""An MLP, a LoRA layer, or a block with experts."""
+
+EXPERTS = (
+    *MLP,
+    Case("routing weights of about 300", _large_routing_weights, gradients=False),
+    Case("all tokens on the same experts", _same_experts, gradients=False),
+)
+"""Experts: hidden states, routing weights, the weights of the experts, and the experts of each token. They run on the
+CPU, so that the last case may have more tokens."""
 
 ROUTER = (
     *MODES,

@@ -5,6 +5,7 @@ One table for each kind of part, from what is different to a function that build
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -262,20 +263,21 @@ MLPS = {
 class Experts(nn.Module):
     """Of no known family, in steps."""
 
-    def __init__(self):
+    def __init__(self, number=4):
         super().__init__()
         draw = torch.Generator().manual_seed(0)
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 24, 8, generator=draw))
-        self.down_proj = nn.Parameter(torch.randn(4, 8, 12, generator=draw))
+        self.gate_up_proj = nn.Parameter(torch.randn(number, 24, 8, generator=draw))
+        self.down_proj = nn.Parameter(torch.randn(number, 8, 12, generator=draw))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         out = torch.zeros_like(hidden_states)
         weights = self.weighted(top_k_weights, hidden_states)
-        for expert in range(4):
+        for expert in range(len(self.down_proj)):
             tokens, place = torch.where(top_k_index == expert)
             tokens, place = self.taken(tokens), self.taken(place)
             gate, up = F.linear(hidden_states[tokens], self.gate_up_proj[expert]).chunk(2, -1)
             rows = F.linear(self.product(gate, up), self.down_proj[expert])
+            rows = self.of_expert(expert, rows, hidden_states[tokens])
             out = out.index_add(0, tokens, rows * weights[tokens, place, None])
         return out
 
@@ -288,15 +290,37 @@ class Experts(nn.Module):
     def taken(self, tokens):
         return tokens
 
+    def of_expert(self, expert, rows, inputs):
+        return rows
 
-def experts(**methods):
-    return variant(Experts, **methods)
+
+def experts(number=4, **methods):
+    return variant(Experts, number, **methods)
+
+
+def identity_from(first):
+    """Experts of which the last ones return their inputs."""
+    return lambda self, expert, rows, inputs: inputs if expert >= first else rows
+
+
+class WrappedExperts(Experts):
+    """What wraps its forward is part of what it computes."""
+
+    @functools.wraps(Experts.forward)
+    def forward(self, *arguments):
+        return super().forward(*arguments) * 2.0
 
 
 EXPERTS = {
     "gates up to 500": experts(product=lambda self, gate, up: F.silu(gate.clamp(max=500.0)) * up),
     "ups within 50": experts(product=lambda self, gate, up: F.silu(gate) * up.clamp(-50.0, 50.0)),
     "a capacity": experts(taken=lambda self, tokens: tokens[:100]),
+    "a larger capacity": experts(taken=lambda self, tokens: tokens[:1000]),
+    "identity from the seventh on": experts(16, of_expert=identity_from(6)),
+    "the last one is identity": experts(200, of_expert=identity_from(199)),
+    "two experts for each token": experts(weighted=lambda self, w, x: torch.cat((w[:, :2], 0.0 * w[:, 2:]), 1)),
+    "routing weights up to 10": experts(weighted=lambda self, w, x: w.clamp(max=10.0)),
+    "a wrapped forward": WrappedExperts,
     "small gates are zero": experts(product=lambda self, gate, up: F.silu(gate.where(gate.abs() > 1e-3, 0.0)) * up),
     "small inputs go nowhere": experts(weighted=lambda self, w, x: w * (x.norm(dim=-1, keepdim=True) > 0.05)),
     "GELU in evaluation": experts(product=lambda self, gate, up: (F.silu if self.training else F.gelu)(gate) * up),
