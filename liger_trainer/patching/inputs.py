@@ -3,7 +3,8 @@
 A proof starts from random tensors of about size 1, in float32 and bfloat16, in training mode. There, many formulas look
 alike: an epsilon outside the root, a clamp at 10, a threshold on small weights, a rank of saturated sigmoids, another
 rule in evaluation. So the original and ours must agree on every [`Case`] of the lists at the end of this file too, in
-float32. Values differ from case to case, shapes and dtypes do not, so that a GPU compiles no kernel for them.
+float32. Values differ from case to case, shapes and dtypes do not, so that a GPU compiles no kernel for them; but for
+the number of rows of a few.
 
 To add one, write a function that makes the inputs from the random ones, and a row in the list of its kind.
 """
@@ -11,6 +12,7 @@ To add one, write a function that makes the inputs from the random ones, and a r
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -61,6 +63,17 @@ def _one_large_element(tensors: Tensors) -> Tensors:
     return [x, *tensors[1:]]
 
 
+def _not_finite(tensors: Tensors) -> Tensors:
+    """Rows with one infinity of either sign, and one of numbers that are none."""
+    x = tensors[0].clone()
+    x[..., 0, 0], x[..., 1, -1], x[..., 2, :] = math.inf, -math.inf, math.nan
+    return [x, *tensors[1:]]
+
+
+def _more_rows(tensors: Tensors) -> Tensors:
+    return [tensors[0].repeat_interleave(20, -2), *tensors[1:]]
+
+
 def _large_values(tensors: Tensors) -> Tensors:
     return [*tensors[:2], tensors[2] * 300.0, *tensors[3:]]
 
@@ -105,6 +118,8 @@ def _saturated_logits(tensors: Tensors) -> Tensors:
 
 
 SIZES = tuple(Case(f"inputs of about {size:g}", _times(size)) for size in (1e-3, 30.0, 300.0))
+VERY_LARGE = Case("inputs of about 1e4", _times(1e4))
+NOT_FINITE = Case("rows that are not finite", _not_finite, gradients=False)
 ZERO_ROWS = Case("rows of zeros", _zero_rows)
 MODES = (
     Case("evaluation mode", training=False),
@@ -112,8 +127,9 @@ MODES = (
 )
 
 ROTATION = (
-    *(Case(f"queries and keys of about {size:g}", _all_times(size)) for size in (1e-3, 30.0, 300.0)),
+    *(Case(f"queries and keys of about {size:g}", _all_times(size)) for size in (1e-3, 30.0, 300.0, 1e4)),
     ZERO_ROWS,
+    NOT_FINITE,
 )
 """A rotary function of queries and keys, which is called in both modes alike."""
 
@@ -133,7 +149,7 @@ scores round in float32 by more than two equal functions may differ."""
 HEAD = (*SIZES, ZERO_ROWS)
 """The LM head: hidden states."""
 
-MLP = (*MODES, *SIZES, ZERO_ROWS)
+MLP = (*MODES, *SIZES, VERY_LARGE, ZERO_ROWS, NOT_FINITE)
 """An MLP, a LoRA layer, or a block with experts."""
 
 EXPERTS = (
@@ -148,6 +164,7 @@ ROUTER = (
     *MODES,
     *SIZES,
     ZERO_ROWS,
+    NOT_FINITE,
     Case("equal logits", _equal_logits),
     Case("logits of about 300 without biases", _saturated_logits),
 )
@@ -160,7 +177,10 @@ def norm_inputs(eps: float) -> tuple[Case, ...]:
         Case("mean squares near epsilon", _near_epsilon(eps)),
         *MODES,
         *SIZES,
+        VERY_LARGE,
         ZERO_ROWS,
+        NOT_FINITE,
+        Case("more rows", _more_rows, gradients=False),
         Case("one large element in a row", _one_large_element),
         Case("weights of about 300", _large_weights),
     )

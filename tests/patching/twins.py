@@ -72,6 +72,9 @@ NORMS = {
     "no epsilon": norm(lambda self, x: self.weight * self.normed(x, 0.0)),
     "limited results": norm(lambda self, x: self.weight * self.normed(x).clamp(-6.0, 6.0)),
     "limited inputs": norm(lambda self, x: self.weight * self.normed(x.clamp(-100.0, 100.0))),
+    "inputs up to 2000": norm(lambda self, x: self.weight * self.normed(x.clamp(-2e3, 2e3))),
+    "infinities are large": norm(lambda self, x: self.weight * self.normed(x.nan_to_num())),
+    "another result for long sequences": norm(lambda self, x: self.weight * self.normed(x) * (1 + (x.shape[1] > 64))),
     "limited weights": norm(lambda self, x: self.weight.clamp(-10.0, 10.0) * self.normed(x)),
     "small inputs are zero": norm(lambda self, x: self.weight * self.normed(x.where(x.abs() > 1e-4, 0.0))),
     "zero rows give ones": norm(lambda self, x: self.weight * self.normed(x).where(x.any(-1, keepdim=True), 1.0)),
@@ -173,6 +176,7 @@ ROUTERS = {
     "one expert where it is sure": router(weighted=lambda self, weights, *_: weights.where(weights > 0.001, 0.0)),
     "a capacity of 1.5": router(weighted=within(lambda tokens: math.ceil(1.5 * tokens * 2 / 6))),
     "a capacity of 2.5": router(weighted=within(lambda tokens: math.ceil(2.5 * tokens * 2 / 6))),
+    "infinities are large": router(changed=lambda self, logits: logits.nan_to_num()),
     "padding goes nowhere": router(weighted=lambda self, w, index, x: w * x.any(-1, keepdim=True)),
     "ties go to the last": router(chosen=tie_to_the_last),
     "ties are broken by place": router(chosen=tie_by_place),
@@ -235,8 +239,26 @@ class Squared(nn.Module):
         return self.down_proj(self.up_proj(states).relu().clamp(max=100.0).square())
 
 
+def squares_of_largest(self, states):
+    up = self.up_proj(states).relu()
+    return self.down_proj(up.where(up >= up.topk(min(32, up.shape[-1])).values[..., -1:], 0.0).square())
+
+
 def mlp(**methods):
     return variant(MLP, **methods)
+
+
+def largest(self, gate, up):
+    product = F.silu(gate) * up
+    return product.where(product >= product.topk(min(32, product.shape[-1])).values[..., -1:], 0.0)
+
+
+def with_biases(forward):
+    module = mlp(forward=forward)()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        of = getattr(module, name)
+        of.bias = nn.Parameter(torch.ones(of.out_features))
+    return module
 
 
 MLPS = {
@@ -247,12 +269,23 @@ MLPS = {
     "small products are zero": mlp(
         product=lambda self, gate, up: (F.silu(gate) * up).where((gate * up).abs() > 1e-7, 0.0)
     ),
+    "inputs up to 2000": mlp(forward=lambda self, x: MLP.forward(self, x.clamp(-2e3, 2e3))),
+    "infinities are large": mlp(out=lambda self, result, x: result.nan_to_num()),
+    "the 32 largest products": mlp(product=largest),
+    "another activation where it is wide": mlp(
+        product=lambda self, gate, up: (F.gelu if self.gate_proj.out_features >= 48 else F.silu)(gate) * up
+    ),
+    "a bias that is not added": lambda: with_biases(
+        lambda self, x: F.linear(self.product(self.gate_proj(x), self.up_proj(x)), self.down_proj.weight)
+    ),
+    "a bias that is added twice": lambda: with_biases(lambda self, x: MLP.forward(self, x) + self.down_proj.bias),
     "zero rows give ones": mlp(out=lambda self, result, x: result.where(x.any(-1, keepdim=True), 1.0)),
     "ReLU in evaluation": mlp(product=lambda self, gate, up: (F.silu if self.training else F.relu)(gate) * up),
     "dropout": mlp(product=lambda self, gate, up: F.dropout(F.silu(gate) * up, 0.1, self.training)),
     "keeps its product": mlp(product=lambda self, gate, up: keep(setattr(self, "h", gate), F.silu(gate) * up)),
     "an activation that changes": lambda: toys.MLP(act=nn.RReLU()),
     "a squared ReLU up to 100": Squared,
+    "a squared ReLU of the largest 32": variant(Squared, forward=squares_of_largest),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,6 +356,7 @@ EXPERTS = {
     "a wrapped forward": WrappedExperts,
     "small gates are zero": experts(product=lambda self, gate, up: F.silu(gate.where(gate.abs() > 1e-3, 0.0)) * up),
     "small inputs go nowhere": experts(weighted=lambda self, w, x: w * (x.norm(dim=-1, keepdim=True) > 0.05)),
+    "infinities are large": experts(product=lambda self, gate, up: (F.silu(gate) * up).nan_to_num()),
     "GELU in evaluation": experts(product=lambda self, gate, up: (F.silu if self.training else F.gelu)(gate) * up),
     "counts its tokens": experts(taken=lambda self, tokens: keep(setattr(self, "count", len(tokens)), tokens)),
 }
@@ -384,7 +418,19 @@ def apply_rotary_without_zeros(q, k, cos, sin):
     return apply_rotary_pos_emb(q.where(q.any(-1, keepdim=True), 1.0), k, cos, sin)
 
 
+def apply_rotary_to_few_dimensions(q, k, cos, sin):
+    turned, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return torch.cat((turned[..., :64], q[..., 64:]), -1), k
+
+
+def apply_rotary_to_few_heads(q, k, cos, sin):
+    turned, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return torch.cat((turned[:, :4], q[:, 4:]), 1), k
+
+
 ROTATIONS = {
+    "the first 64 dimensions": calling(lambda self, q, k, cos, sin: apply_rotary_to_few_dimensions(q, k, cos, sin)),
+    "the first 4 heads": calling(lambda self, q, k, cos, sin: apply_rotary_to_few_heads(q, k, cos, sin)),
     "limited queries": calling(lambda self, q, k, cos, sin: apply_rotary_limited(q, k, cos, sin)),
     "small queries are zero": calling(lambda self, q, k, cos, sin: apply_rotary_to_large(q, k, cos, sin)),
     "zero rows are ones": calling(lambda self, q, k, cos, sin: apply_rotary_without_zeros(q, k, cos, sin)),
