@@ -149,7 +149,10 @@ scores round in float32 by more than two equal functions may differ."""
 HEAD = (*SIZES, ZERO_ROWS)
 """The LM head: hidden states."""
 
-MLP = (*MODES, *SIZES, VERY_LARGE, ZERO_ROWS, NOT_FINITE)
+ADAPTER = (*MODES, *SIZES, VERY_LARGE, ZERO_ROWS)
+"""A LoRA layer that we compute as one product with zeros, which give NaN times a number that is not finite."""
+
+MLP = (*ADAPTER, NOT_FINITE)
 """An MLP, a LoRA layer, or a block with experts."""
 
 EXPERTS = (
