@@ -146,6 +146,9 @@ EXPERTS = Feature(
     needed=False,
 )
 
+DECORATOR_OF_EXPERTS = "transformers.integrations.moe"
+"""The module whose `use_experts_implementation` gives a class of experts its forward."""
+
 SHARED_EXPERTS = Feature(
     "leaving experts that processes share as they are",
     Private("transformers.integrations.moe:use_experts_implementation", uses="_is_expert_parallel"),

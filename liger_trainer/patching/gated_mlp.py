@@ -22,7 +22,7 @@ memory for intermediate results does not grow with the sequence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,8 @@ from liger_trainer.patching.fp8 import mode_for
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
 from liger_trainer.patching.probe import (
+    EVERY_PRECISION,
+    Precisions,
     Probe,
     Proof,
     dummy_module,
@@ -89,6 +91,8 @@ class _Variant(NamedTuple):
 
 _VARIANTS = (_Variant("swiglu"), _Variant("geglu", "tanh"), _Variant("geglu", "none"))
 _SIZES = (16, 24)  # hidden and intermediate size of the dummy module
+_LARGER_SIZES = (64, 96)  # those of one that is compared once
+_MORE_ROWS = 20
 _PROBED_TILES = 3  # which do not divide the probe's 64 tokens
 
 
@@ -103,7 +107,7 @@ def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
     reason = reason_to_leave(module, enabled("swiglu") or enabled("geglu"))
     if reason:
         return Finding(guess, target, module, reason=reason)
-    proof = probe.once(identity(module), _probe_gated_mlp, module, names, probe, enabled)
+    proof = probe.once((identity(module), biased(module, names)), _probe_gated_mlp, module, names, probe, enabled)
     component = next(name for name in ("swiglu", "geglu") if (proof.kernel or guess).startswith(name))
     if not enabled(component):
         return Finding(component, target, module, reason=SWITCHED_OFF)
@@ -129,20 +133,22 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
     if besides:
         return refused(f"it has {', '.join(besides)} besides a gated MLP's projections")
 
-    hidden, intermediate = _SIZES
     fused = len(names) == 2
-    first = [(2 * intermediate, hidden)] if fused else [(intermediate, hidden)] * 2
-    shapes = [*first, (hidden, intermediate)]
-    tensors = [probe.randn(4, 16, hidden), *(probe.randn(*shape) * 0.25 for shape in shapes)]
-
+    first = {names[0]: 2} if fused else dict.fromkeys(names[:2], 1)
+    tensors = dummy_tensors(module, first, names[-1], probe)
     trial = Trial(on_projections(module, names, type(module).forward), tensors, MLP)
     recompute, tiled, lora = enabled("recompute_mlp"), enabled("tiled_mlp"), enabled("lora")
     failures = []
     for variant in _variants(module):
-        forward = gated_mlp_forward(argument, names, variant, recompute, lora)
-        ours = on_projections(module, names, in_tiles(forward, argument, _PROBED_TILES) if tiled else forward)
-        agreement = trial.prove(ours)
-        if agreement.equal:
+        options = argument, names, variant, recompute, lora
+        forward = gated_mlp_forward(*options)
+        probed = in_tiles(forward, argument, _PROBED_TILES) if tiled else forward
+        agreement = trial.prove(on_projections(module, names, probed))
+        precisions = precisions_of(module, first, names[-1], probed, probe) if agreement.equal else None
+        if agreement.equal and precisions is None:
+            return refused("it computes another formula at other sizes")
+        if precisions is not None:
+            forward = gated_mlp_forward(*options, precisions)
             kernel = variant.kernel + (" on fused gate_up" if fused else "")
             kernel += ("" if recompute else ", product saved") + (", in tiles" if tiled else "")
             return Proof(kernel, in_tiles(forward, argument) if tiled else forward, agreement, names + variant.reads)
@@ -162,12 +168,74 @@ def state_besides(module: nn.Module, names: tuple[str, ...]) -> list[str]:
     return sorted(children + tensors)
 
 
-def on_projections(module: nn.Module, names: tuple[str, ...], forward: Callable) -> Callable:
-    """`forward` as a function of the input and the weights of the projections `names`, on a dummy of `module`."""
+def biased(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Which of the projections `names` have a bias."""
+    return tuple(name for name in names if getattr(module._modules[name], "bias", None) is not None)
 
-    def computation(x: torch.Tensor, *weights: torch.Tensor, training: bool = True) -> torch.Tensor:
+
+def dummy_tensors(
+    module: nn.Module,
+    first: Mapping[str, int],
+    last: str,
+    probe: Probe,
+    sizes: tuple[int, int] = _SIZES,
+    rows: int = 16,
+) -> list[torch.Tensor]:
+    """An input, weights and biases for `on_projections`.
+
+    Args:
+        module: The MLP.
+        first: Names of its first projections, and how many times the intermediate size each gives.
+        last: Name of the last projection.
+        probe: Draws them.
+        sizes: Hidden and intermediate size.
+        rows: Tokens of each of 4 sequences.
+    """
+    hidden, intermediate = sizes
+    shapes = {name: (times * intermediate, hidden) for name, times in first.items()} | {last: (hidden, intermediate)}
+    scale = 0.25 * (_SIZES[0] / hidden) ** 0.5
+    weights = [probe.randn(*shape) * scale for shape in shapes.values()]
+    return [
+        probe.randn(4, rows, hidden),
+        *weights,
+        *(probe.randn(shapes[name][0]) for name in biased(module, [*shapes])),
+    ]
+
+
+def precisions_of(
+    module: nn.Module, first: Mapping[str, int], last: str, ours: Callable, probe: Probe
+) -> Precisions | None:
+    """Where our forward equals the module's besides the proof; None where they differ at other sizes.
+
+    Projections are torch's own here, which autocast knows; other arguments are those of `dummy_tensors`.
+    """
+    names = (*first, last)
+    original = on_projections(module, names, type(module).forward, nn.Linear)
+    tensors = dummy_tensors(module, first, last, probe, _LARGER_SIZES, _MORE_ROWS)
+    ours = on_projections(module, names, ours, nn.Linear)
+    return probe.precisions(original, ours, tensors) if probe.same(original, ours, tensors, False) else None
+
+
+def on_projections(
+    module: nn.Module, names: tuple[str, ...], forward: Callable, kind: type[nn.Linear] | None = None
+) -> Callable:
+    """`forward` as a function of the input and the parameters of the projections `names`, on a dummy of `module`.
+
+    Args:
+        module: The MLP.
+        names: Its projections.
+        forward: The function of the dummy and the input.
+        kind: Class of the projections; None for one without a matrix product.
+    """
+    with_bias = biased(module, names)
+
+    def computation(x: torch.Tensor, *parameters: torch.Tensor, training: bool = True) -> torch.Tensor:
+        biases = dict(zip(with_bias, parameters[len(names) :]))
+        options = {} if kind is None else {"kind": kind}
         children = {name: dummy_child(child, training) for name, child in _other_children(module, names).items()}
-        children |= {name: projection(weight) for name, weight in zip(names, weights)}
+        children |= {
+            name: projection(weight, bias=biases.get(name), **options) for name, weight in zip(names, parameters)
+        }
         return run_part(forward, dummy_module(module, {}, children, training), x)
 
     return computation
@@ -181,7 +249,12 @@ def dummy_child(module: nn.Module, training: bool) -> nn.Module:
 
 @functools.cache
 def gated_mlp_forward(
-    argument: str, names: tuple[str, ...], variant: _Variant, recompute: bool, lora: bool
+    argument: str,
+    names: tuple[str, ...],
+    variant: _Variant,
+    recompute: bool,
+    lora: bool,
+    precisions: Precisions = EVERY_PRECISION,
 ) -> Callable:
     """A forward for one kind of gated MLP; the same function for equal arguments.
 
@@ -192,6 +265,7 @@ def gated_mlp_forward(
         recompute: Recompute the product of gate and up in the backward wherever `down_proj` is a plain linear layer
             without hooks when it is called.
         lora: Run projections with adapters as `lora_linears` and `lora_down` wherever PEFT's layers are plain.
+        precisions: Where the proof holds.
     """
     gelu: dict[str, Any] = {} if variant.approximate is None else {"approximate": variant.approximate}
     gated = functools.partial(geglu if gelu else swiglu, **gelu)
@@ -218,7 +292,7 @@ def gated_mlp_forward(
         return down_proj(h) if scale is None else down_proj(h) * scale
 
     def forward_separate(self, x):
-        if serves_as_written(x):
+        if serves_as_written(x) or not precisions.cover(x):
             return type(self).forward(self, x)
         gate_proj, up_proj, down_proj = (getattr(self, name) for name in names)
         layers = adapted_layers(x, gate_proj, up_proj) if lora else None
@@ -238,7 +312,7 @@ def gated_mlp_forward(
         return apply(self, gate, up, outputs_are_unhooked(gate_proj, up_proj))
 
     def forward_fused(self, x):
-        if serves_as_written(x):
+        if serves_as_written(x) or not precisions.cover(x):
             return type(self).forward(self, x)
         gate_up_proj = getattr(self, names[0])
         return apply(self, gate_up_proj(x), None, outputs_are_unhooked(gate_up_proj))

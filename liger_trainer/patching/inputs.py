@@ -3,7 +3,8 @@
 A proof starts from random tensors of about size 1, in float32 and bfloat16, in training mode. There, many formulas look
 alike: an epsilon outside the root, a clamp at 10, a threshold on small weights, a rank of saturated sigmoids, another
 rule in evaluation. So the original and ours must agree on every [`Case`] of the lists at the end of this file too, in
-float32. Values differ from case to case, shapes and dtypes do not, so that a GPU compiles no kernel for them.
+float32. Values differ from case to case, shapes and dtypes do not, so that a GPU compiles no kernel for them; but for
+the number of rows of a few.
 
 To add one, write a function that makes the inputs from the random ones, and a row in the list of its kind.
 """
@@ -11,6 +12,7 @@ To add one, write a function that makes the inputs from the random ones, and a r
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -61,8 +63,29 @@ def _one_large_element(tensors: Tensors) -> Tensors:
     return [x, *tensors[1:]]
 
 
+def _not_finite(tensors: Tensors) -> Tensors:
+    """Rows with one infinity of either sign, and one of numbers that are none."""
+    x = tensors[0].clone()
+    x[..., 0, 0], x[..., 1, -1], x[..., 2, :] = math.inf, -math.inf, math.nan
+    return [x, *tensors[1:]]
+
+
+def _more_rows(tensors: Tensors) -> Tensors:
+    return [tensors[0].repeat_interleave(20, -2), *tensors[1:]]
+
+
 def _large_values(tensors: Tensors) -> Tensors:
     return [*tensors[:2], tensors[2] * 300.0, *tensors[3:]]
+
+
+def _large_routing_weights(tensors: Tensors) -> Tensors:
+    return [tensors[0], tensors[1] * 300.0, *tensors[2:]]
+
+
+def _same_experts(tensors: Tensors) -> Tensors:
+    """Eight times as many tokens, all with the experts of the first one; more than a capacity lets through."""
+    hidden, weights, *parameters, index = tensors
+    return [hidden.repeat(8, 1), weights.repeat(8, 1), *parameters, index[:1].repeat(8 * len(index), 1)]
 
 
 def _large_weights(tensors: Tensors) -> Tensors:
@@ -95,6 +118,8 @@ def _saturated_logits(tensors: Tensors) -> Tensors:
 
 
 SIZES = tuple(Case(f"inputs of about {size:g}", _times(size)) for size in (1e-3, 30.0, 300.0))
+VERY_LARGE = Case("inputs of about 1e4", _times(1e4))
+NOT_FINITE = Case("rows that are not finite", _not_finite, gradients=False)
 ZERO_ROWS = Case("rows of zeros", _zero_rows)
 MODES = (
     Case("evaluation mode", training=False),
@@ -102,8 +127,9 @@ MODES = (
 )
 
 ROTATION = (
-    *(Case(f"queries and keys of about {size:g}", _all_times(size)) for size in (1e-3, 30.0, 300.0)),
+    *(Case(f"queries and keys of about {size:g}", _all_times(size)) for size in (1e-3, 30.0, 300.0, 1e4)),
     ZERO_ROWS,
+    NOT_FINITE,
 )
 """A rotary function of queries and keys, which is called in both modes alike."""
 
@@ -123,13 +149,25 @@ scores round in float32 by more than two equal functions may differ."""
 HEAD = (*SIZES, ZERO_ROWS)
 """The LM head: hidden states."""
 
-MLP = (*MODES, *SIZES, ZERO_ROWS)
-"""An MLP, a LoRA layer, or experts. Those have 256 tokens on 6 experts, many more than a balance gives each."""
+ADAPTER = (*MODES, *SIZES, VERY_LARGE, ZERO_ROWS)
+"""A LoRA layer that we compute as one product with zeros, which give NaN times a number that is not finite."""
+
+MLP = (*ADAPTER, NOT_FINITE)
+"""An MLP, a LoRA layer, or a block with experts."""
+
+EXPERTS = (
+    *MLP,
+    Case("routing weights of about 300", _large_routing_weights, gradients=False),
+    Case("all tokens on the same experts", _same_experts, gradients=False),
+)
+"""Experts: hidden states, routing weights, the weights of the experts, and the experts of each token. They run on the
+CPU, so that the last case may have more tokens."""
 
 ROUTER = (
     *MODES,
     *SIZES,
     ZERO_ROWS,
+    NOT_FINITE,
     Case("equal logits", _equal_logits),
     Case("logits of about 300 without biases", _saturated_logits),
 )
@@ -142,7 +180,10 @@ def norm_inputs(eps: float) -> tuple[Case, ...]:
         Case("mean squares near epsilon", _near_epsilon(eps)),
         *MODES,
         *SIZES,
+        VERY_LARGE,
         ZERO_ROWS,
+        NOT_FINITE,
+        Case("more rows", _more_rows, gradients=False),
         Case("one large element in a row", _one_large_element),
         Case("weights of about 300", _large_weights),
     )

@@ -19,6 +19,8 @@ from liger_trainer.patching.fp8 import is_long_enough
 from liger_trainer.patching.inputs import norm_inputs
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
 from liger_trainer.patching.probe import (
+    EVERY_PRECISION,
+    Precisions,
     Probe,
     Proof,
     dummy_module,
@@ -89,15 +91,15 @@ def _probe_rms_norm(module: nn.Module, probe: Probe) -> Proof:
     formulas = RMS_NORM_FORMULAS if weighted else RMS_NORM_FORMULAS[:1] + RMS_NORM_FORMULAS[-1:]
     for casting, offset in formulas:
         options = (original, argument, name, offset, casting, weighted)
-        ours = _on(module, rms_norm_forward(*options, mixed=True, autocast=True))
+        ours = _on(module, rms_norm_forward(*options, mixed=True, precisions=EVERY_PRECISION))
         agreement = trial.compare(ours)
         if agreement.equal and best is not None and agreement.distance >= best.agreement.distance:
             continue
         agreement = trial.everywhere(ours, agreement)
         if agreement.equal:
-            mixed, autocast = _dtype_cases(probe, theirs, ours, tensors)
+            mixed, precisions = _dtype_cases(probe, theirs, ours, tensors)
             kernel = "rms_norm" if not weighted else f"rms_norm (casting={casting}{', 1 + weight' if offset else ''})"
-            best = Proof(kernel, rms_norm_forward(*options, mixed=mixed, autocast=autocast), agreement, (name,))
+            best = Proof(kernel, rms_norm_forward(*options, mixed=mixed, precisions=precisions), agreement, (name,))
         else:
             failures.append(agreement)
     return best or no_formula(failures, "none of the RMSNorm formulas")
@@ -111,13 +113,13 @@ def _probe_layer_norm(module: nn.Module, probe: Probe) -> Proof:
     present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
     tensors = [probe.randn(*_ROWS, size), *(probe.randn(size) for _ in present)]
     theirs = _on(module, nn.LayerNorm.forward, present)
-    ours = _on(module, layer_norm_forward(mixed=True, autocast=True), present)
+    ours = _on(module, layer_norm_forward(mixed=True, precisions=EVERY_PRECISION), present)
     eps: Any = module.eps
     agreement = Trial(theirs, tensors, norm_inputs(eps)).prove(ours)
     if not agreement.equal:
         return Proof(None, None, agreement)
-    mixed, autocast = _dtype_cases(probe, theirs, ours, tensors)
-    return Proof("layer_norm", layer_norm_forward(mixed=mixed, autocast=autocast), agreement, ("eps",))
+    mixed, precisions = _dtype_cases(probe, theirs, ours, tensors)
+    return Proof("layer_norm", layer_norm_forward(mixed=mixed, precisions=precisions), agreement, ("eps",))
 
 
 def _on(module: nn.Module, forward: Callable, names: list[str] | None = None) -> Callable:
@@ -130,16 +132,17 @@ def _on(module: nn.Module, forward: Callable, names: list[str] | None = None) ->
     return computation
 
 
-def _dtype_cases(probe: Probe, original: Callable, ours: Callable, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
-    """Whether ours equals the original also if input and weight differ in dtype, and under autocast."""
+def _dtype_cases(
+    probe: Probe, original: Callable, ours: Callable, tensors: list[torch.Tensor]
+) -> tuple[bool, Precisions]:
+    """Whether ours equals the original also if input and weight differ in dtype, and in which precisions."""
     half = [tensor.to(torch.bfloat16) for tensor in tensors]
     mixed = all(
         probe.same(original, ours, [half[0], *tensors[1:]], autocast)
         and probe.same(original, ours, [tensors[0], *half[1:]], autocast)
         for autocast in (False, True)
     )
-    autocast = probe.same(original, ours, half, True) and probe.same(original, ours, tensors, True)
-    return mixed, autocast
+    return mixed, probe.precisions(original, ours, tensors)
 
 
 def _size(module: nn.Module, weight_shape: tuple[int, ...]) -> int:
@@ -150,13 +153,13 @@ def _size(module: nn.Module, weight_shape: tuple[int, ...]) -> int:
     return (weight_shape[0] if weight_shape else 0) or _ANY_SIZE
 
 
-def _plain(x: torch.Tensor, weight: torch.Tensor | None, mixed: bool, autocast: bool) -> bool:
+def _plain(x: torch.Tensor, weight: torch.Tensor | None, mixed: bool, precisions: Precisions) -> bool:
     """Whether the kernel is proved equal for such tensors; DTensors run the original."""
     if is_dtensor(x) or (weight is not None and is_dtensor(weight)):
         return False
     if not mixed and weight is not None and weight.dtype != x.dtype:
         return False
-    return autocast or not torch.is_autocast_enabled(x.device.type)
+    return precisions.cover(x)
 
 
 @functools.cache
@@ -169,7 +172,7 @@ def rms_norm_forward(
     weighted: bool,
     *,
     mixed: bool,
-    autocast: bool,
+    precisions: Precisions,
     pending: bool = False,
     casts: bool = False,
 ) -> Callable:
@@ -183,7 +186,7 @@ def rms_norm_forward(
         casting: Where the result is rounded; see [`liger_trainer.functional.rms_norm`].
         weighted: Whether the module has a weight.
         mixed: Whether input and weight may differ in dtype.
-        autocast: Whether autocast may be on.
+        precisions: Where the proof holds.
         pending: Return a [`PendingNorm`] where [`may_pend`] says so.
         casts: Cast the result to fp8 as well, if linear layers in fp8 take as many rows.
     """
@@ -193,7 +196,7 @@ def rms_norm_forward(
         if (
             serves_as_written(hidden_states)
             or (weighted and weight is None)
-            or not _plain(hidden_states, weight, mixed, autocast)
+            or not _plain(hidden_states, weight, mixed, precisions)
         ):
             return original(self, hidden_states)
         if pending and weight is not None and may_pend(self):
@@ -203,7 +206,7 @@ def rms_norm_forward(
 
     if weighted:
         options = (original, argument, eps, offset, casting, weighted)
-        forward.rms_norm_options = options, {"mixed": mixed, "autocast": autocast}  # type: ignore[attr-defined]
+        forward.rms_norm_options = options, {"mixed": mixed, "precisions": precisions}  # type: ignore[attr-defined]
     return call_like(forward, argument)
 
 
@@ -220,11 +223,11 @@ def casting_rms_norm_forward(forward: Callable) -> Callable:
 
 
 @functools.cache
-def layer_norm_forward(*, mixed: bool, autocast: bool) -> Callable:
+def layer_norm_forward(*, mixed: bool, precisions: Precisions) -> Callable:
     """A forward for `nn.LayerNorm`; see [`rms_norm_forward`] for the arguments."""
 
     def forward(self, input):
-        if serves_as_written(input) or not _plain(input, self.weight, mixed, autocast):
+        if serves_as_written(input) or not _plain(input, self.weight, mixed, precisions):
             return nn.LayerNorm.forward(self, input)
         return layer_norm(input, self.weight, self.bias, self.eps)
 

@@ -22,7 +22,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
 from liger_trainer.patching.binding import OURS
 from liger_trainer.patching.side_effects import copies_of_containers
-from liger_trainer.patching.trial import Agreement, Computation, Trial, values_alike
+from liger_trainer.patching.trial import Agreement, Computation, Trial, alike_without_gradients, values_alike
 
 require(MODULE_CONTENTS)
 
@@ -57,6 +57,31 @@ class Proof(NamedTuple):
     forward: Callable | None
     agreement: Agreement
     live: tuple[str, ...] = ()
+
+
+class Precisions(NamedTuple):
+    """Where a proof, which is in float32 and bfloat16, holds as well.
+
+    Args:
+        autocast: Under autocast.
+        fp16: In float16, where large numbers overflow.
+    """
+
+    autocast: bool = True
+    fp16: bool = True
+
+    def cover(self, x: torch.Tensor) -> bool:
+        """Whether the proof holds for `x` here; otherwise the class's own forward runs."""
+        if all(self):
+            return True
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if autocast and not self.autocast:
+            return False
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast and x.dtype == torch.float32 else x.dtype
+        return self.fp16 or dtype != torch.float16
+
+
+EVERY_PRECISION = Precisions()
 
 
 def refused(reason: str) -> Proof:
@@ -121,6 +146,15 @@ class Probe:
         """Whether both give the same dtypes, and the same values within bfloat16 rounding, on these `tensors`."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
             return values_alike(original, ours, tensors, constants)
+
+    def precisions(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> Precisions:
+        """Under autocast and in float16, where the rows of the first of `tensors` grow until they overflow."""
+        half = [tensor.to(torch.bfloat16) for tensor in tensors]
+        autocast = self.same(original, ours, half, True) and self.same(original, ours, tensors, True)
+        x = tensors[0]
+        sizes = torch.logspace(0.0, 4.8, x[..., 0].numel(), device=x.device).view(*x.shape[:-1], 1)
+        growing = [each.to(torch.float16) for each in (x * sizes, *tensors[1:])]
+        return Precisions(autocast, alike_without_gradients(original, ours, growing))
 
 
 @contextlib.contextmanager
@@ -189,15 +223,18 @@ class _Projection(nn.Linear):
     """A linear layer without a matrix product, so that TF32 and reduced precision do not affect the probe."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return (input.unsqueeze(-2) * self.weight).sum(-1)
+        product = (input.unsqueeze(-2) * self.weight).sum(-1)
+        return product if self.bias is None else product + self.bias
 
 
-def projection(weight: torch.Tensor, kind: type[nn.Linear] = _Projection) -> nn.Module:
+def projection(
+    weight: torch.Tensor, kind: type[nn.Linear] = _Projection, bias: torch.Tensor | None = None
+) -> nn.Module:
     """A dummy linear layer; `weight` is ``(out_features, in_features)``."""
     layer: nn.Module = object.__new__(kind)
     nn.Module.__init__(layer)  # not Linear's own, which allocates and draws from the global generator
     layer.__dict__.update(in_features=weight.shape[1], out_features=weight.shape[0])
-    layer._parameters.update({"weight": weight, "bias": None})  # type: ignore[dict-item]
+    layer._parameters.update({"weight": weight, "bias": bias})  # type: ignore[dict-item]
     return layer
 
 

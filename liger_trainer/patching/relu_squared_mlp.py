@@ -12,13 +12,12 @@ from liger_trainer.nn.mlp import outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import bind_forward, call_like
 from liger_trainer.patching.finding import Finding, reason_to_leave
-from liger_trainer.patching.gated_mlp import on_projections, state_besides
+from liger_trainer.patching.gated_mlp import biased, dummy_tensors, on_projections, precisions_of, state_besides
 from liger_trainer.patching.inputs import MLP
-from liger_trainer.patching.probe import Probe, identity, only_argument
+from liger_trainer.patching.probe import EVERY_PRECISION, Precisions, Probe, identity, only_argument
 from liger_trainer.patching.trial import Trial
 
 _NAMES = ("up_proj", "down_proj")
-_SIZES = (16, 24)  # hidden and intermediate size of the dummy module
 
 
 def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
@@ -26,7 +25,7 @@ def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], pro
     children = {name for name, child in module._modules.items() if child is not None}
     if not children.issuperset(_NAMES) or "gate_proj" in children:
         return None
-    forward, error = probe.once(identity(module), _probe_mlp, module, probe)
+    forward, error = probe.once((identity(module), biased(module, _NAMES)), _probe_mlp, module, probe)
     if forward is None:
         return None
     target = type(module).__name__
@@ -42,20 +41,20 @@ def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, float]
     argument = only_argument(module)
     if argument is None or state_besides(module, _NAMES):
         return None, float("inf")
-    hidden, intermediate = _SIZES
-    tensors = [probe.randn(4, 16, hidden), probe.randn(intermediate, hidden), probe.randn(hidden, intermediate)]
+    first, last = {_NAMES[0]: 1}, _NAMES[1]
     forward = relu_squared_mlp_forward(argument)
     original, ours = (on_projections(module, _NAMES, each) for each in (type(module).forward, forward))
-    agreement = Trial(original, tensors, MLP).prove(ours)
-    return forward if agreement.equal else None, agreement.error
+    agreement = Trial(original, dummy_tensors(module, first, last, probe), MLP).prove(ours)
+    precisions = precisions_of(module, first, last, forward, probe) if agreement.equal else None
+    return None if precisions is None else relu_squared_mlp_forward(argument, precisions), agreement.error
 
 
 @functools.cache
-def relu_squared_mlp_forward(argument: str) -> Callable:
-    """The forward; the same function for equal arguments."""
+def relu_squared_mlp_forward(argument: str, precisions: Precisions = EVERY_PRECISION) -> Callable:
+    """The forward, for where the proof holds; the same function for equal arguments."""
 
     def forward(self, x):
-        if serves_as_written(x):
+        if serves_as_written(x) or not precisions.cover(x):
             return type(self).forward(self, x)
         return self.down_proj(relu_squared(self.up_proj(x), inplace_backward=outputs_are_unhooked(self.up_proj)))
 

@@ -26,6 +26,8 @@ from liger_trainer.patching.probe import Probe, Proof, no_formula, refused
 from liger_trainer.patching.trial import Agreement, Trial
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
+_TIMES = 8  # as many heads of as many times the size, and as many times the tokens, are compared once
+_OTHER_SIZES = "it computes another rotation of larger or more heads, or of more tokens"
 
 ONE_TENSOR = ["x", "cos", "sin"]
 """The arguments of a rotary function that is called for queries and for keys, such as LitGPT's `apply_rope`."""
@@ -156,6 +158,8 @@ def _prove_tables(function: Callable, parameters: Any, probe: Probe) -> Proof:
             }
             proven = {layout: agreement for layout, agreement in agreements.items() if agreement.equal}
             used = next(layout for layout in usual if layout in proven)
+            if not _same_of_more(function, has_dim, rotation, used, precise, probe):
+                return refused(_OTHER_SIZES)
             mixed = _mixed_result(function, has_dim, rotation, used, precise, probe)
             dim = used[1] if default is None else default
             ours = rotary_function(function, rotation, dim, frozenset(proven), mixed, precise)
@@ -179,13 +183,14 @@ def _layouts() -> Iterator[Layout]:
         yield 3, 2, full_width, True
 
 
-def _tensors(layout: Layout, probe: Probe) -> list[torch.Tensor]:
+def _tensors(layout: Layout, probe: Probe, times: int = 1) -> list[torch.Tensor]:
     dimensions, unsqueeze_dim, full_width, full_batch = layout
-    width = _HEAD_DIM if full_width else _HEAD_DIM // 2
+    length, head_dim = times * _LENGTH, times * _HEAD_DIM
+    width = head_dim if full_width else head_dim // 2
     batch = _BATCH if full_batch else 1
     # The two halves of the tables differ on purpose: nothing in the function's contract makes them equal.
-    tables = [probe.randn(batch, _LENGTH, width) for _ in range(2)]
-    rows = [probe.randn(_BATCH, heads, _LENGTH, _HEAD_DIM) for heads in (_HEADS, _KV_HEADS)]
+    tables = [probe.randn(batch, length, width) for _ in range(2)]
+    rows = [probe.randn(_BATCH, times * heads, length, head_dim) for heads in (_HEADS, _KV_HEADS)]
     if unsqueeze_dim == 2 or dimensions == 3:
         rows = [row.transpose(1, 2) for row in rows]
     if dimensions == 3:  # no batch dimension: (tokens, heads, head_dim)
@@ -206,6 +211,15 @@ def _prove_layout(
     original, ours = _at(function, has_dim, layout), functools.partial(rotation, dim=layout[1], keep_dtype=precise)
     trial = Trial(_fixed_tables(original, cos, sin), [q, k], inputs)
     return trial.prove(_fixed_tables(ours, cos, sin))
+
+
+def _same_of_more(
+    function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
+) -> bool:
+    q, k, cos, sin = _tensors(layout, probe, _TIMES)
+    ours = functools.partial(rotation, dim=layout[1], keep_dtype=precise)
+    original = _fixed_tables(_at(function, has_dim, layout), cos, sin)
+    return probe.same(original, _fixed_tables(ours, cos, sin), [q, k], False)
 
 
 def _at(function: Callable, has_dim: bool, layout: Layout) -> Callable:
@@ -335,6 +349,13 @@ def _prove_complex(function: Callable, probe: Probe) -> Proof:
             agreements[form] = trial.prove(_with(factors, rope_complex, dim))
         proven = {form: agreement for form, agreement in agreements.items() if agreement.equal}
         if proven:
+            form, times = next(iter(proven)), _TIMES
+            heads = [probe.randn(_BATCH, times * each, _LENGTH, times * _HEAD_DIM) for each in (_HEADS, _KV_HEADS)]
+            heads = heads if dim == 1 else [each.transpose(1, 2) for each in heads]
+            parts = [probe.randn(*_FACTORS[form], times * _HEAD_DIM // 2) for _ in range(2)]
+            factors = torch.complex(*parts)
+            if not probe.same(_with(factors, function), _with(factors, rope_complex, dim), heads, False):
+                return refused(_OTHER_SIZES)
             ours = complex_rotary_function(function, dim, frozenset(proven))
             return Proof("rope (complex)", ours, Agreement(max(agreement.error for agreement in proven.values())))
         failures += agreements.values()

@@ -226,6 +226,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "patching/::test_subtly_different_is_left_alone_with_the_reason patching/::test_not_equal"),
         ("proofs try one size alone", "Trial.everywhere", r"for case in self\._inputs:", "for case in ():",
          "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason"),
+        ("proofs choose among the first experts", "_probe_experts", r"= chosen\[places\]", "= places",
+         "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason", "experts"),
         ("evaluation is proved in training mode", "_run", r'\{"training": False\}', "{}",
          "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason", "evaluation"),
         ("a forward may leave something behind", "run_part", r"if before != after:", "if False:",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -207,3 +208,21 @@ def test_an_expert_that_is_not_there_is_an_error():
     apply_liger_kernel(nn.ModuleList([experts]), EXPERTS)
     with pytest.raises(ValueError, match="`top_k_index` holds 4, but MixtralExperts has 4 experts"):
         experts(torch.randn(1, 8), torch.tensor([[0, 4]]), torch.rand(1, 2))
+
+
+def test_what_is_reported_runs_in_a_subclass_with_a_forward_of_its_own():
+    """The forward of such a class does not look up which implementation to run."""
+    calls = []
+
+    class Own(MixtralExperts):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            calls.append(len(hidden_states))
+            return inspect.unwrap(MixtralExperts.forward)(self, hidden_states, top_k_index, top_k_weights)
+
+    experts = filled(Own(Config()))
+    x, index, weights = torch.randn(5, 8), torch.tensor([[0, 3]] * 5), torch.rand(5, 2)
+    expected = experts(x, index, weights)
+    assert row_of(experts).applied
+    del calls[:]
+    torch.testing.assert_close(experts(x, index, weights), expected)
+    assert calls == []

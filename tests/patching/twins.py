@@ -5,6 +5,7 @@ One table for each kind of part, from what is different to a function that build
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -71,6 +72,9 @@ NORMS = {
     "no epsilon": norm(lambda self, x: self.weight * self.normed(x, 0.0)),
     "limited results": norm(lambda self, x: self.weight * self.normed(x).clamp(-6.0, 6.0)),
     "limited inputs": norm(lambda self, x: self.weight * self.normed(x.clamp(-100.0, 100.0))),
+    "inputs up to 2000": norm(lambda self, x: self.weight * self.normed(x.clamp(-2e3, 2e3))),
+    "infinities are large": norm(lambda self, x: self.weight * self.normed(x.nan_to_num())),
+    "another result for long sequences": norm(lambda self, x: self.weight * self.normed(x) * (1 + (x.shape[1] > 64))),
     "limited weights": norm(lambda self, x: self.weight.clamp(-10.0, 10.0) * self.normed(x)),
     "small inputs are zero": norm(lambda self, x: self.weight * self.normed(x.where(x.abs() > 1e-4, 0.0))),
     "zero rows give ones": norm(lambda self, x: self.weight * self.normed(x).where(x.any(-1, keepdim=True), 1.0)),
@@ -172,6 +176,7 @@ ROUTERS = {
     "one expert where it is sure": router(weighted=lambda self, weights, *_: weights.where(weights > 0.001, 0.0)),
     "a capacity of 1.5": router(weighted=within(lambda tokens: math.ceil(1.5 * tokens * 2 / 6))),
     "a capacity of 2.5": router(weighted=within(lambda tokens: math.ceil(2.5 * tokens * 2 / 6))),
+    "infinities are large": router(changed=lambda self, logits: logits.nan_to_num()),
     "padding goes nowhere": router(weighted=lambda self, w, index, x: w * x.any(-1, keepdim=True)),
     "ties go to the last": router(chosen=tie_to_the_last),
     "ties are broken by place": router(chosen=tie_by_place),
@@ -234,8 +239,26 @@ class Squared(nn.Module):
         return self.down_proj(self.up_proj(states).relu().clamp(max=100.0).square())
 
 
+def squares_of_largest(self, states):
+    up = self.up_proj(states).relu()
+    return self.down_proj(up.where(up >= up.topk(min(32, up.shape[-1])).values[..., -1:], 0.0).square())
+
+
 def mlp(**methods):
     return variant(MLP, **methods)
+
+
+def largest(self, gate, up):
+    product = F.silu(gate) * up
+    return product.where(product >= product.topk(min(32, product.shape[-1])).values[..., -1:], 0.0)
+
+
+def with_biases(forward):
+    module = mlp(forward=forward)()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        of = getattr(module, name)
+        of.bias = nn.Parameter(torch.ones(of.out_features))
+    return module
 
 
 MLPS = {
@@ -246,12 +269,23 @@ MLPS = {
     "small products are zero": mlp(
         product=lambda self, gate, up: (F.silu(gate) * up).where((gate * up).abs() > 1e-7, 0.0)
     ),
+    "inputs up to 2000": mlp(forward=lambda self, x: MLP.forward(self, x.clamp(-2e3, 2e3))),
+    "infinities are large": mlp(out=lambda self, result, x: result.nan_to_num()),
+    "the 32 largest products": mlp(product=largest),
+    "another activation where it is wide": mlp(
+        product=lambda self, gate, up: (F.gelu if self.gate_proj.out_features >= 48 else F.silu)(gate) * up
+    ),
+    "a bias that is not added": lambda: with_biases(
+        lambda self, x: F.linear(self.product(self.gate_proj(x), self.up_proj(x)), self.down_proj.weight)
+    ),
+    "a bias that is added twice": lambda: with_biases(lambda self, x: MLP.forward(self, x) + self.down_proj.bias),
     "zero rows give ones": mlp(out=lambda self, result, x: result.where(x.any(-1, keepdim=True), 1.0)),
     "ReLU in evaluation": mlp(product=lambda self, gate, up: (F.silu if self.training else F.relu)(gate) * up),
     "dropout": mlp(product=lambda self, gate, up: F.dropout(F.silu(gate) * up, 0.1, self.training)),
     "keeps its product": mlp(product=lambda self, gate, up: keep(setattr(self, "h", gate), F.silu(gate) * up)),
     "an activation that changes": lambda: toys.MLP(act=nn.RReLU()),
     "a squared ReLU up to 100": Squared,
+    "a squared ReLU of the largest 32": variant(Squared, forward=squares_of_largest),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,20 +296,21 @@ MLPS = {
 class Experts(nn.Module):
     """Of no known family, in steps."""
 
-    def __init__(self):
+    def __init__(self, number=4):
         super().__init__()
         draw = torch.Generator().manual_seed(0)
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 24, 8, generator=draw))
-        self.down_proj = nn.Parameter(torch.randn(4, 8, 12, generator=draw))
+        self.gate_up_proj = nn.Parameter(torch.randn(number, 24, 8, generator=draw))
+        self.down_proj = nn.Parameter(torch.randn(number, 8, 12, generator=draw))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         out = torch.zeros_like(hidden_states)
         weights = self.weighted(top_k_weights, hidden_states)
-        for expert in range(4):
+        for expert in range(len(self.down_proj)):
             tokens, place = torch.where(top_k_index == expert)
             tokens, place = self.taken(tokens), self.taken(place)
             gate, up = F.linear(hidden_states[tokens], self.gate_up_proj[expert]).chunk(2, -1)
             rows = F.linear(self.product(gate, up), self.down_proj[expert])
+            rows = self.of_expert(expert, rows, hidden_states[tokens])
             out = out.index_add(0, tokens, rows * weights[tokens, place, None])
         return out
 
@@ -288,17 +323,40 @@ class Experts(nn.Module):
     def taken(self, tokens):
         return tokens
 
+    def of_expert(self, expert, rows, inputs):
+        return rows
 
-def experts(**methods):
-    return variant(Experts, **methods)
+
+def experts(number=4, **methods):
+    return variant(Experts, number, **methods)
+
+
+def identity_from(first):
+    """Experts of which the last ones return their inputs."""
+    return lambda self, expert, rows, inputs: inputs if expert >= first else rows
+
+
+class WrappedExperts(Experts):
+    """What wraps its forward is part of what it computes."""
+
+    @functools.wraps(Experts.forward)
+    def forward(self, *arguments):
+        return super().forward(*arguments) * 2.0
 
 
 EXPERTS = {
     "gates up to 500": experts(product=lambda self, gate, up: F.silu(gate.clamp(max=500.0)) * up),
     "ups within 50": experts(product=lambda self, gate, up: F.silu(gate) * up.clamp(-50.0, 50.0)),
     "a capacity": experts(taken=lambda self, tokens: tokens[:100]),
+    "a larger capacity": experts(taken=lambda self, tokens: tokens[:1000]),
+    "identity from the seventh on": experts(16, of_expert=identity_from(6)),
+    "the last one is identity": experts(200, of_expert=identity_from(199)),
+    "two experts for each token": experts(weighted=lambda self, w, x: torch.cat((w[:, :2], 0.0 * w[:, 2:]), 1)),
+    "routing weights up to 10": experts(weighted=lambda self, w, x: w.clamp(max=10.0)),
+    "a wrapped forward": WrappedExperts,
     "small gates are zero": experts(product=lambda self, gate, up: F.silu(gate.where(gate.abs() > 1e-3, 0.0)) * up),
     "small inputs go nowhere": experts(weighted=lambda self, w, x: w * (x.norm(dim=-1, keepdim=True) > 0.05)),
+    "infinities are large": experts(product=lambda self, gate, up: (F.silu(gate) * up).nan_to_num()),
     "GELU in evaluation": experts(product=lambda self, gate, up: (F.silu if self.training else F.gelu)(gate) * up),
     "counts its tokens": experts(taken=lambda self, tokens: keep(setattr(self, "count", len(tokens)), tokens)),
 }
@@ -360,7 +418,19 @@ def apply_rotary_without_zeros(q, k, cos, sin):
     return apply_rotary_pos_emb(q.where(q.any(-1, keepdim=True), 1.0), k, cos, sin)
 
 
+def apply_rotary_to_few_dimensions(q, k, cos, sin):
+    turned, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return torch.cat((turned[..., :64], q[..., 64:]), -1), k
+
+
+def apply_rotary_to_few_heads(q, k, cos, sin):
+    turned, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return torch.cat((turned[:, :4], q[:, 4:]), 1), k
+
+
 ROTATIONS = {
+    "the first 64 dimensions": calling(lambda self, q, k, cos, sin: apply_rotary_to_few_dimensions(q, k, cos, sin)),
+    "the first 4 heads": calling(lambda self, q, k, cos, sin: apply_rotary_to_few_heads(q, k, cos, sin)),
     "limited queries": calling(lambda self, q, k, cos, sin: apply_rotary_limited(q, k, cos, sin)),
     "small queries are zero": calling(lambda self, q, k, cos, sin: apply_rotary_to_large(q, k, cos, sin)),
     "zero rows are ones": calling(lambda self, q, k, cos, sin: apply_rotary_without_zeros(q, k, cos, sin)),

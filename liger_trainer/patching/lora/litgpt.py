@@ -19,7 +19,7 @@ from torch import nn
 from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.finding import Finding, reason_to_leave
-from liger_trainer.patching.inputs import MLP
+from liger_trainer.patching.inputs import ADAPTER
 from liger_trainer.patching.lora.operands import adapter, is_operand, is_plain_dropout, is_plain_linear
 from liger_trainer.patching.probe import Probe, dummy_module, projection
 from liger_trainer.patching.side_effects import run_part
@@ -106,4 +106,4 @@ def _compare(module: nn.Module, enable_lora: tuple[bool, ...], probe: Probe) -> 
 
         return computation
 
-    return Trial(on(type(module).forward), tensors, MLP).prove(on(forward))
+    return Trial(on(type(module).forward), tensors, ADAPTER).prove(on(forward))

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.compat.private import available
-from liger_trainer.compat.transformers import EXPERTS, SHARED_EXPERTS, STACKED_EXPERTS
+from liger_trainer.compat.transformers import DECORATOR_OF_EXPERTS, EXPERTS, SHARED_EXPERTS, STACKED_EXPERTS
 from liger_trainer.patching.as_written import is_as_proved, serves_as_written
 from liger_trainer.patching.binding import (
     IMPLEMENTATION,
@@ -36,7 +36,7 @@ from liger_trainer.patching.binding import (
 )
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.gated_mlp import dummy_child
-from liger_trainer.patching.inputs import MLP
+from liger_trainer.patching.inputs import EXPERTS as INPUTS
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
 from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape, identity, no_formula
@@ -57,7 +57,8 @@ TOKENS = 256
 READ = ("parametrizations", NORM)
 """What our forward of experts calls, besides reading the weights."""
 
-_CHOSEN = 6  # experts that the tokens of the probe choose from
+_CHOSEN = 64  # most experts that the tokens of the probe choose from, as a loop runs once for each
+_TOP_K = 4
 
 
 def liger_experts_forward(
@@ -124,12 +125,17 @@ def find_experts(module: nn.Module, enabled: Callable[[str], bool], probe: Probe
 
 def _own_loop(module: nn.Module) -> Callable:
     """The forward that the class was written with, without transformers' choice between implementations."""
-    return inspect.unwrap(type(module).forward)
+    forward: Any = type(module).forward
+    return forward.__wrapped__ if is_dispatched(module) else forward  # nothing else that wraps it is left out
 
 
 def is_dispatched(module: Any) -> bool:
-    """Whether the class looks its implementation up in transformers' registry."""
-    return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
+    """Whether the class looks its implementation up in transformers' registry.
+
+    A subclass with a forward of its own inherits the attributes of one that does, but not the look-up.
+    """
+    decorated = getattr(type(module).forward, "__globals__", {}).get("__name__") == DECORATOR_OF_EXPERTS
+    return decorated and hasattr(module, "has_gate") and hasattr(module.config, "_experts_implementation")
 
 
 def _implementation(module: Any) -> str | None:
@@ -161,28 +167,30 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
     num_experts = full_shape(declared_weights(module)["down_proj"])[0]
     num_experts = min(num_experts, getattr(module, "num_experts", num_experts))  # those of this process
     hidden, intermediate = SIZES
-    chosen = min(num_experts, _CHOSEN)
-    scores = probe.randn(TOKENS, chosen).cpu()
-    top_k_weights, top_k_index = scores.topk(min(2, chosen))
+    chosen = torch.linspace(0, num_experts - 1, min(num_experts, _CHOSEN), dtype=torch.float64).round().long()
+    scores = probe.randn(TOKENS, len(chosen)).cpu()
+    top_k_weights, places = scores.topk(min(_TOP_K, len(chosen)))
+    top_k_index = chosen[places]
     shapes = weight_shapes(layout, num_experts, hidden, intermediate)
     tensors = [probe.randn(TOKENS, hidden).cpu(), top_k_weights]
     tensors += [probe.randn(*shape).cpu() * 0.25 for shape in shapes]
 
     def on(forward: Callable) -> Callable:
         def computation(
-            x: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor, training: bool = True
+            x: torch.Tensor, weights: torch.Tensor, *others: torch.Tensor, training: bool = True
         ) -> torch.Tensor:
+            *parameters, index = others
             children = activations_of(module, training)
             if layout.normed:
                 children[NORM] = dummy_module(module._modules[NORM], {"weight": parameters[-1]}, {}, training)
             experts = dummy_module(module, dict(zip(layout.weights, parameters)), children, training)
-            return run_part(forward, experts, x, top_k_index, weights)
+            return run_part(forward, experts, x, index, weights)
 
         return computation
 
     failures = []
     with probe.on_cpu():
-        trials = [Trial(on(original), tensors, MLP) for original in _originals(module)]
+        trials = [Trial(on(original), tensors, INPUTS, [top_k_index]) for original in _originals(module)]
         for trial, formula in itertools.product(trials, formulas(module, layout)):
             agreement = trial.prove(on(formula.run))
             if agreement.equal:
