@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -26,6 +27,35 @@ NAME = "liger_trainer"
 UNDERSTOOD = frozenset({"softcap", "s_aux"})
 """Arguments of a model's own attention function, besides the usual ones, that ours computes."""
 
+PROVED = "_liger_trainer_attention"
+"""The attribute of an attention for which ours is proved. Other models with the same config have theirs without it."""
+
+
+class OurName(str):
+    """Our name in the config of a patched model; a pickle has the name that was there before, and is read without us.
+
+    Args:
+        before: The name that was there before.
+    """
+
+    before: str
+    users: weakref.WeakSet[nn.Module]
+    """The attentions that were proved under this name; a copy of the config has no others than those of its model."""
+
+    def __new__(cls, before: str) -> OurName:
+        """Our name, with `before` besides."""
+        name = super().__new__(cls, NAME)
+        name.before, name.users = before, weakref.WeakSet()
+        return name
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return str, (self.before,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OurName:
+        return OurName(self.before)
+
+    __copy__ = functools.partialmethod(__deepcopy__, {})
+
 
 def attention_forward(
     module: nn.Module,
@@ -40,7 +70,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of a transformers model.
+    """Attention of a transformers model; transformers' default where `module` is not proved.
 
     Args:
         module: The layer's attention.
@@ -58,7 +88,8 @@ def attention_forward(
     Returns:
         (batch, seq, heads, head_dim), and None; or what the model's own attention returns.
     """
-    beyond_sdpa = softcap is not None or s_aux is not None
+    proved = PROVED in module.__dict__
+    beyond_sdpa = softcap is not None or s_aux is not None or not (proved or _takes_sdpa(type(module)))  # type: ignore[arg-type]
     plan = attention_mask
     if plan is None and beyond_sdpa and query.shape[2] > 1 and _is_causal(module, is_causal):
         # transformers' None: causal, and what lies behind the queries in a static cache is not there yet.
@@ -67,7 +98,7 @@ def attention_forward(
     elif isinstance(plan, AttentionPlan):
         plan = _with_packing(plan, len(query), query.shape[2], kwargs)
     if isinstance(plan, AttentionPlan):
-        if not dropout and use_triton(query):
+        if proved and not dropout and use_triton(query):
             operands = (each.transpose(1, 2) for each in (query, key, value))
             return attention(*operands, plan=plan, scale=scaling, softcap=softcap, sinks=s_aux), None
         plan = dense(plan, len(query), query.shape[2], query.device) if beyond_sdpa or not plan.masks_nothing else None
@@ -78,6 +109,15 @@ def attention_forward(
         )  # fmt: skip
     return sdpa_attention_forward(
         module, query, key, value, plan, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+
+
+@functools.cache
+def _takes_sdpa(kind: type[nn.Module]) -> bool:
+    """Whether transformers' default for the models in the file of an attention is SDPA."""
+    models = (each for each in vars(sys.modules.get(kind.__module__, sys)).values() if isinstance(each, type))
+    return all(
+        each._supports_sdpa for each in models if issubclass(each, PreTrainedModel) and each is not PreTrainedModel
     )
 
 
@@ -155,16 +195,16 @@ def _step_aside_for_continuous_batching() -> None:
     def switch_from_ours(manager: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
         ours = [each for each in models if each.config._attn_implementation == NAME]
+        manager.__dict__.setdefault(_LEFT, []).extend((each.config, each.config._attn_implementation) for each in ours)
         for each in ours:
             each.config._attn_implementation = {"": default_implementation(type(each))}
-        manager.__dict__.setdefault(_LEFT, []).extend(each.config for each in ours)
         switch(manager, model, *args, **kwargs)
 
     @functools.wraps(stop)
     def stop_and_restore(manager: Any, *args: Any, **kwargs: Any) -> None:
         stop(manager, *args, **kwargs)
-        for config in manager.__dict__.pop(_LEFT, ()):
-            config._attn_implementation = {"": NAME}
+        for config, name in manager.__dict__.pop(_LEFT, ()):
+            config._attn_implementation = {"": name}
 
     Manager.switch_to_cb_friendly_attn, Manager.stop = switch_from_ours, stop_and_restore
 

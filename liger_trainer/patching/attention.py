@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from liger_trainer.attention.interface import (
     NAME,
+    PROVED,
     UNDERSTOOD,
+    OurName,
     additive,
     attention_forward,
     default_implementation,
@@ -125,7 +127,8 @@ def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
     if owner is None:
         return "its config is not that of a transformers model"
     chosen = config._attn_implementation
-    return split_sequences() if chosen == default_implementation(owner) else f"{CHOSEN}{chosen!r}"
+    usual = chosen == default_implementation(owner) or isinstance(chosen, OurName)  # of a model with the same config
+    return split_sequences() if usual else f"{CHOSEN}{chosen!r}"
 
 
 def _looks_at_the_name(model: nn.Module, attentions: list[nn.Module]) -> str:
@@ -153,15 +156,26 @@ def _is_apart(module: nn.Module, attentions: set[int]) -> bool:
 
 
 def _switch(module: Any, _forward: Callable) -> None:
-    module.config._attn_implementation = {"": NAME}  # not that of configs inside it
+    name = module.config._attn_implementation
+    if not isinstance(name, OurName):
+        name = OurName(name)
+        module.config._attn_implementation = {"": name}  # not that of configs inside it
+    name.users.add(module)
+    module.__dict__[PROVED] = True
 
 
 def restore_attention(model: nn.Module) -> None:
-    """Makes the configs of `model` that name our attention name transformers' default again."""
+    """Takes our attention out of `model`, and our name out of its configs where no other model has its attention."""
     if not available(ATTENTION):
         return
+    proved = [module for module in model.modules() if module.__dict__.pop(PROVED, False)]
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == NAME:
+        if not isinstance(module, PreTrainedModel) or module.config._attn_implementation != NAME:
+            continue
+        name = module.config._attn_implementation
+        for each in proved if isinstance(name, OurName) else ():
+            name.users.discard(each)
+        if not getattr(name, "users", None):  # of no other model with the same config
             module.config._attn_implementation = {"": default_implementation(type(module))}
 
 
@@ -233,6 +247,8 @@ def _computation(
         own = dict(zip(names, parameters))
         options = call.options | {option: own[name] for option, name in call.of_parameter.items()}
         what = additive(mask, q.dtype) if isinstance(mask, torch.Tensor) else mask
-        return function(dummy_module(module, own, {}, training), q, k, v, what, **options)[0]
+        dummy = dummy_module(module, own, {}, training)
+        dummy.__dict__[PROVED] = True
+        return function(dummy, q, k, v, what, **options)[0]
 
     return run

@@ -416,7 +416,8 @@ def test_copies_are_patched_and_work(name, how):
     expected = loss_and_gradients(theirs, batch)
     with masks_received(copied) as received:
         assert_same(loss_and_gradients(copied, batch), expected, floor=noise(expected))
-    assert all(isinstance(mask, AttentionPlan) for mask in received)
+    # A pickle is without our attention, as it is without our forwards.
+    assert all(isinstance(mask, AttentionPlan) for mask in received) is (how == "deepcopy")
 
 
 def test_reverting_a_model_leaves_its_copy():
