@@ -26,8 +26,8 @@ from liger_trainer.patching.probe import Probe, Proof, no_formula, refused
 from liger_trainer.patching.trial import Agreement, Trial
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
-_TIMES = 8  # as many heads of as many times the size, and as many times the tokens, are compared once
-_OTHER_SIZES = "it computes another rotation of larger or more heads, or of more tokens"
+_TIMES = 8  # as many heads of as many times the size are compared once
+_OTHER_SIZES = "it computes another rotation of larger or more heads"
 
 ONE_TENSOR = ["x", "cos", "sin"]
 """The arguments of a rotary function that is called for queries and for keys, such as LitGPT's `apply_rope`."""
@@ -185,7 +185,7 @@ def _layouts() -> Iterator[Layout]:
 
 def _tensors(layout: Layout, probe: Probe, times: int = 1) -> list[torch.Tensor]:
     dimensions, unsqueeze_dim, full_width, full_batch = layout
-    length, head_dim = times * _LENGTH, times * _HEAD_DIM
+    length, head_dim = _LENGTH, times * _HEAD_DIM
     width = head_dim if full_width else head_dim // 2
     batch = _BATCH if full_batch else 1
     # The two halves of the tables differ on purpose: nothing in the function's contract makes them equal.
