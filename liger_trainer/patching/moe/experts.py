@@ -167,7 +167,8 @@ def _probe_experts(module: Any, layout: ExpertsFormula, probe: Probe) -> tuple[E
     num_experts = full_shape(declared_weights(module)["down_proj"])[0]
     num_experts = min(num_experts, getattr(module, "num_experts", num_experts))  # those of this process
     hidden, intermediate = SIZES
-    chosen = torch.linspace(0, num_experts - 1, min(num_experts, _CHOSEN), dtype=torch.float64).round().long()
+    last = num_experts - 1
+    chosen = torch.linspace(0, last, min(num_experts, _CHOSEN), dtype=torch.float64, device="cpu").round().long()
     scores = probe.randn(TOKENS, len(chosen)).cpu()
     top_k_weights, places = scores.topk(min(_TOP_K, len(chosen)))
     top_k_index = chosen[places]
