@@ -45,7 +45,7 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
         before = len(metrics.get("policy_loss", ()))
         loss = super().compute_loss(*args, **kwargs)
         if self.loss_type in _DIVIDED_BY_ALL and available(POLICY_LOSS):
-            steps = self.current_gradient_accumulation_steps
+            steps = getattr(self, "current_gradient_accumulation_steps", 1)  # none in an evaluation before training
             for place in range(before, len(metrics.get("policy_loss", ()))):
                 metrics["policy_loss"][place] *= steps
         return loss
