@@ -93,7 +93,7 @@ class Feature:
         *names: All from one library.
         needed: Whether training could go wrong without it. If not, it is switched off where a name has changed.
         since: The first version of the library that has the names, and needs the feature; None for all that we allow.
-        canary: Of a feature that recognises something by its shape, where no name tells that it has changed: our
+        canary: For a feature that recognises something by its shape, so that no name shows a change: our
             function, as ``"module:function"``, which builds the thing with the installed library, tries to recognise
             it, and returns what has changed, or None. It runs once, when the feature is first used.
     """

@@ -65,7 +65,7 @@ class AttentionCall(Exception):
     Attributes:
         shapes: Number of heads and their size, of queries, keys and values.
         lengths: Number of rows and of tokens, of queries, keys and values.
-        mask: What is passed as the mask.
+        mask: The mask that the call passes.
         options: Keyword arguments that are not None, without the dropout.
         of_parameter: Which of them are parameters of the attention, by the names of both.
     """

@@ -25,7 +25,7 @@ class Case:
     """One more input of a proof.
 
     Args:
-        name: What the report calls it where the two differ.
+        name: The inputs' name in a report of a difference.
         change: Makes its tensors from the random ones; the first is the input of the part, the others its weights.
         training: Whether the part is in training mode.
         gradients: Whether gradients are compared too; otherwise both run without.

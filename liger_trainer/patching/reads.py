@@ -30,7 +30,7 @@ class Reads(NamedTuple):
     Args:
         names: The names in the code, of attributes of any object.
         strings: The strings in the code that may be names, as in ``getattr(self, name, default)``.
-        methods: Those of `names` that the class has: methods, properties and constants.
+        methods: The `names` that the class itself has: methods, properties and constants.
         functions: The forward and the methods.
         overridden: Forwards and methods of its bases that these may call: the base, the name and the function.
         whole: Whether the code may read attributes by other names.
@@ -154,7 +154,7 @@ class Inside:
     """What the code with these `names` reads of objects that it reads.
 
     Attributes:
-        attributes: Of configs and other objects: whose, name and value.
+        attributes: Attributes of configs and other objects: the object, the name and the value.
         containers: The name by which each is read, and itself, and a copy.
     """
 

@@ -46,7 +46,7 @@ class KernelReport:
         model: The class of the model.
         rows: One for each kind of candidate.
         remarks: Sentences about the whole model.
-        seconds: What proving and patching took. Reports that differ in it alone are equal.
+        seconds: Time of proving and patching. Reports that differ only in `seconds` are equal.
     """
 
     model: str

@@ -41,7 +41,7 @@ class Rotation:
     """One of the ways to pair the dimensions of a head and to keep the tables of the pairs.
 
     Args:
-        name: What the report calls it.
+        name: The rotation's name in the report.
         interleaved: Pairs are neighbours.
         split_output: Results have the first members of all pairs before the second ones.
         table: What is read of a table: ``"all"``, an entry for each dimension; ``"output"``, the same in the order of

@@ -101,7 +101,7 @@ class Trial:
 
         Args:
             ours: The candidate.
-            agreement: What `compare` found for it.
+            agreement: The result of `compare` for the forward.
         """
         for case in self._inputs:
             if not agreement.equal:
