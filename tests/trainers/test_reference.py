@@ -20,14 +20,6 @@ GENERATION = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}
 KINDS = ["DPO", "KTO", "GRPO", "RLOO"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    TINY_MODELS["llama"]().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
-
-
 def rows(kind):
     if kind == "DPO":
         return [{"prompt": WORDS[i % 4], "chosen": WORDS[i % 3], "rejected": WORDS[(i + 1) % 3]} for i in range(8)]

@@ -134,14 +134,6 @@ def test_the_best_adapter_is_loaded_whatever_its_name(name, tmp_path):
 # Weights that no checkpoint held
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    TINY_MODELS["llama"]().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
-
-
 def reward(folder, tmp_path, adapters):
     rows = [{"chosen": WORDS[i % 4], "rejected": WORDS[(i + 1) % 4]} for i in range(8)]
     args = liger_trainer.LigerRewardConfig(str(tmp_path), **COMMON, bf16=False)
