@@ -155,7 +155,7 @@ def _verdict(module: nn.Module, probe: Probe, names: tuple[str, ...], corrected:
 
 def _trial_on_cpu(original: Callable, tensors: list[torch.Tensor], constants: list[torch.Tensor], top_k: int) -> Trial:
     """A trial of all other inputs, on the CPU, where torch ranks equal numbers in the original and in ours."""
-    inputs = (*ROUTER, crowded(len(tensors[1]), top_k))
+    inputs = (crowded(len(tensors[1]), top_k), *ROUTER)
     if triton_drives(torch.device("cpu")):  # the interpreter, where the kernel ranks them
         inputs = MODES
     return Trial(original, [each.cpu() for each in tensors], inputs, [each.cpu() for each in constants])
