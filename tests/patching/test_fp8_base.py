@@ -86,7 +86,7 @@ def assert_near(got, expected):
         for values in (got, expected)
     )
     assert float(got["loss"]) == pytest.approx(float(expected["loss"]), rel=5e-3)
-    assert (ours - theirs).norm() < 0.2 * theirs.norm()
+    assert (ours - theirs).norm() < 0.23 * theirs.norm()  # four times the worst of 200 seeds
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3"])
