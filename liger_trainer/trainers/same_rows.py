@@ -18,7 +18,7 @@ from liger_trainer.trainers.checkpoints.run_state import random_numbers, set_ran
 
 _DRAWS = 3
 _FACTOR = 4.0
-"""How many times further than the furthest draw rounding may move. Another attention in all layers moves by 0.4 to 1."""
+"""How many times further than the furthest draw rounding may move: another attention moves 0.4 to 1 times as far."""
 
 _TF32 = 2.0**-10
 """The precision of fp32 on an accelerator, whose matmuls may run in TF32."""
