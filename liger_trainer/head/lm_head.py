@@ -253,7 +253,7 @@ def adapts_tied_weight(model: nn.Module) -> bool:
 
 
 def trained_rows_of(end: Any) -> Any:
-    """PEFT's layer in its wrapper of an embedding or head that has `trainable_token_indices`; any other `end` itself."""
+    """PEFT's layer in its wrapper of an embedding or a head with `trainable_token_indices`; any other `end` itself."""
     return getattr(end, "token_adapter", end)
 
 

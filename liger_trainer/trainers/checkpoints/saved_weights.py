@@ -110,8 +110,8 @@ def _check_adapters(model: Any, refuse: bool) -> None:
             written.update(tensor.data_ptr() for tensor in _adapter_tensors(model, name).values())
         except KeyError as error:
             message = (
-                f"PEFT cannot save the adapter {name!r} beside the others: it looks for its {error.args[0]!r} and finds "
-                "none. Give all adapters `trainable_token_indices`, or none, and names that are no module's."
+                f"PEFT cannot save the adapter {name!r} beside the others: it looks for its {error.args[0]!r} and "
+                "finds none. Give all adapters `trainable_token_indices`, or none, and names that are no module's."
             )
             if refuse:
                 raise SavedWeightsError(message) from None
