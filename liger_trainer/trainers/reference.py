@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import nn
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP
+from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
+from liger_trainer.trainers.checkpoints.resuming import naming
 from liger_trainer.trainers.same_rows import as_evaluated, first_scored_call, further_than_rounding
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -137,6 +140,15 @@ class ReferenceMixin(LigerTRLMixin):
         """What TRL would cache of a micro-batch, with the model that it would take, which has not been trained yet."""
         trainer: Any = self
         return _joined(trainer.compute_ref_log_probs(self._reference or self.model, inputs))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        save_reference(self, Path(output_dir))
+
+    def _before_resuming(self, checkpoint: Path) -> None:
+        super()._before_resuming(checkpoint)
+        with naming(str(checkpoint)):
+            load_reference(self, checkpoint)
 
     @property
     def _reference(self) -> Any:

@@ -337,6 +337,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("every loss is taken for one that shifts", "shifts_labels",
          r"first\[:, 0\] = .*", "first = nothing",
          "trainers/::test_encoders_label_their_own_token trainers/::test_the_labels_are_those_of_the_models_own_loss"),
+        ("a reference that moved is not restored", "ReferenceMixin._before_resuming",
+         r"load_reference\(.*\)", "pass", "trainers/test_resumed_is_saved::test_every_trainer", "moving"),
         ("no reference is looked at", "ReferenceMixin._check_reference", r"if apart is not None:", "if False:",
          "trainers/test_reference::test_a_model_that_was_changed_in_memory trainers/::test_a_stale_cache"),
         ("a reference of the user's is taken for the policy", "ReferenceMixin._is_policy_at_first",

@@ -232,7 +232,7 @@ def test_adapters_on_the_first_layer_alone_have_nothing_in_front(tmp_path):
 
 def test_what_is_behind_a_reentrant_checkpoint_is_not_known(tmp_path):
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    model = dense().float()
+    model = dense().float().requires_grad_(False)
     first = model.model.layers[0].self_attn
     first.v_proj = Cutting(first.v_proj)
     model.model.embed_tokens.requires_grad_(True)
