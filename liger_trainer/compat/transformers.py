@@ -160,6 +160,7 @@ EXPERT_EXCHANGE = Feature(
     "the exchange of tokens between processes that share experts",
     Private("transformers.distributed.expert_parallel:AutoEP"),
     Private("transformers.distributed.expert_parallel:AllToAllEP"),
+    Private("transformers.distributed.expert_parallel:EPImplementationInterface"),
     Private("transformers.distributed.expert_parallel:MoEParamShard.shard_param", uses="_is_expert_parallel"),
     Private(
         "transformers.distributed.expert_parallel:EpDispatchExpertsParallel.install_forward",
@@ -167,6 +168,8 @@ EXPERT_EXCHANGE = Feature(
         uses="implementation, context_around_forward",
     ),
     needed=False,
+    since="5.23",
+    canary="liger_trainer.canaries:expert_exchange",
 )
 
 SPLIT_HEAD = Feature(
