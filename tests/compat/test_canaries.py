@@ -103,8 +103,8 @@ def any_of(*mask_functions):
 
 def doubled(mask_function, position_ids):
     """Positions of which every other one is left out."""
-    return lambda batch, head, query, key: (
-        mask_function(batch, head, 2 * position_ids[batch, query], 2 * position_ids[batch, key])
+    return lambda batch, head, query, key: mask_function(
+        batch, head, 2 * position_ids[batch, query], 2 * position_ids[batch, key]
     )
 
 

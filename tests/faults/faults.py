@@ -284,7 +284,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "compat/test_canaries::test_a_change_is_seen", "cache"),
         ("a canary sees no other name in a closure", "_problem_of_mask", "if sizes != expected or numbers !=",
          "if False and numbers !=", "compat/test_canaries::test_a_change_is_seen", "masks or packing or window"),
-        ("a canary does not look at what an exchange of tokens holds", "expert_exchange", "None if known", "None if True",
+        ("a canary does not look at what an exchange of tokens holds", "expert_exchange",
+         "None if known", "None if True",
          "compat/test_canaries::test_an_exchange_of_tokens_that_holds_other_names_is_seen"),
         ("a canary does not compare the values of a mask that it recognises", "_problem_of_mask",
          r"\(dense\(plan, batch, length, real\.device\) != theirs\)", "theirs.logical_xor(theirs)",
@@ -340,6 +341,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tiled_mlp::test_it_is_off_by_default_and_follows_the_component"),
     ],
     "trainer": [
+        ("AdaLoRA's term is looked for without asking where PEFT adds it",
+         "AdapterMethodsMixin._prepare_adapter_methods", r"require\(ADDED_TERMS\)", "pass",
+         "trainers/test_adapter_methods::test_a_term_that_peft_adds_in_another_way_is_not_lost_without_a_word"),
         ("label smoothing shifts by the name of the class", "smoothed_batch", r"smoother\.ask\(model, inputs\)", "pass",
          "trainers/::test_the_labels_are_those_of_the_models_own_loss", "renamed or multimodal"),
         ("every loss is taken for one that shifts", "shifts_labels",
@@ -591,6 +595,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "plan/::test_where_nothing_fits cli/::test_a_model_that_fits_nowhere"),
     ],
     "cli": [
+        ("the doctor knows no tested version of the tokenizers", "TESTED", r'    "tokenizers": "[\d.]+",\n', "",
+         "cli/test_doctor_inspect::test_every_library_that_changes_what_is_trained_has_a_tested_version"),
         ("a mistake of the user has the exit code of a crash", "_run",
          r"return 2 if isinstance\(error, RecipeError\) else 1", "return 1", "cli/::test_misspelt_key"),
         ("the number of processes is not handed on", "launch_command",
