@@ -272,6 +272,11 @@ ATTENTION = Feature(
     canary="liger_trainer.canaries:attention",
 )
 
+DEFAULT_ATTENTION = Feature(
+    "the attention that transformers takes where ours is not proved",
+    Private("transformers.modeling_utils:PreTrainedModel._supports_sdpa"),
+)
+
 PACKED_POSITIONS = Feature(
     "not reading back position ids that a model has made itself",
     Private("transformers.masking_utils:find_packed_sequence_indices", "position_ids"),
@@ -285,8 +290,8 @@ CONTINUOUS_BATCHING = Feature(
     Private(_BATCHING),
     Private(f"{_BATCHING}.__init__", uses="switch_to_cb_friendly_attn"),
     Private(f"{_BATCHING}.switch_to_cb_friendly_attn", "self, model, ...", uses="_attn_implementation"),
-    Private(f"{_BATCHING}.stop", "self, ..."),
-    Private("transformers.modeling_utils:PreTrainedModel._supports_sdpa"),
+    Private(f"{_BATCHING}.start", "self, ...", uses="_generation_thread"),
+    Private(f"{_BATCHING}.stop", "self, ...", uses="_generation_thread"),
     needed=False,
 )
 
