@@ -458,6 +458,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a shared token counts once for the routers", "layout_of",
          r"np\.full\(end - begin, rows\)", "np.ones(end - begin, dtype=np.int64)",
          "packing/test_layout::test_every_token_is_in_the_row_as_often_as_it_is_told"),
+        ("layers that run many times are all in the copy of a proof", "_MOST", r'    "num_layers_per_stack": 1,.*', "",
+         "packing/test_proof::test_layers_that_run_many_times_do_not_magnify_rounding"),
         ("the scores of packed rows are not proved, but their tokens alone", "prove_packed_scores",
          r"return prove_scores\(model, pack\) if agreement\.equal else agreement", "return agreement",
          "packing/test_scores::test_other_scores_are_refused"),
