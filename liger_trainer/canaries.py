@@ -23,7 +23,10 @@ _SMALL: dict[str, Any] = {
     **{"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8},
     **{"num_hidden_layers": 1, "vocab_size": 8},
 }
-_PACKED = ((0, 1, 2, 3, 0, 1, 2, 3),)
+_PACKED = ((0, 1, 2, 3, 0, 1, 2, 3), (0, 0, 1, 2, 3, 4, 5, 0))
+_ENDS = [[False, False, False, True, False, False, False], [True, False, False, False, False, False, True]]
+_PADDED = ((0, 0, 1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 0, 0, 0))
+_BLOCKS = ((-1, 0, 0, 0, 0, -1, -1, -1), (-1, -1, 0, 0, -1, 1, 1, 1))
 _LENGTH, _SIZE = len(_PACKED[0]), 3
 _HIDDEN = "is decorated in a way that hides what it calls"
 
@@ -38,39 +41,87 @@ def _llama() -> Any:
 
 
 def masks() -> str | None:
-    """The masks of packed rows, of windows and of chunks, as the installed transformers composes them."""
+    """The masks of packed and padded rows, of windows, chunks and blocks, as the installed transformers makes them.
+
+    Each is recognised, and our plan of it is compared with its values, query by query.
+    """
     from transformers import AttentionMaskInterface, LlamaConfig, masking_utils
 
-    from liger_trainer.attention.masks import composed_pattern
+    from liger_trainer.attention.masks import attention_mask
 
-    described: list[Callable] = []
+    described: list[dict[str, Any]] = []
+    known = inspect.signature(attention_mask)
 
-    def capture(*_args: Any, mask_function: Callable, **_kwargs: Any) -> None:
-        described.append(mask_function)
+    def capture(*args: Any, **kwargs: Any) -> None:
+        given = known.bind(*args, **kwargs)
+        given.apply_defaults()
+        described.append(given.arguments | given.arguments.pop("kwargs"))
 
     config = LlamaConfig(**_SMALL)
     config.sliding_window = config.attention_chunk_size = _SIZE
     config._attn_implementation = "liger_trainer_canary"
     AttentionMaskInterface.register("liger_trainer_canary", capture)
-    positions, embeds = torch.tensor(_PACKED, device="cpu"), torch.zeros(1, _LENGTH, 1, device="cpu")
+    embeds = torch.zeros(len(_PACKED), _LENGTH, 1, device="cpu")
     creators = {
         "full": masking_utils.create_causal_mask,
         "window": masking_utils.create_sliding_window_causal_mask,
         "chunk": masking_utils.create_chunked_causal_mask,
     }
     for kind, create in creators.items():
-        names = {"cache", "past_key_values"} & inspect.signature(create).parameters.keys()
-        without_cache: dict[str, Any] = dict.fromkeys(names)
-        for packed in (False, True):
-            if kind == "chunk" and packed and not REMAPPED_POSITIONS.applies:
-                continue  # its chunks begin with the row, and get a mask
-            create(config, embeds, None, **without_cache, position_ids=positions if packed else None)
-            found = composed_pattern(described[-1])
-            numbers = None if found is None or found.packed is None else found.packed.diff().tolist()
-            sizes = None if found is None else {"window": found.window, "chunk": found.chunk}
-            expected = {"window": 0, "chunk": 0} | ({} if kind == "full" else {kind: _SIZE})
-            if sizes != expected or numbers != ([[0, 0, 0, 1, 0, 0, 0]] if packed else None):
-                return f"the {kind} mask of {'packed' if packed else 'plain'} rows is composed in a way we do not know"
+        taken = inspect.signature(create).parameters.keys()
+        without_cache: dict[str, Any] = dict.fromkeys({"cache", "past_key_values"} & taken)
+        config.attention_chunk_size = None if kind == "window" else _SIZE  # a model has one or the other
+        for rows in ("plain", "packed", "padded", "illustrated"):
+            given: dict[str, Any] = {"attention_mask": None}
+            if rows == "packed":
+                given["position_ids"] = torch.tensor(_PACKED, device="cpu")
+            elif rows == "padded":
+                given["attention_mask"] = torch.tensor(_PADDED, dtype=torch.bool, device="cpu")
+            elif rows == "illustrated" and "block_sequence_ids" in taken:
+                given["block_sequence_ids"] = torch.tensor(_BLOCKS, device="cpu")
+            elif rows == "illustrated":
+                continue
+            create(config, embeds, **given, **without_cache)
+            # What sees both ways has no plan, nor have chunks that begin with a packed row.
+            planned = rows != "illustrated" and (kind, rows, REMAPPED_POSITIONS.applies) != ("chunk", "packed", False)
+            with torch.device("cpu"):  # a model may be being built on another
+                problem = _problem_of_mask(described[-1], kind if planned else None, rows)
+            if problem:
+                return f"the {kind} mask of {rows} rows {problem}"
+    return None
+
+
+def _problem_of_mask(given: dict[str, Any], kind: str | None, rows: str) -> str | None:
+    """What is wrong with our plans of a mask.
+
+    Args:
+        given: The arguments of an `attention_mask`.
+        kind: Of the plan that there must be; None where there may be none.
+        rows: What they are.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    from liger_trainer.attention.masks import composed_pattern, read_plan, traced_plan
+    from liger_trainer.kernels.attention.plan import dense
+
+    padding, batch, length = given["attention_mask"], given["batch_size"], given["q_length"]
+    found = composed_pattern(given["mask_function"])
+    expected = {"window": 0, "chunk": 0} | ({kind: _SIZE} if kind in ("window", "chunk") else {})
+    if kind is not None:
+        numbers = None if found is None or found.packed is None else (found.packed.diff() != 0).tolist()
+        sizes = None if found is None else {"window": found.window, "chunk": found.chunk}
+        if sizes != expected or numbers != (_ENDS if rows == "packed" else None):
+            return "is composed in a way we do not know"
+    plans = []
+    if found is not None:
+        plans.append(read_plan(found, padding, batch, length, given["dtype"], given["device"]))
+    if given["allow_is_causal_skip"] and not given["use_vmap"]:
+        plans.append(traced_plan(given["local_size"], padding, batch, length, given["config"]))
+    theirs = sdpa_mask(**given | {"allow_is_causal_skip": False})
+    real = torch.ones(batch, length, dtype=torch.bool) if padding is None else padding
+    for plan in filter(None, plans):  # what a token of padding sees is nobody's concern
+        if ((dense(plan, batch, length, real.device) != theirs) & real[:, None, :, None]).any():
+            return "lets tokens see others than we think"
     return None
 
 
@@ -149,6 +200,21 @@ def experts() -> str | None:
     if not isinstance(layout, ExpertsFormula):
         return f"the weights of MixtralExperts are not what we know: {layout or ', '.join(module._parameters)}"
     return None if is_dispatched(module) else "MixtralExperts does not look its implementation up in the way we know"
+
+
+def expert_exchange() -> str | None:
+    """The forward that receives tokens from other processes, which experts get that are split over these."""
+    from transformers.distributed.expert_parallel import AutoEP, EpDispatchExpertsParallel, EPImplementationInterface
+
+    from liger_trainer.patching.moe.expert_parallel import held_by_exchange, receives_tokens
+
+    # Without its `__init__`, which asks for the groups of running processes.
+    EPImplementationInterface.register("liger_trainer_canary", lambda *_: object.__new__(AutoEP))
+    module, mesh = nn.Linear(8, 8, device="meta"), object()
+    EpDispatchExpertsParallel().install_forward(module, mesh, tp_mesh=mesh, ep_implementation="liger_trainer_canary")
+    held = held_by_exchange(module) if receives_tokens(module) else None
+    known = held is not None and held["ep_mesh"] is mesh and hasattr(held["self"], "context_around_forward")
+    return None if known else "the forward of experts that are split holds other variables than we know"
 
 
 def split_head() -> str | None:

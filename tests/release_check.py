@@ -79,21 +79,31 @@ def version_of(root: Path) -> str:
 
 
 def in_the_newest_run(root: Path) -> Iterator[str]:
-    """No run of all tests with the newest dependencies, an old one, or other versions than are pinned."""
+    """No run of all tests with the newest dependencies, an old one, or other versions than are pinned.
+
+    A day is one of UTC, so that it is the same on the machine of the run and here.
+    """
     if not (root / NEWEST_RUN).is_file():
         yield f"{NEWEST_RUN}: missing; `make newest` writes it where all tests pass"
         return
-    run = json.loads((root / NEWEST_RUN).read_text(encoding="utf-8"))
-    age = (datetime.date.today() - datetime.date.fromisoformat(run["date"])).days
+    try:
+        run = json.loads((root / NEWEST_RUN).read_text(encoding="utf-8"))
+        day, versions = datetime.date.fromisoformat(run["date"]), dict(run["versions"])
+    except (ValueError, TypeError, KeyError) as error:
+        yield f"{NEWEST_RUN}: not as `make newest` writes it ({type(error).__name__}: {error}); run it again"
+        return
+    age = (datetime.datetime.now(datetime.UTC).date() - day).days
     if age > NEWEST_DAYS:
         yield f"{NEWEST_RUN}: {age} days old, at most {NEWEST_DAYS} are allowed; run `make newest` again"
+    elif age < 0:
+        yield f"{NEWEST_RUN}: of {day}, which is yet to come; run `make newest` again, by a clock that is right"
     lines = (root / "constraints.txt").read_text(encoding="utf-8")
     for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", lines, re.MULTILINE):
-        ran = run["versions"].get(name.lower())
+        ran = versions.get(name.lower())
         if ran is not None and ran != pinned:
-            yield f"constraints.txt: {name} is {pinned}; all tests passed with {ran} on {run['date']} ({NEWEST_RUN})"
+            yield f"constraints.txt: {name} is {pinned}; all tests passed with {ran} on {day} ({NEWEST_RUN})"
     for name in dependencies():
-        if name.lower() not in run["versions"]:
+        if name.lower() not in versions:
             yield f"{NEWEST_RUN}: says nothing of {name}; run `make newest` again"
 
 

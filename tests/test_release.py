@@ -4,6 +4,7 @@ import datetime
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,11 @@ def release(tmp_path):
     return tmp_path
 
 
+def day(after):
+    """So many days after today, where the clock shows UTC."""
+    return str(datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=after))
+
+
 def test_a_release_passes(release):
     assert list(in_the_version(release)) == list(in_the_words(release)) == list(in_the_newest_run(release)) == []
 
@@ -53,7 +59,7 @@ def test_a_run_with_the_newest_dependencies(release):
     assert run["versions"]["torch"] == "2.13.0", "without the local part"
     run["versions"]["pyyaml"] = "6.0.4"
     del run["versions"]["trl"]
-    run["date"] = str(datetime.date.today() - datetime.timedelta(days=8))
+    run["date"] = day(-8)
     path.write_text(json.dumps(run))
     assert [line.partition("; ")[0] for line in in_the_newest_run(release)] == [
         f"{NEWEST_RUN}: 8 days old, at most 7 are allowed",
@@ -62,6 +68,62 @@ def test_a_run_with_the_newest_dependencies(release):
     ]
     path.unlink()
     assert list(in_the_newest_run(release)) == [f"{NEWEST_RUN}: missing; `make newest` writes it where all tests pass"]
+
+
+@pytest.mark.parametrize(
+    ("after", "problem"),
+    [
+        (0, None),
+        (-1, None),
+        (-7, None),
+        (-8, "8 days old, at most 7 are allowed; run `make newest` again"),
+        (-400, "400 days old, at most 7 are allowed; run `make newest` again"),
+        (1, f"of {day(1)}, which is yet to come; run `make newest` again, by a clock that is right"),
+        (9999, f"of {day(9999)}, which is yet to come; run `make newest` again, by a clock that is right"),
+    ],
+)
+def test_the_day_of_the_run(release, after, problem):
+    run = json.loads((release / NEWEST_RUN).read_text())
+    assert run["date"] == day(0)
+    (release / NEWEST_RUN).write_text(json.dumps(run | {"date": day(after)}))
+    assert list(in_the_newest_run(release)) == [f"{NEWEST_RUN}: {problem}"] * (problem is not None)
+
+
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Etc/GMT+12"])
+def test_the_day_of_the_run_is_that_of_no_time_zone(release, zone, monkeypatch):
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        assert json.loads(recorded({}))["date"] == day(0)
+        assert list(in_the_newest_run(release)) == []
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "JSONDecodeError: "),
+        ("{", "JSONDecodeError: "),
+        ("[]", "TypeError: "),
+        ("null", "TypeError: "),
+        ("{}", "KeyError: 'date'"),
+        ('{"date": "31.01.2027", "versions": {}}', "ValueError: Invalid isoformat string: '31.01.2027'"),
+        ('{"date": "2027-02-31", "versions": {}}', "ValueError: day is out of range for month"),
+        ('{"date": null, "versions": {}}', "TypeError: "),
+        ('{"date": "2027-01-31"}', "KeyError: 'versions'"),
+        ('{"date": "2027-01-31", "versions": null}', "TypeError: "),
+        ('{"date": "2027-01-31", "versions": "2.13.0"}', "ValueError: "),
+        ("\udcff", "UnicodeDecodeError: "),
+    ],
+)
+def test_a_record_that_cannot_be_read(release, text, why):
+    (release / NEWEST_RUN).write_text(text, errors="surrogateescape")
+    (line,) = in_the_newest_run(release)
+    assert line.startswith(f"{NEWEST_RUN}: not as `make newest` writes it ({why}")
+    assert line.endswith("); run it again")
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_trainer.attention.known_rows import known_rows
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
-from liger_trainer.compat.private import available
+from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import COMPILED_NAMES
-from liger_trainer.compat.transformers import CONTINUOUS_BATCHING, PACKED_POSITIONS
+from liger_trainer.compat.transformers import DEFAULT_ATTENTION, PACKED_POSITIONS
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import use_triton
+
+require(DEFAULT_ATTENTION)
 
 NAME = "liger_trainer"
 
@@ -178,44 +180,11 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-_LEFT = f"_{NAME}_configs"  # attribute of a manager of continuous batching: the configs that named ours
-
-
 def default_implementation(owner: type[PreTrainedModel]) -> str:
     """The attention that transformers takes for a class of models where nothing else is asked for."""
     return "sdpa" if owner._supports_sdpa else "eager"
 
 
-def _step_aside_for_continuous_batching() -> None:
-    """Lets transformers' attention run between start and stop of a manager of continuous batching, which refuses ours.
-
-    Continuous batching keeps keys and values in pages, which our attention does not read.
-    """
-    from transformers.generation.continuous_batching import ContinuousBatchingManager
-
-    Manager: Any = ContinuousBatchingManager
-    switch, stop = Manager.switch_to_cb_friendly_attn, Manager.stop
-
-    @functools.wraps(switch)
-    def switch_from_ours(manager: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
-        ours = [each for each in models if each.config._attn_implementation == NAME]
-        manager.__dict__.setdefault(_LEFT, []).extend((each.config, each.config._attn_implementation) for each in ours)
-        for each in ours:
-            each.config._attn_implementation = {"": default_implementation(type(each))}
-        switch(manager, model, *args, **kwargs)
-
-    @functools.wraps(stop)
-    def stop_and_restore(manager: Any, *args: Any, **kwargs: Any) -> None:
-        stop(manager, *args, **kwargs)
-        for config, name in manager.__dict__.pop(_LEFT, ()):
-            config._attn_implementation = {"": name}
-
-    Manager.switch_to_cb_friendly_attn, Manager.stop = switch_from_ours, stop_and_restore
-
-
-if available(CONTINUOUS_BATCHING):
-    _step_aside_for_continuous_batching()
 if available(PACKED_POSITIONS):
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 AttentionInterface.register(NAME, attention_forward)

@@ -35,7 +35,9 @@ _DENSE_ADVANTAGE = {9: 1.8}
 _PADDING_PIECE = 256  # a document of padding costs the square of its length, and a constant
 
 
-class _Pattern(NamedTuple):
+class Pattern(NamedTuple):
+    """What a mask function computes: causality, and in it a window or chunks (0 for none), and packed documents."""
+
     window: int = 0
     chunk: int = 0
     packed: torch.Tensor | None = None  # (batch, seq), the number of each token's document in its row
@@ -83,14 +85,14 @@ def _parts(function: Callable, positions: torch.Tensor | None = None) -> Iterato
         yield function, positions
 
 
-def _pattern(function: Callable) -> _Pattern | None:
+def _pattern(function: Callable) -> Pattern | None:
     """What the mask function computes; None for anything but causal attention with a window, chunks or packing."""
     if function is causal_mask_function:
-        return _Pattern()
+        return Pattern()
     return composed_pattern(function) if available(RECOGNISED_MASKS) else None
 
 
-def composed_pattern(function: Callable) -> _Pattern | None:
+def composed_pattern(function: Callable) -> Pattern | None:
     """[`_pattern`], without asking whether those of the installed transformers are recognised.
 
     transformers composes the same parts in another order from version to version.
@@ -116,7 +118,7 @@ def composed_pattern(function: Callable) -> _Pattern | None:
     if positions is None and {"chunk", "packed"} <= found.keys():
         return None
     del found["causal"]
-    return _Pattern(**found, positions=positions)
+    return Pattern(**found, positions=positions)
 
 
 def _cells(function: Any) -> dict[str, Any]:
@@ -166,15 +168,13 @@ def attention_mask(
     continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
     ours = not continues and triton_drives(torch.device(device))
     if ours and torch.compiler.is_compiling():
-        # The compiler hides the function. Custom functions and packing show in these arguments, chunks in the config.
-        chunks = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
-        if allow_is_causal_skip and not use_vmap and not chunks:
-            plan = _traced_plan(local_size or 0, attention_mask, batch_size, q_length)
+        if allow_is_causal_skip and not use_vmap:
+            plan = traced_plan(local_size, attention_mask, batch_size, q_length, config)
     elif ours:
         pattern = _pattern(mask_function)
         # Packing always forbids skipping the mask; without packing, it is the caller who forbids it.
         if pattern is not None and (allow_is_causal_skip or pattern.packed is not None):
-            plan = _plan(pattern, attention_mask, batch_size, q_length, dtype, device)
+            plan = read_plan(pattern, attention_mask, batch_size, q_length, dtype, device)
     if plan is None:
         arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
         arguments |= {"attention_mask": attention_mask, "local_size": local_size, "use_vmap": use_vmap}
@@ -183,15 +183,15 @@ def attention_mask(
     return None if plan.masks_nothing and attention_mask is not None else plan
 
 
-def _plan(
-    pattern: _Pattern,
+def read_plan(
+    pattern: Pattern,
     padding_mask: torch.Tensor | None,
     batch: int,
     length: int,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> AttentionPlan | None:
-    """The plan for these rows; None if their padding has holes."""
+    """The plan for these rows, whose lengths are read; None if their padding has holes."""
     window = pattern.window if pattern.window < length else 0
     if pattern.packed is not None:
         chunk = [pattern.positions // pattern.chunk] if pattern.chunk and pattern.positions is not None else []
@@ -207,12 +207,20 @@ def _plan(
     return plan_of(starts, batch * length, window, device)
 
 
-def _traced_plan(window: int, padding_mask: torch.Tensor | None, batch: int, length: int) -> AttentionPlan:
+def traced_plan(
+    local_size: int | None, padding_mask: torch.Tensor | None, batch: int, length: int, config: Any
+) -> AttentionPlan | None:
     """The plan in a compiled graph, which cannot read lengths: each row is padding, its tokens, and padding.
 
-    Padding with holes is an assertion of the device.
+    The compiler hides the function of a mask, too. That there is a custom one, or packing, shows in the mask's other
+    arguments, which the caller looks at, and chunks in the config. Padding with holes is an assertion of the device.
+
+    Returns:
+        The plan; None for chunks.
     """
-    window = window if window < length else 0
+    if local_size is not None and getattr(config, "attention_chunk_size", None) is not None:
+        return None
+    window = local_size if local_size is not None and local_size < length else 0
     if padding_mask is None:
         return AttentionPlan(window, None, length)
     mask = padding_mask[:, :length].bool()

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import importlib
 
-from liger_trainer.compat.private import TESTED, Feature
+from liger_trainer.compat.private import Feature
+
+LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "transformers", "trl")
+"""Those that have a file here."""
 
 
 def features() -> list[Feature]:
     """Every feature that needs private names of what is installed, by library. The libraries are not imported."""
-    modules = [importlib.import_module(f"{__name__}.{library}") for library in TESTED]
+    modules = [importlib.import_module(f"{__name__}.{library}") for library in LIBRARIES]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Feature)]
     return [feature for feature in found if feature.applies]

@@ -90,6 +90,13 @@ RANK_ALLOCATION = Feature(
     needed=False,
 )
 
+ADDED_TERMS = Feature(
+    "the term that AdaLoRA adds to the loss",
+    Private("peft:AdaLoraModel.forward", uses="loss, trainable_adapter_name"),
+    Private("peft:PeftModelForCausalLM.forward", uses="base_model"),
+)
+"""What [`adds_to_loss`] and [`calls_tuner`] look for; without it the term would be missing, without a word."""
+
 
 def adds_to_loss(tuner: Any) -> bool:
     """Whether the forward of a tuner, PEFT's module around a model, does something with the loss of the outputs."""

@@ -19,13 +19,16 @@ logger = logging.getLogger("liger_trainer")
 TESTED = {
     "accelerate": "1.15.0",
     "bitsandbytes": "0.50.2",
+    "datasets": "5.2.0",
     "deepspeed": "0.19.8",
     "peft": "0.21.2",
+    "tokenizers": "0.23.3",
     "torch": "2.13.0",
     "transformers": "5.24.0",
+    "triton": "3.9.0",
     "trl": "1.16.0",
 }
-"""The versions that the tests run with; the same as in constraints.txt."""
+"""The versions that the tests run with, the newest where they are several; the same as in constraints.txt."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -160,6 +160,7 @@ EXPERT_EXCHANGE = Feature(
     "the exchange of tokens between processes that share experts",
     Private("transformers.distributed.expert_parallel:AutoEP"),
     Private("transformers.distributed.expert_parallel:AllToAllEP"),
+    Private("transformers.distributed.expert_parallel:EPImplementationInterface"),
     Private("transformers.distributed.expert_parallel:MoEParamShard.shard_param", uses="_is_expert_parallel"),
     Private(
         "transformers.distributed.expert_parallel:EpDispatchExpertsParallel.install_forward",
@@ -167,6 +168,8 @@ EXPERT_EXCHANGE = Feature(
         uses="implementation, context_around_forward",
     ),
     needed=False,
+    since="5.23",
+    canary="liger_trainer.canaries:expert_exchange",
 )
 
 SPLIT_HEAD = Feature(
@@ -269,6 +272,11 @@ ATTENTION = Feature(
     canary="liger_trainer.canaries:attention",
 )
 
+DEFAULT_ATTENTION = Feature(
+    "the attention that transformers takes where ours is not proved",
+    Private("transformers.modeling_utils:PreTrainedModel._supports_sdpa"),
+)
+
 PACKED_POSITIONS = Feature(
     "not reading back position ids that a model has made itself",
     Private("transformers.masking_utils:find_packed_sequence_indices", "position_ids"),
@@ -282,8 +290,8 @@ CONTINUOUS_BATCHING = Feature(
     Private(_BATCHING),
     Private(f"{_BATCHING}.__init__", uses="switch_to_cb_friendly_attn"),
     Private(f"{_BATCHING}.switch_to_cb_friendly_attn", "self, model, ...", uses="_attn_implementation"),
-    Private(f"{_BATCHING}.stop", "self, ..."),
-    Private("transformers.modeling_utils:PreTrainedModel._supports_sdpa"),
+    Private(f"{_BATCHING}.start", "self, ...", uses="_generation_thread"),
+    Private(f"{_BATCHING}.stop", "self, ...", uses="_generation_thread"),
     needed=False,
 )
 

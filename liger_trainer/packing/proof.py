@@ -3,12 +3,14 @@
 The copy is of the model's class, with the kinds of layers of its config and random weights, on the CPU. The real model
 is not run. A padded batch with padding on both sides, shared beginnings, and a row inside another goes through the copy
 with transformers' own masks and attention, and as packed rows, with and without sharing. Logits (hidden states, without
-a head), the router's loss and the gradients of all parameters must agree.
+a head), the router's loss and the gradients of all parameters must agree. Of a reward model, so
+must the scores, each of the token that its class takes for the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.packing.small_config import small_config
 from liger_trainer.patching.probe import Agreement
+
+_Outputs = tuple[torch.Tensor, Any]
+"""The values that are compared, and all that the model returned."""
 
 NOT_OURS = "its attention is not ours"
 
@@ -43,13 +48,30 @@ def prove_packing(model: Any) -> Agreement:
     Args:
         model: A transformers model, without PEFT's wrapper: a causal language model, or one without a head.
     """
+    return _proved(model, _compared_tokens)
+
+
+def prove_scores(model: Any, pack: Callable[[Any, bool | None], None]) -> Agreement:
+    """Compares the scores of a small copy of `model` on a padded batch with those of packed rows.
+
+    In the batch are padding on both sides, and a sequence whose own last token is the padding token.
+
+    Args:
+        model: A transformers model that scores sequences, for whose backbone [`prove_packing`] holds.
+        pack: Gives a model a forward that packs its batches, with whether rows share their beginnings; None gives the
+            forward of its class.
+    """
+    return _proved(model, functools.partial(_compared_scores, pack=pack))
+
+
+def _proved(model: Any, compared: Callable[[Any], Agreement]) -> Agreement:
     reason = _reason_against(model)
     if reason:
         return _refused(reason)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
-            return _compared(_small_copy(model))
+            return compared(_small_copy(model))
     except NotPackable as mask:
         return _refused(f"it has {mask}")
     except Exception as error:  # of the model's own code, on a config that it may never have seen
@@ -108,39 +130,58 @@ def _batch() -> Padded:
     return Padded(ids, mask.long(), None, labels)
 
 
-def _compared(model: Any) -> Agreement:
+def _compared_tokens(model: Any) -> Agreement:
     batch = _batch()
     options = {"use_cache": False}
     if getattr(model.config.get_text_config(), "output_router_logits", None) is not None:
         options["output_router_logits"] = True
-    weights = torch.randn(())
 
-    def padded() -> list[torch.Tensor | None]:
-        nonlocal weights
+    def padded() -> _Outputs:
         outputs = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options)
-        values = _values(outputs)[batch.labels != IGNORE_INDEX]
-        weights = weights if weights.dim() else torch.randn(values.shape)
-        return _results(model, values, outputs, weights)
+        return _values(outputs)[batch.labels != IGNORE_INDEX], outputs
 
-    wanted = padded()
-    own = model.config.get_text_config()._attn_implementation
-    model.config.get_text_config()._attn_implementation = {"": NAME}
-    errors = []
-    for share in (False, True):
+    def packed(share: bool) -> _Outputs:
         rows = packed_rows(batch, share)
         assert rows is not None  # there is no padding between tokens
         row = rows[0]
         with row.attended():
             outputs = model(**row.inputs, **options)
-        values = rows_of(_values(outputs), row.scored.tokens)[row.scored.copies.index.long()]
-        errors.append(_difference(wanted, _results(model, values, outputs, weights)))
-    error = max(errors)
+        return rows_of(_values(outputs), row.scored.tokens)[row.scored.copies.index.long()], outputs
+
+    return _agreement(model, padded, packed)
+
+
+def _compared_scores(model: Any, pack: Callable[[Any, bool | None], None]) -> Agreement:
+    batch = _batch()
+    batch.input_ids[0, -1] = model.config.get_text_config().pad_token_id
+    rows: list[int] = []  # of the last forward of the model inside
+
+    def scored(share: bool | None) -> _Outputs:
+        pack(model, share)
+        outputs = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        if share is not None and rows[-1] != 1:
+            raise NotPackable("scores that are not of packed rows")
+        return outputs.logits, outputs
+
+    inside = getattr(model, model.base_model_prefix)
+    inside.register_forward_hook(lambda module, args, outputs: rows.append(len(outputs.last_hidden_state)))
+    return _agreement(model, functools.partial(scored, None), scored)
+
+
+def _agreement(model: Any, padded: Callable[[], _Outputs], packed: Callable[[bool], _Outputs]) -> Agreement:
+    """Compares the values of a batch, and all of their gradients, with those of packed rows, shared and not."""
+    values, outputs = padded()
+    weights = torch.randn(values.shape)
+    wanted = _results(model, values, outputs, weights)
+    own = model.config.get_text_config()._attn_implementation
+    model.config.get_text_config()._attn_implementation = {"": NAME}
+    error = max(_difference(wanted, _results(model, *packed(share), weights)) for share in (False, True))
     if TOLERANCE < error <= _MOST_NOISE:
         model.config.get_text_config()._attn_implementation = {"": own}
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + torch.randn_like(parameter).sign() * torch.finfo(parameter.dtype).eps)
-        if error <= _TIMES_NOISE * _difference(wanted, padded()):
+        if error <= _TIMES_NOISE * _difference(wanted, _results(model, *padded(), weights)):
             return Agreement(error)
     return Agreement(error, reason="" if error <= TOLERANCE else f"packed rows give other values ({error:.1e})")
 

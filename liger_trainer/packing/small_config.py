@@ -40,6 +40,7 @@ _MOST = {
     "floor_scale": 3,
     "original_max_position_embeddings": 3,
     "num_labels": 1,
+    "num_layers_per_stack": 1,  # of layers that run several times each, which magnifies rounding
 }
 """What the small config has instead of a larger number. The windows and chunks are shorter than rows, and so are the
 lengths from which models scale queries by their position."""

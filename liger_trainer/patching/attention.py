@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_trainer.attention.continuous_batching import name_of, set_name
 from liger_trainer.attention.interface import (
     NAME,
     PROVED,
@@ -126,7 +127,7 @@ def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
         return "this version of transformers names its attention in another way"
     if owner is None:
         return "its config is not that of a transformers model"
-    chosen = config._attn_implementation
+    chosen = name_of(config)
     usual = chosen == default_implementation(owner) or isinstance(chosen, OurName)  # of a model with the same config
     return split_sequences() if usual else f"{CHOSEN}{chosen!r}"
 
@@ -156,10 +157,10 @@ def _is_apart(module: nn.Module, attentions: set[int]) -> bool:
 
 
 def _switch(module: Any, _forward: Callable) -> None:
-    name = module.config._attn_implementation
+    name = name_of(module.config)
     if not isinstance(name, OurName):
         name = OurName(name)
-        module.config._attn_implementation = {"": name}  # not that of configs inside it
+        set_name(module.config, name)
     name.users.add(module)
     module.__dict__[PROVED] = True
 
@@ -170,13 +171,13 @@ def restore_attention(model: nn.Module) -> None:
         return
     proved = [module for module in model.modules() if module.__dict__.pop(PROVED, False)]
     for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or module.config._attn_implementation != NAME:
+        if not isinstance(module, PreTrainedModel) or name_of(module.config) != NAME:
             continue
-        name = module.config._attn_implementation
+        name = name_of(module.config)
         for each in proved if isinstance(name, OurName) else ():
             name.users.discard(each)
         if not getattr(name, "users", None):  # of no other model with the same config
-            module.config._attn_implementation = {"": default_implementation(type(module))}
+            set_name(module.config, default_implementation(type(module)))
 
 
 def _prove(module: nn.Module, own_name: str, widths: Sequence[int], probe: Probe) -> Agreement:

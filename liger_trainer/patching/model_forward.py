@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.attention.continuous_batching import say_if_away
 from liger_trainer.attention.known_rows import rows_of_forward
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import GENERATION_STEPS, LOSS_OPTIONS
@@ -74,6 +75,7 @@ def make_model_forward(native: Callable) -> Callable:
     def run(
         self: Any, native: Callable, has_labels: bool, read_later: bool, num_items: Any, args: tuple, kwargs: dict
     ) -> Any:
+        say_if_away(self)
         context = forward_context(context_of(self, has_labels, num_items, read_later))
         with compiler_restored(), context, rows_of_forward(self, native, args, kwargs):
             return native(self, *args, **kwargs)

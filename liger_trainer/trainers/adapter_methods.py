@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.compat.peft import RANK_ALLOCATION, adds_to_loss, calls_tuner
+from liger_trainer.compat.peft import ADDED_TERMS, RANK_ALLOCATION, adds_to_loss, calls_tuner
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS
 from liger_trainer.head.warn_once import warn_once
@@ -56,6 +56,7 @@ class AdapterMethodsMixin(SavedWeightsMixin):
             elif own_loss and self.get_sp_size() == 1:
                 self._tuner_of_terms = tuner
         if hasattr(tuner, "update_and_allocate"):
+            require(ADDED_TERMS)
             self.add_callback(RankAllocationCallback(tuner))
 
     def _recorded_terms(self) -> contextlib.AbstractContextManager[list[torch.Tensor]]:

@@ -13,7 +13,7 @@ from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packing.packing import Packing, drops, drops_attention
 from liger_trainer.packing.proof import prove_packing
 from liger_trainer.patching.report import KernelReportRow
-from liger_trainer.trainers.packed_scores import scores_packed
+from liger_trainer.trainers.packed_scores import prove_packed_scores
 
 PADDING_FREE, SHARE_PROMPT = "padding_free", "share_prompt"
 
@@ -30,13 +30,10 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     if _asked(args, PADDING_FREE, PackingFlags) is False:
         return None, []
     agreement = None
-    reason, proved = _reason_against(args, model), base
-    if base.get_output_embeddings() is None:
-        reason = reason or ("" if scores_packed(base) else "its forward is not that of transformers' classifiers")
-        proved = getattr(base, base.base_model_prefix, base)
+    reason = _reason_against(args, model)
     target = type(base).__name__
     if not reason:
-        agreement = prove_packing(proved)
+        agreement = prove_packed_scores(base) if base.get_output_embeddings() is None else prove_packing(base)
         reason = agreement.reason
     error = None if agreement is None else agreement.error
     if reason:

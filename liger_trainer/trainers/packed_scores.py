@@ -7,28 +7,46 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_trainer.kernels.copied_rows import copied_rows
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.packing.packed_row import PackedRow, each_row
 from liger_trainer.packing.packing import Packing
+from liger_trainer.packing.proof import prove_packing, prove_scores
 from liger_trainer.patching.binding import bind_forward, is_ours
 from liger_trainer.patching.model_forward import forward_layers
+from liger_trainer.patching.probe import Agreement
 
 
-def scores_packed(model: nn.Module) -> bool:
-    """Whether the forward of `model` is the one that [`install_packed_scores`] knows, or of an earlier trainer's."""
-    own = "forward" in vars(model) and not any(is_ours(layer) for layer in forward_layers(model))
-    return type(model).forward is GenericForSequenceClassification.forward and not own
+def prove_packed_scores(model: Any) -> Agreement:
+    """Compares the scores of a small copy of `model` with those of packed rows; a reason where there can be none.
+
+    Args:
+        model: A transformers model without a head for tokens.
+    """
+    if not may_be_packed(model):
+        return Agreement(float("inf"), reason="its forward is not that of its class")
+    if not isinstance(getattr(model, "score", None), nn.Module) or not hasattr(model, model.base_model_prefix):
+        return Agreement(float("inf"), reason="it has no `score` of the hidden states of a model inside it")
+
+    def pack(copy: Any, share: bool | None) -> None:
+        install_packed_scores(copy, None if share is None else Packing(share))
+
+    agreement = prove_packing(getattr(model, model.base_model_prefix))
+    return prove_scores(model, pack) if agreement.equal else agreement
+
+
+def may_be_packed(model: nn.Module) -> bool:
+    """Whether the forward of `model` is that of its class, or an earlier trainer's."""
+    return "forward" not in vars(model) or any(is_ours(layer) for layer in forward_layers(model))
 
 
 def install_packed_scores(model: Any, packing: Packing | None) -> None:
     """Gives `model` a forward that packs its batches; one that cannot be packed runs the forward of its class.
 
     Args:
-        model: For which [`scores_packed`] holds.
+        model: For which [`may_be_packed`] holds, and with `packing` [`prove_packed_scores`].
         packing: How batches are packed; None leaves them padded, also where an earlier trainer packed them.
     """
     vars(model).pop("forward", None)  # accelerate may have wrapped it

@@ -7,7 +7,7 @@ from trl import RewardTrainer
 
 from liger_trainer.configs.reward_config import LigerRewardConfig
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.trainers.packed_scores import install_packed_scores, scores_packed
+from liger_trainer.trainers.packed_scores import install_packed_scores, may_be_packed
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 
@@ -28,5 +28,5 @@ class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
         if self._packing is None:
             self._choose_packing()
             base = without_adapters(model)
-            if scores_packed(base):
+            if may_be_packed(base):
                 install_packed_scores(base, self._packing)

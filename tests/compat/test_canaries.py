@@ -1,11 +1,16 @@
 """What is recognised by its shape, in the installed libraries and in ones that have changed it without a word."""
 
 import functools
+import inspect
 import logging
+import operator
+import textwrap
+import types
 
 import pytest
 import torch
 from transformers import GenerationMixin, LlamaForCausalLM, MixtralForCausalLM, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -70,6 +75,71 @@ def shorter(size, overlay=masking_utils.sliding_window_overlay):
     return overlay(size - 1)
 
 
+def longer(sliding_window):
+    return lambda batch, head, query, key: key >= query - sliding_window
+
+
+def later(chunk_size, left_padding):
+    """Chunks that begin one token later."""
+
+    def first(batch, index):
+        return (index - left_padding[batch] + 1) // chunk_size
+
+    return lambda batch, head, query, key: (first(batch, key) == first(batch, query)) & (chunk_size > 0)
+
+
+def from_the_row(chunk_size, left_padding):
+    """Chunks that begin with the row, and not with its first token."""
+    return lambda batch, head, query, key: key // chunk_size == query // chunk_size
+
+
+def earlier_documents_too(packed_sequence_mask):
+    return lambda batch, head, query, key: packed_sequence_mask[batch, query] >= packed_sequence_mask[batch, key]
+
+
+def any_of(*mask_functions):
+    return lambda *indices: functools.reduce(operator.or_, [mask(*indices) for mask in mask_functions])
+
+
+def doubled(mask_function, position_ids):
+    """Positions of which every other one is left out."""
+    return lambda batch, head, query, key: mask_function(
+        batch, head, 2 * position_ids[batch, query], 2 * position_ids[batch, key]
+    )
+
+
+class Skipping:
+    """Mask functions that are told of blocks that their mask may be left out."""
+
+    def __init__(self):
+        self._global_mapping = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+
+    def __getitem__(self, name):
+        def describe(**given):
+            blocks = given["mask_function"].__name__ == "or_mask"
+            given["allow_is_causal_skip"] = given["allow_is_causal_skip"] or blocks
+            return ALL_MASK_ATTENTION_FUNCTIONS[name](**given)
+
+        return describe
+
+
+def inner_code(function):
+    """The code of the lambda that `function` returns."""
+    codes = [each for each in function.__code__.co_consts if isinstance(each, types.CodeType)]
+    return next(code for code in codes if code.co_name == "<lambda>")
+
+
+TAKES_BLOCKS = "block_sequence_ids" in inspect.signature(masking_utils.create_causal_mask).parameters
+VALUES = {
+    "a window of one token more": ("sliding_window_overlay", longer, "window mask of plain"),
+    "chunks that begin one token later": ("chunked_overlay", later, "chunk mask of plain"),
+    "chunks that begin with a padded row": ("chunked_overlay", from_the_row, "chunk mask of padded"),
+    "earlier documents are seen": ("packed_sequence_mask_function", earlier_documents_too, "full mask of packed"),
+    "parts of which one must hold": ("and_masks", any_of, "full mask of packed"),
+    "positions that are not the tokens'": ("remap_positions_for_packed_sequence", doubled, "window mask of packed"),
+    "blocks that may be left out": ("ALL_MASK_ATTENTION_FUNCTIONS", Skipping(), "full mask of illustrated"),
+}
+
 LLAMA, MIXTRAL = LlamaAttention.forward, MixtralForCausalLM.forward
 CHANGES = {
     "masks composed otherwise": (masking_utils, "and_masks", pairs),
@@ -108,6 +178,35 @@ def test_a_change_is_seen(change, monkeypatch):
     monkeypatch.setattr(*CHANGES[change])
     told = {feature.canary.rpartition(":")[2] for feature in FEATURES if tried(feature)}
     assert told == set(SEEN[change].split())
+
+
+@pytest.mark.skipif(not declared.EXPERT_EXCHANGE.applies, reason="transformers splits experts in another way")
+def test_an_exchange_of_tokens_that_holds_other_names_is_seen(monkeypatch):
+    from transformers.distributed import expert_parallel
+
+    source = textwrap.dedent(inspect.getsource(expert_parallel.EpDispatchExpertsParallel.install_forward))
+    renamed = source.replace("implementation(hidden", "way(hidden").replace("    implementation =", "    way =")
+    assert renamed.count("way") == 2
+    exec(renamed, vars(expert_parallel), changed := {})
+    monkeypatch.setattr(expert_parallel.EpDispatchExpertsParallel, "install_forward", changed["install_forward"])
+    assert tried(declared.EXPERT_EXCHANGE) == "the forward of experts that are split holds other variables than we know"
+
+
+@pytest.mark.parametrize("change", VALUES)
+def test_a_mask_with_other_values_is_seen_though_it_looks_the_same(change, monkeypatch):
+    name, other, mask = VALUES[change]
+    if not hasattr(masking_utils, name) or (mask.endswith("illustrated") and not TAKES_BLOCKS):
+        pytest.skip("this transformers has no such masks")
+    before = getattr(masking_utils, name)
+    monkeypatch.setattr(masking_utils, name, other)
+    if inspect.isfunction(before):
+        known = masks._inner_code(before)
+        names = [each for each in ("_AND", "_REMAPPED") if getattr(masks, each) is known]
+        for each in names:
+            monkeypatch.setattr(masks, each, inner_code(other))
+        if not names:
+            monkeypatch.setattr(masks, "_PARTS", {**masks._PARTS, inner_code(other): masks._PARTS[known]})
+    assert tried(declared.RECOGNISED_MASKS) == f"the {mask} rows lets tokens see others than we think"
 
 
 def test_it_is_said_once_and_in_the_doctor(monkeypatch, caplog):

@@ -109,9 +109,13 @@ def run(which: str, libraries: list[str], keep: list[str], reuse: bool, whole: b
 
 
 def recorded(versions: dict[str, str]) -> str:
-    """What is written of a run that passed: the day, Python, and the versions of all dependencies."""
+    """What is written of a run that passed: the day in UTC, Python, and the versions of all dependencies."""
     public = {name.lower(): version.partition("+")[0] for name, version in versions.items()}
-    run = {"date": str(datetime.date.today()), "python": platform.python_version(), "versions": public}
+    run = {
+        "date": str(datetime.datetime.now(datetime.UTC).date()),
+        "python": platform.python_version(),
+        "versions": public,
+    }
     return json.dumps(run, indent=2) + "\n"
 
 

@@ -346,7 +346,7 @@ def test_a_second_trainer_of_a_reward_model_has_its_own_flags(bf16, tmp_path, mo
     assert rows_of(second) == {}
     third, _ = trained("Reward", True, tmp_path, second.model, bf16=bf16, own={"tokens_per_micro_batch": 60})
     assert rows_of(third) == SPLIT
-    assert set(seen) == {(True, True, True)}
+    assert {each for each in seen if each[1]} == {(True, True, True)}  # the copy of the proof does not train
 
 
 def test_inference_mode_leaves_nothing_behind(tmp_path):

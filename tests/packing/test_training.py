@@ -1,7 +1,10 @@
 """Trainers on packed rows against TRL's on padded batches: what they log, and the gradients of all parameters."""
 
+import functools
+
 import pytest
 import torch
+from transformers import GPTNeoXForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from tests.packing.training import PackedBatches, assert_close_gradients, save_models, trained
@@ -61,6 +64,8 @@ CASES = {
     "CPO split": ("CPO", {**SPLIT, **CHECKPOINTED}),
     "Reward": ("Reward", {}),
     "Reward gemma2": ("Reward", {"model": "gemma2", "center_rewards_coefficient": 0.1}),
+    "Reward gemma3 of images and text": ("Reward", {"model": "gemma3"}),
+    "Reward gpt_neox": ("Reward", {"model": "gpt_neox"}),
     "Reward lora": ("Reward", {"peft_config": lora("q_proj", "v_proj", task_type="SEQ_CLS")}),
     "Reward split": ("Reward", {**SPLIT, **CHECKPOINTED}),
 }
@@ -85,9 +90,16 @@ def packed(monkeypatch):
     return PackedBatches(monkeypatch)
 
 
-def padded_scores(self, input_ids=None, attention_mask=None, **kwargs):
-    """In place of the forward of a reward model, which is for the batches that stay padded."""
-    pytest.fail("a batch stayed padded")
+def padded_scores(forward):
+    """In place of the forward of a reward model, which is for the proof and the batches that stay padded."""
+
+    @functools.wraps(forward)
+    def compute(self, input_ids=None, attention_mask=None, **kwargs):
+        if self.training:
+            pytest.fail("a batch stayed padded")
+        return forward(self, input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+    return compute
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,7 +109,8 @@ def test_logs_and_gradients_are_those_of_trl(name, tmp_path, models, packed, mon
     own, model = case.pop("own", {}), models[case.pop("model", "llama")]
     stock, expected = trained(kind, False, tmp_path / "stock", model, **case)
     assert not packed.seen
-    monkeypatch.setattr(GenericForSequenceClassification, "forward", padded_scores)
+    for scores in (GenericForSequenceClassification, GPTNeoXForSequenceClassification):
+        monkeypatch.setattr(scores, "forward", padded_scores(scores.forward))
     ours, found = trained(kind, True, tmp_path / "ours", model, own=own, **case)
     assert len(logged(stock)) == 3
     assert_close_logs(logged(ours), logged(stock), OTHERS.get(kind, ()))

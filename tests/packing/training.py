@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, TrainerCallback
 
 from liger_trainer.packing.packing import Packing
+from tests.tiny_models import COMMON as TINY
+from tests.tiny_models import TINY_MODELS
 from tests.trainers import parity
 from tests.trainers.tiny import WORDS, llama, tokenizer
 
@@ -48,6 +50,13 @@ DATA = {
 }  # fmt: skip
 
 
+OTHERS = {
+    "rounded": lambda: llama().bfloat16(),
+    "gemma3": TINY_MODELS["gemma3"],
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**TINY)),
+}
+
+
 def often_done(model: Any = llama) -> Any:
     """A model whose completions end early, at different lengths."""
     made = model()
@@ -59,7 +68,7 @@ def often_done(model: Any = llama) -> Any:
 def save_models(folder: Any) -> dict[str, str]:
     """Folders with `tests.trainers.parity.MODELS`, whose completions end early, and with one for weights in bf16."""
     folders = {}
-    for name, model in {**parity.MODELS, "rounded": lambda: llama().bfloat16()}.items():
+    for name, model in {**parity.MODELS, **OTHERS}.items():
         folders[name] = str(folder / name)
         often_done(model).save_pretrained(folders[name])
         tokenizer().save_pretrained(folders[name])

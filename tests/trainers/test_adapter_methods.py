@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from datasets import Dataset
-from peft import AdaLoraConfig, LoraConfig, ShadowConfig, get_peft_model
+from peft import AdaLoraConfig, AdaLoraModel, LoraConfig, ShadowConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
 
 from liger_trainer.compat.peft import adds_to_loss
@@ -127,6 +127,15 @@ def test_which_methods_add_to_the_loss():
     assert not adds_to_loss(plain.base_model)
     assert adds_to_loss(adalora().base_model)
     assert adds_to_loss(get_peft_model(llama(), ShadowConfig(target_modules=["q_proj"])).base_model)
+
+
+def test_a_term_that_peft_adds_in_another_way_is_not_lost_without_a_word(tmp_path, monkeypatch):
+    elsewhere = [AdaLoraModel.forward]
+    model = adalora()
+    monkeypatch.setattr(AdaLoraModel, "forward", lambda self, *args, **kwargs: elsewhere[0](self, *args, **kwargs))
+    assert not adds_to_loss(model.base_model)
+    with pytest.raises(ImportError, match=r"AdaLoraModel.forward` no longer uses `loss`, .*the term that AdaLoRA"):
+        of_ids(tmp_path, model)
 
 
 @pytest.mark.parametrize("build", [causal, of_ids])

@@ -26,22 +26,37 @@ from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 
 def find_expert_exchange(module: nn.Module, enabled: Callable[[str], bool]) -> Finding | None:
     """The finding for the exchange of tokens between processes in `module`; None without an all-to-all."""
-    library: Any = sys.modules.get("transformers.distributed.expert_parallel")
-    forward: Any = module.__dict__.get("forward")
-    receives = library is not None and inspect.isfunction(forward) and forward.__globals__ is vars(library)
+    receives = receives_tokens(module)
     if not receives and not getattr(module, "_is_expert_parallel", False):
         return None
-    if not available(EXPERT_EXCHANGE) or not receives:  # transformers 5.19 splits experts in another way
+    if not available(EXPERT_EXCHANGE) or not receives:  # transformers 5.22 splits experts in another way
         return None
-    held = inspect.getclosurevars(forward).nonlocals
-    way: Any = held.get("implementation")
-    if type(way) not in (library.AutoEP, library.AllToAllEP) or getattr(way, "megamoe", None) is not None:
+    held = held_by_exchange(module)
+    if held is None:
         return None
+    way, forward = held["implementation"], module.__dict__["forward"]
     target = f"{type(module).__name__} of {way.ep_mesh.size()} processes"
     if not enabled("experts"):
         return Finding("experts", target, module, reason=SWITCHED_OFF)
     bind = functools.partial(bind_forward, over=forward)
     return Finding("experts", target, module, "expert exchange", _exchanging(held, forward), bind=bind)
+
+
+def receives_tokens(module: nn.Module) -> bool:
+    """Whether transformers has given `module` a forward that receives tokens from other processes."""
+    library: Any = sys.modules.get("transformers.distributed.expert_parallel")
+    forward: Any = module.__dict__.get("forward")
+    return library is not None and inspect.isfunction(forward) and forward.__globals__ is vars(library)
+
+
+def held_by_exchange(module: nn.Module) -> Mapping[str, Any] | None:
+    """What the forward of [`receives_tokens`] holds: the names of its closure; None for another than an all-to-all."""
+    library: Any = sys.modules["transformers.distributed.expert_parallel"]
+    held = inspect.getclosurevars(module.__dict__["forward"]).nonlocals
+    way: Any = held.get("implementation")
+    if type(way) not in (library.AutoEP, library.AllToAllEP) or getattr(way, "megamoe", None) is not None:
+        return None
+    return held if {"self", "ep_mesh"} <= held.keys() else None
 
 
 def run_exchanged(
