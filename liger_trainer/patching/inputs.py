@@ -71,7 +71,9 @@ def _not_finite(tensors: Tensors) -> Tensors:
 
 
 def _more_rows(tensors: Tensors) -> Tensors:
-    return [tensors[0].repeat_interleave(20, -2), *tensors[1:]]
+    """Sequences of twenty times as many tokens, the second dimension, of a gate too."""
+    shape = tensors[0].shape
+    return [each.repeat_interleave(20, 1) if each.shape == shape else each for each in tensors]
 
 
 def _large_values(tensors: Tensors) -> Tensors:
