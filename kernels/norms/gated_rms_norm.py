@@ -11,8 +11,8 @@ and, with g = dy * weight (times a, with the gate last) and p = rstd * (g - x_ha
     gate first:  dx = p * a    dgate = p * x * act'(gate)                  dweight = sum over rows of dy * x_hat
 
 Forward reads x and gate and writes y (6 bytes per element in bf16); backward reads x, gate and dy and writes dx and
-dgate (10 bytes). Saved for backward: x, gate, weight and rstd (fp32, one per group); eager torch saves five or six fp32
-tensors of the size of x. The weight's gradient is summed as in `rms_norm`, without atomics.
+dgate (10 bytes). Saved for backward: x, gate, weight and rstd (fp32, one per group): 4 bytes per element in bf16, where
+eager torch saves 16. The weight's gradient is summed as in `rms_norm`, without atomics.
 """
 
 from __future__ import annotations

@@ -94,6 +94,10 @@ def _large_weights(tensors: Tensors) -> Tensors:
     return [tensors[0], *(tensor * 300.0 for tensor in tensors[1:])]
 
 
+def _gates(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: [tensors[0], change(tensors[1]), *tensors[2:]]
+
+
 def _near_epsilon(eps: float) -> Callable[[Tensors], Tensors]:
     """Mean squares from a hundredth of `eps` to a hundred times it, and a row of zeros."""
 
@@ -174,6 +178,15 @@ ROUTER = (
     Case("logits of about 300 without biases", _saturated_logits),
 )
 """A router. All of it runs on the CPU, where torch breaks the ties of both. [`crowded`] is one more case."""
+
+
+GATES = (
+    Case("gates of about 1e-3", _gates(lambda gate: gate * 1e-3)),
+    Case("gates of about -300", _gates(lambda gate: gate.abs() * -300.0)),
+    Case("gates of about 300", _gates(lambda gate: gate.abs() * 300.0)),
+    Case("gates of zeros", _gates(torch.zeros_like)),
+)
+"""A norm with a gate, which is the second tensor, has those of [`norm_inputs`] and these."""
 
 
 def norm_inputs(eps: float) -> tuple[Case, ...]:

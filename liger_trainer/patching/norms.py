@@ -12,7 +12,7 @@ from torch import nn
 
 from liger_trainer.kernels.norms.gated_rms_norm import ACTIVATIONS, CASTINGS
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
-from liger_trainer.patching.inputs import norm_inputs
+from liger_trainer.patching.inputs import GATES, norm_inputs
 from liger_trainer.patching.norm_forwards import (
     gated_rms_norm_forward,
     layer_norm_forward,
@@ -157,7 +157,8 @@ def _nearest(
         what: What it computes, for the report, if it is none of them.
     """
     theirs = _on(module, type(module).forward, names)
-    trial = Trial(theirs, tensors, norm_inputs(getattr(module, eps)))
+    gated = len(tensors) - len(names) == 2
+    trial = Trial(theirs, tensors, norm_inputs(getattr(module, eps)) + (GATES if gated else ()))
     best: Proof | None = None
     failures: list[Agreement] = []
     for kernel, make in candidates:

@@ -23,12 +23,14 @@ from tests.patching.test_routers import ONLY
 from tests.tiny_models import TINY_MODELS
 
 CPU = torch.device("cpu")
+OF_KIND = {"gated_norm": ("rms_norm",), "layer_norm": ("layer_norm", "rms_norm"), "block": ("experts",)}
+"""The components of kinds with another name; a LayerNorm that is none of ours may be any norm."""
 ALL_TWINS = [(kind, name) for kind, (_, table) in twins.TWINS.items() for name in table]
 
 
 def rows_of(module, kind):
     report = apply_liger_kernel(toys.Toy(it=module), ONLY)
-    components = ("experts",) if kind == "block" else (kind, "other")  # what looks like no served part is another
+    components = OF_KIND.get(kind, (kind, "other"))  # what looks like no served part is another
     return [row for row in report if row.component in components]
 
 
@@ -232,6 +234,8 @@ def test_a_load_balancing_loss_is_proved_on_large_logits():
 
 LISTS = {
     "norm": (inputs.norm_inputs(1e-5), [(2, 5, 8), (8,)]),
+    "norm of heads": (inputs.norm_inputs(1e-5), [(2, 5, 3, 8), (3, 8)]),
+    "norm with a gate": (inputs.norm_inputs(1e-5) + inputs.GATES, [(2, 5, 8), (2, 5, 8), (8,)]),
     "mlp": (inputs.MLP, [(4, 16, 8), (12, 8), (8, 12)]),
     "router": (inputs.ROUTER, [(32, 8), (6, 8), (6,)]),
     "rotation": (inputs.ROTATION, [(2, 4, 5, 8), (2, 2, 5, 8)]),
