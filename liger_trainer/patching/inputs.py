@@ -66,7 +66,8 @@ def _one_large_element(tensors: Tensors) -> Tensors:
 def _not_finite(tensors: Tensors) -> Tensors:
     """Rows with one infinity of either sign, and one of numbers that are none."""
     x = tensors[0].clone()
-    x[..., 0, 0], x[..., 1, -1], x[..., 2, :] = math.inf, -math.inf, math.nan
+    rows = x if x.shape[-2] > 2 else x.transpose(-2, -3)  # the tokens of one or two heads
+    rows[..., 0, 0], rows[..., 1, -1], rows[..., 2, :] = math.inf, -math.inf, math.nan
     return [x, *tensors[1:]]
 
 

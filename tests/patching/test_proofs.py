@@ -235,6 +235,7 @@ def test_a_load_balancing_loss_is_proved_on_large_logits():
 LISTS = {
     "norm": (inputs.norm_inputs(1e-5), [(2, 5, 8), (8,)]),
     "norm of heads": (inputs.norm_inputs(1e-5), [(2, 5, 3, 8), (3, 8)]),
+    "norm of one head": (inputs.norm_inputs(1e-5), [(2, 5, 1, 8), (1, 8)]),
     "norm with a gate": (inputs.norm_inputs(1e-5) + inputs.GATES, [(2, 5, 8), (2, 5, 8), (8,)]),
     "mlp": (inputs.MLP, [(4, 16, 8), (12, 8), (8, 12)]),
     "router": (inputs.ROUTER, [(32, 8), (6, 8), (6,)]),
