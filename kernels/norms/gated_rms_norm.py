@@ -43,15 +43,15 @@ CASTINGS = ("llama", "gemma")
 
 
 @triton.jit
-def _activation_and_derivative(gate, ACTIVATION: tl.constexpr):
+def _gate_and_slope(gate, ACTIVATION: tl.constexpr):
     """act(gate) and act'(gate) of an fp32 tensor."""
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    derivative = sigmoid * (1.0 - sigmoid)
+    slope = sigmoid * (1.0 - sigmoid)
     activation = sigmoid
     if ACTIVATION == "silu":
         activation = gate * sigmoid
-        derivative = sigmoid + gate * derivative
-    return activation, derivative
+        slope = sigmoid + gate * slope
+    return activation, slope
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -81,7 +81,7 @@ def _gated_rms_norm_forward_kernel(
     places = group * H + cols
     x = tl.load(x_ptr + (rows * x_stride)[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + (rows * gate_stride)[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
-    activation, _ = _activation_and_derivative(gate, ACTIVATION)
+    activation, _ = _gate_and_slope(gate, ACTIVATION)
     if GATE_FIRST:
         x *= activation
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + eps)
@@ -138,7 +138,7 @@ def _gated_rms_norm_backward_kernel(
         gate = tl.load(gate_ptr + (rows * gate_stride)[:, None] + places[None, :], mask=mask, other=0.0)
         dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows * GROUPS + group, mask=rows < num_rows, other=0.0)[:, None]
-        activation, derivative = _activation_and_derivative(gate.to(tl.float32), ACTIVATION)
+        activation, slope = _gate_and_slope(gate.to(tl.float32), ACTIVATION)
         x_hat = x * rstd
         if GATE_FIRST:
             x_hat = x * activation * rstd
@@ -152,7 +152,7 @@ def _gated_rms_norm_backward_kernel(
             projection = tl.sum(g * x_hat, axis=1)[:, None] * (1.0 / H)
             dx = rstd * (g - x_hat * projection)
         if dgate_ptr is not None:
-            dgate = (dx * x if GATE_FIRST else dy * weight * x_hat) * derivative
+            dgate = (dx * x if GATE_FIRST else dy * weight * x_hat) * slope
             tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
         if dx_ptr is not None:
             if GATE_FIRST:
