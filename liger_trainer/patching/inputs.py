@@ -57,9 +57,15 @@ def _zero_rows(tensors: Tensors) -> Tensors:
 
 
 def _one_large_element(tensors: Tensors) -> Tensors:
-    """The first element of a row is nearly all of its norm, so that its normalised value is as large as can be."""
+    """One element of a row is nearly all of its norm, so that its normalised value is as large as can be.
+
+    In each row another one, as large terms of a weight's gradient could cancel to little but their rounding.
+    """
     x = tensors[0].clone()
-    x[..., 0] = x[..., 0].sign() * 300.0
+    rows = x.view(-1, x.shape[-1])
+    index = torch.arange(len(rows), device=x.device)
+    places = index, index % rows.shape[-1]
+    rows[places] = rows[places].sign() * 300.0
     return [x, *tensors[1:]]
 
 

@@ -256,6 +256,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "patching/::test_not_equal"),
         ("gates are proved at one size alone", "GATES", r'Case\("gates of zeros".*?\),\n', "",
          "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason", "gates and zero and ones"),
+        ("large elements lie below each other", "_one_large_element", r"index % rows\.shape\[-1\]", "index * 0",
+         "patching/test_proofs::test_large_terms_of_a_weights_gradient_do_not_cancel"),
         ("a norm's epsilon is not its own", "gated_rms_norm_forward", r"getattr\(self, eps\)", "1e-6",
          "patching/test_gated_norms::test_a_change_counts"),
         ("rows of any size pass for those that were proved", "gated_rms_norm_forward",

@@ -262,6 +262,14 @@ def test_cases_change_values_alone(name):
     assert all(map(torch.equal, tensors, given))
 
 
+def test_large_terms_of_a_weights_gradient_do_not_cancel():
+    """Their sum would be little but rounding, which differs from kernel to kernel."""
+    (case,) = (case for case in inputs.norm_inputs(1e-5) if case.name == "one large element in a row")
+    x = case.change([torch.randn(2, 5, 16), torch.randn(16)])[0].flatten(0, 1)
+    assert (x.abs() == 300.0).sum(1).tolist() == [1] * 10
+    assert len({*x.abs().argmax(1).tolist()}) == 10
+
+
 def test_more_tokens_than_places():
     hidden, weight = inputs.crowded(6, 2).change([torch.randn(4, 8), torch.randn(6, 8)])
     assert hidden.shape == (13, 8)
