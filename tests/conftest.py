@@ -10,6 +10,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["COLUMNS"] = "200"  # pytest-xdist says 80, at which tables wrap; tests of the width set their own
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def pytest_sessionfinish() -> None:
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Before every other fixture of the test: what they draw is the test's own as well."""
     seed(request.node.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def _same_precision() -> Iterator[None]:
+    """accelerate and `TrainingArguments(tf32=True)` switch TF32 on for all that the process runs after them."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield
+    if matmul.fp32_precision != before:
+        matmul.fp32_precision = before
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,15 +2,16 @@
 
 ::
 
-    softmax:  p = softmax(l)       index = top k of p         w = p[index]     ( / their sum)
-    sigmoid:  s = sigmoid(l)       index = top k of s + b     w = c s[index]   ( / (their sum + 1e-20))
+    softmax:  p = softmax(l)       index = top k of p         w = c p[index]   ( / their sum)
+    sigmoid:  s = sigmoid(l)       index = top k of s + b     w = c s[index]   ( / (their sum + eps))
               or                   index = top k of l + b
 
 The first is the router of Mixtral (arXiv 2401.04088), Qwen-MoE and OLMoE; divided by the sum it is the softmax of the k
-largest logits, as in GPT-OSS and Granite. The second is DeepSeek-V3's (arXiv 2412.19437): the bias b balances the load
-and only affects the choice; where experts come in groups, only those groups with the largest sums of their two best
-experts are allowed. Llama 4's has one group, no bias and no division, and ranks logits: in fp32 all logits above 16.7
-have a sigmoid of 1.
+largest logits, as in GPT-OSS and Granite. DeepSeek-V2's (arXiv 2405.04434) allows only the groups of experts with the
+most probable expert of all. The second is DeepSeek-V3's (arXiv 2412.19437): the bias b balances the load and only
+affects the choice; where experts come in groups, only those groups with the largest sums of their two best experts are
+allowed. Llama 4's has one group, no bias and no division, and ranks logits: in fp32 all logits above 16.7 have a
+sigmoid of 1. Kolibri's ranks logits with a bias. LFM2-MoE's ranks sigmoids that are rounded to the dtype of the logits.
 
 One pass over the logits forward and one backward, in fp32 with a single rounding at the end. Saved for backward: logits
 and index. Bytes moved in bf16 for T tokens and E experts: 2 TE forward and 4 TE backward (2 where the weights are
@@ -34,7 +35,6 @@ from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, 
 EPS = 1e-20
 """Added to the sum that sigmoid weights are divided by, as DeepSeek does."""
 
-_EPS = tl.constexpr(EPS)
 _LEAST = tl.constexpr(-(2**63))
 
 
@@ -67,19 +67,25 @@ def _number(keys, LOG_LANES: tl.constexpr):
 def _in_best_groups(
     keys,
     num_groups,
+    SUM_OF_TWO: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     LOG_GROUPS: tl.constexpr,
     LOG_LANES: tl.constexpr,
 ):
-    """`keys` (rows, lanes), where those outside of the groups with the largest sum of two numbers become the least."""
+    """`keys` (rows, lanes), where those outside of the best groups become the least.
+
+    These have the largest number or, with `SUM_OF_TWO`, the largest sum of two numbers.
+    """
     GROUPS: tl.constexpr = 1 << LOG_GROUPS
     LANES: tl.constexpr = 1 << LOG_LANES
     grouped = tl.reshape(keys, (ROWS, GROUPS, LANES // GROUPS))
     first = tl.max(grouped, axis=2)
-    second = tl.max(tl.where(grouped == first[:, :, None], _LEAST, grouped), axis=2)
     groups = tl.arange(0, GROUPS)[None, :]
-    scores = _number(first, LOG_LANES) + _number(second, LOG_LANES)
+    scores = _number(first, LOG_LANES)
+    if SUM_OF_TWO:
+        second = tl.max(tl.where(grouped == first[:, :, None], _LEAST, grouped), axis=2)
+        scores += _number(second, LOG_LANES)
     left = _keys(scores, groups, groups < num_groups, LOG_GROUPS)
     allowed = tl.zeros((ROWS, GROUPS), tl.int32)
     for _ in range(TOP_GROUPS):
@@ -100,8 +106,10 @@ def _route_kernel(
     num_groups,
     members,
     scale,
+    eps,
     SIGMOID: tl.constexpr,
     RANK_LOGITS: tl.constexpr,
+    ROUND_SCORES: tl.constexpr,
     NORMALISE: tl.constexpr,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -124,11 +132,13 @@ def _route_kernel(
     choice = logits
     if not RANK_LOGITS:
         choice = tl.sigmoid(logits)
+        if ROUND_SCORES:
+            choice = choice.to(logits_ptr.dtype.element_ty).to(tl.float32)
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + experts, mask=present, other=0.0).to(tl.float32)[None, :]
     keys = _keys(choice, lanes[None, :], present[None, :], LOG_LANES)
     if LOG_GROUPS > 0:
-        keys = _in_best_groups(keys, num_groups, TOP_GROUPS, ROWS, LOG_GROUPS, LOG_LANES)
+        keys = _in_best_groups(keys, num_groups, SIGMOID, TOP_GROUPS, ROWS, LOG_GROUPS, LOG_LANES)
     columns = tl.arange(0, COLUMNS)[None, :]
     chosen = tl.zeros((ROWS, COLUMNS), tl.int32)
     for column in range(TOP_K):
@@ -142,7 +152,7 @@ def _route_kernel(
     if SIGMOID:
         weights = tl.sigmoid(top)
         if NORMALISE:
-            weights = weights / (tl.sum(weights, axis=1) + _EPS)[:, None]
+            weights = weights / (tl.sum(weights, axis=1) + eps)[:, None]
     elif NORMALISE:
         weights = tl.exp(top - tl.max(top, axis=1)[:, None])
         weights = weights / tl.sum(weights, axis=1)[:, None]
@@ -164,6 +174,7 @@ def _route_backward_kernel(
     num_rows,
     num_experts,
     scale,
+    eps,
     SIGMOID: tl.constexpr,
     NORMALISE: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -187,7 +198,7 @@ def _route_backward_kernel(
     if SIGMOID:
         scores = tl.sigmoid(top)
         if NORMALISE:
-            total = (tl.sum(scores, axis=1) + _EPS)[:, None]
+            total = (tl.sum(scores, axis=1) + eps)[:, None]
             upstream = (upstream - tl.sum(upstream * scores, axis=1)[:, None] / total) / total
         chosen = upstream * scores * tl.sigmoid(-top)
     elif NORMALISE:
@@ -230,16 +241,17 @@ def _route(
     k: int,
     sigmoid: bool,
     rank_logits: bool,
+    round_scores: bool,
     normalise: bool,
     num_groups: int,
     top_groups: int,
     scale: float,
+    eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and experts, both (T, k).
 
-    A softmax router ranks its logits, which order as its probabilities do; its `num_groups`, `top_groups` and `scale`
-    are 1.
+    A softmax router ranks its logits, which order as its probabilities do; it has no use for `eps`.
     """
     num_rows, num_experts = logits.shape
     weights = logits.new_empty((num_rows, k), dtype=dtype)
@@ -254,9 +266,10 @@ def _route(
     logits = readable_rows(logits)
     with on_device(logits):
         _route_kernel[(cdiv(num_rows, rows),)](
-            *(logits, bias, weights, index, logits.stride(0), num_rows, num_groups, members, scale),
+            *(logits, bias, weights, index, logits.stride(0), num_rows, num_groups, members, scale, eps),
             SIGMOID=sigmoid,
             RANK_LOGITS=rank_logits,
+            ROUND_SCORES=round_scores,
             NORMALISE=normalise,
             TOP_K=k,
             COLUMNS=next_power_of_2(k),
@@ -270,14 +283,22 @@ def _route(
 
 
 @_route.register_fake
-def _(logits, correction_bias, k, sigmoid, rank_logits, normalise, num_groups, top_groups, scale, dtype):
+def _(
+    logits, correction_bias, k, sigmoid, rank_logits, round_scores, normalise, num_groups, top_groups, scale, eps, dtype
+):
     size = (logits.shape[0], k)
     return logits.new_empty(size, dtype=dtype), logits.new_empty(size, dtype=torch.int64)
 
 
 @operator("liger_trainer::moe_router_backward")
 def _route_backward(
-    d_weights: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, sigmoid: bool, normalise: bool, scale: float
+    d_weights: torch.Tensor,
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    sigmoid: bool,
+    normalise: bool,
+    scale: float,
+    eps: float,
 ) -> torch.Tensor:
     """The gradient of the logits, contiguous."""
     d_logits = logits.new_empty(logits.shape)
@@ -290,7 +311,7 @@ def _route_backward(
     logits = readable_rows(logits)
     with on_device(logits):
         _route_backward_kernel[(cdiv(num_rows, rows),)](
-            *(d_weights.contiguous(), logits, index, d_logits, logits.stride(0), num_rows, num_experts, scale),
+            *(d_weights.contiguous(), logits, index, d_logits, logits.stride(0), num_rows, num_experts, scale, eps),
             SIGMOID=sigmoid,
             NORMALISE=normalise,
             TOP_K=top_k,
@@ -303,7 +324,7 @@ def _route_backward(
 
 
 @_route_backward.register_fake
-def _(d_weights, logits, index, sigmoid, normalise, scale):
+def _(d_weights, logits, index, sigmoid, normalise, scale, eps):
     return logits.new_empty(logits.shape)
 
 
@@ -311,7 +332,7 @@ refuse_second_derivative(_route_backward, "topk_softmax_routing and grouped_topk
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    logits, _, _, ctx.sigmoid, _, ctx.normalise, _, _, ctx.scale, _ = inputs
+    logits, _, _, ctx.sigmoid, _, _, ctx.normalise, _, _, ctx.scale, ctx.eps, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, output[1])
 
@@ -320,7 +341,7 @@ def _backward(ctx: Any, d_weights: torch.Tensor | None, d_index: None) -> tuple[
     d_logits = None
     if d_weights is not None:
         logits, index = ctx.saved_tensors
-        d_logits = _route_backward(d_weights, logits, index, ctx.sigmoid, ctx.normalise, ctx.scale)
+        d_logits = _route_backward(d_weights, logits, index, ctx.sigmoid, ctx.normalise, ctx.scale, ctx.eps)
     return input_gradients(ctx, d_logits)
 
 
@@ -358,34 +379,50 @@ def topk_softmax_routing(
     logits: torch.Tensor,
     k: int,
     *,
+    num_groups: int = 1,
+    top_groups: int = 1,
     normalise: bool = True,
     softmax_after_topk: bool = False,
+    scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k most probable experts of each token and their probabilities.
+    """The k most probable experts of each token, in its best groups, and their probabilities.
 
     Args:
         logits: (T, E), of any strides. The kernel takes float16, bfloat16 and float32; other dtypes run the reference.
         k: Experts per token.
+        num_groups: Number of groups, of E / num_groups neighbouring experts each.
+        top_groups: How many groups a token may choose from: those with the most probable expert, as in DeepSeek-V2.
         normalise: Divide the probabilities by their sum.
         softmax_after_topk: Take the softmax of the k largest logits, whatever `normalise` is. This equals the
             normalised probabilities; only the reference rounds differently, as models with this order do (GPT-OSS).
+        scale: Factor applied to the weights.
         dtype: Dtype of the weights; by default that of `logits`.
 
     Returns:
         ``(top_k_weights, top_k_index)``, both (T, k), the latter int64; the most probable expert first. The kernel
-        breaks ties towards the lower index, the reference as torch.topk does.
+        breaks ties of experts and groups towards the lower index, the reference as torch.topk does.
 
     Raises:
-        ValueError: If `logits` is not 2-D or not floating point, or `k` is not from 1 to E.
+        ValueError: If `logits` is not 2-D or not floating point, `k` is less than 1 or more than the experts of
+            `top_groups` groups, `num_groups` does not divide E or leaves groups of one expert (several groups need at
+            least 2 each), or `top_groups` is not from 1 to `num_groups`.
     """
     _check(logits, k)
+    _check_groups(logits, k, None, num_groups, top_groups)
     if not use_triton(logits):
         return topk_softmax_routing_reference(
-            logits, k, normalise=normalise, softmax_after_topk=softmax_after_topk, dtype=dtype
+            logits,
+            k,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            normalise=normalise,
+            softmax_after_topk=softmax_after_topk,
+            scale=scale,
+            dtype=dtype,
         )
-    normalise = normalise or softmax_after_topk
-    weights, index = _route(logits, None, k, False, True, normalise, 1, 1, 1.0, dtype or logits.dtype)
+    options = (normalise or softmax_after_topk, num_groups, top_groups, scale, 0.0, dtype or logits.dtype)
+    weights, index = _route(logits, None, k, False, True, False, *options)
     return weights, index
 
 
@@ -393,18 +430,25 @@ def topk_softmax_routing_reference(
     logits: torch.Tensor,
     k: int,
     *,
+    num_groups: int = 1,
+    top_groups: int = 1,
     normalise: bool = True,
     softmax_after_topk: bool = False,
+    scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`topk_softmax_routing` in plain torch."""
+    """`topk_softmax_routing` in plain torch; it does not check its arguments."""
+    ranked = logits if softmax_after_topk else logits.softmax(-1, dtype=_wide(logits))
+    choice = ranked.detach()
+    if num_groups > 1:
+        choice = _in_best(choice, choice.unflatten(-1, (num_groups, -1)).amax(-1), top_groups)
+    index = choice.topk(k).indices
+    weights = ranked.gather(-1, index)
     if softmax_after_topk:
-        top, index = logits.topk(k)
-        return top.softmax(-1).to(dtype or logits.dtype), index
-    weights, index = logits.softmax(-1, dtype=_wide(logits)).topk(k)
-    if normalise:
+        weights = weights.softmax(-1)
+    elif normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(dtype or logits.dtype), index
+    return (weights * scale).to(dtype or logits.dtype), index
 
 
 def grouped_topk_sigmoid_routing(
@@ -415,7 +459,9 @@ def grouped_topk_sigmoid_routing(
     num_groups: int = 1,
     top_groups: int = 1,
     sigmoid_after_topk: bool = False,
+    round_scores: bool = False,
     normalise: bool = True,
+    eps: float = EPS,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -430,7 +476,10 @@ def grouped_topk_sigmoid_routing(
         top_groups: How many groups a token may choose from: those with the largest sum of their two best experts.
         sigmoid_after_topk: Choose by the logits instead of their sigmoids, as Llama 4 does. The two orders differ with
             a bias or groups, and without them where sigmoids round to the same number.
-        normalise: Divide the weights by their sum + 1e-20.
+        round_scores: Round the sigmoids to the dtype of `logits` before they are ranked, as LFM2-MoE does. With a bias
+            this chooses other experts in half precision. The weights are not rounded so.
+        normalise: Divide the weights by their sum + `eps`.
+        eps: 0 or more; MiniMax-M2 has 0, where sigmoids that all vanish give NaN.
         scale: Factor applied to the weights.
         dtype: Dtype of the weights; by default that of `logits`.
 
@@ -441,10 +490,13 @@ def grouped_topk_sigmoid_routing(
     Raises:
         ValueError: If `logits` is not 2-D or not floating point, `k` is less than 1 or more than the experts of
             `top_groups` groups, `num_groups` does not divide E or leaves groups of one expert (several groups need at
-            least 2 each), `top_groups` is not from 1 to `num_groups`, or `correction_bias` is not (E,).
+            least 2 each), `top_groups` is not from 1 to `num_groups`, `correction_bias` is not (E,), or `eps` is
+            negative.
     """
     _check(logits, k)
     _check_groups(logits, k, correction_bias, num_groups, top_groups)
+    if eps < 0.0:
+        raise ValueError(f"`eps` is {eps}; it must be 0 or more.")
     if not use_triton(logits):
         return grouped_topk_sigmoid_routing_reference(
             logits,
@@ -453,13 +505,17 @@ def grouped_topk_sigmoid_routing(
             num_groups=num_groups,
             top_groups=top_groups,
             sigmoid_after_topk=sigmoid_after_topk,
+            round_scores=round_scores,
             normalise=normalise,
+            eps=eps,
             scale=scale,
             dtype=dtype,
         )
     bias = None if correction_bias is None else correction_bias.detach()
-    options = (sigmoid_after_topk, normalise, num_groups, top_groups, scale, dtype or logits.dtype)
-    weights, index = _route(logits, bias, k, True, *options)
+    ranked = sigmoid_after_topk, round_scores
+    weights, index = _route(
+        logits, bias, k, True, *ranked, normalise, num_groups, top_groups, scale, eps, dtype or logits.dtype
+    )
     return weights, index
 
 
@@ -471,7 +527,9 @@ def grouped_topk_sigmoid_routing_reference(
     num_groups: int = 1,
     top_groups: int = 1,
     sigmoid_after_topk: bool = False,
+    round_scores: bool = False,
     normalise: bool = True,
+    eps: float = EPS,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -479,17 +537,23 @@ def grouped_topk_sigmoid_routing_reference(
     wide = logits.to(_wide(logits))
     scores = wide.sigmoid()
     choice = (wide if sigmoid_after_topk else scores).detach()
+    if round_scores:
+        choice = choice.to(logits.dtype).to(wide.dtype)
     choice = choice if correction_bias is None else choice + correction_bias.detach()
     if num_groups > 1:
-        grouped = choice.unflatten(-1, (num_groups, -1))
-        best = grouped.topk(2).values.sum(-1).topk(top_groups).indices
-        allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
-        choice = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+        choice = _in_best(choice, choice.unflatten(-1, (num_groups, -1)).topk(2).values.sum(-1), top_groups)
     index = choice.topk(k).indices
     weights = scores.gather(-1, index)
     if normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + EPS)
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
     return (weights * scale).to(dtype or logits.dtype), index
+
+
+def _in_best(choice: torch.Tensor, groups: torch.Tensor, top_groups: int) -> torch.Tensor:
+    """`choice` (T, E), and -inf outside of the groups with the largest numbers in `groups` (T, groups)."""
+    allowed = torch.zeros_like(groups, dtype=torch.bool).scatter(-1, groups.topk(top_groups).indices, True)
+    grouped = choice.unflatten(-1, (groups.shape[-1], -1))
+    return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def _wide(logits: torch.Tensor) -> torch.dtype:

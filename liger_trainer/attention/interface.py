@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from liger_trainer.attention.known_rows import known_rows
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
 from liger_trainer.compat.private import available
+from liger_trainer.compat.torch import COMPILED_NAMES
 from liger_trainer.compat.transformers import CONTINUOUS_BATCHING, PACKED_POSITIONS
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.attention.attention import attention
@@ -55,6 +56,10 @@ class OurName(str):
         return OurName(self.before)
 
     __copy__ = functools.partialmethod(__deepcopy__, {})
+
+
+if available(COMPILED_NAMES):
+    torch.utils._pytree.register_constant(OurName)  # for Dynamo of torch 2.11, no other subclass of str is a constant
 
 
 def attention_forward(

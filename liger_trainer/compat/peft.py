@@ -6,24 +6,25 @@ from typing import Any
 
 from liger_trainer.compat.private import Feature, Private, mentions
 
-ADAPTERS_ON_FOUR_BITS = Feature(
-    "adapters on experts in 4 bits",
+_REFUSED_MERGES = (
     Private("peft.tuners.tuners_utils:BaseTuner"),
-    Private("peft.tuners.lora.layer:ParamWrapper"),
-    Private("peft.tuners.lora.layer:ParamWrapper._activate_lora", "self, active_adapters"),
-    Private("peft.tuners.lora.layer:ParamWrapper.forward", uses="_activate_lora"),
-    Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses="parameter_name"),
     Private("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "self"),
     Private("peft.tuners.tuners_utils:BaseTuner.merge_adapter", uses="_check_merge_allowed"),
     Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses="_check_merge_allowed"),
 )
 
+ADAPTERS_ON_FOUR_BITS = Feature(
+    "adapters on experts in 4 bits",
+    Private("peft.tuners.lora.layer:ParamWrapper"),
+    Private("peft.tuners.lora.layer:ParamWrapper._activate_lora", "self, active_adapters"),
+    Private("peft.tuners.lora.layer:ParamWrapper.forward", uses="_activate_lora"),
+    Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses="parameter_name"),
+    *_REFUSED_MERGES,
+)
+
 ADAPTERS_ON_FP8 = Feature(
     "refusing to merge adapters into a base in fp8",
-    Private("peft.tuners.tuners_utils:BaseTuner"),
-    Private("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "self"),
-    Private("peft.tuners.tuners_utils:BaseTuner.merge_adapter", uses="_check_merge_allowed"),
-    Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses="_check_merge_allowed"),
+    *_REFUSED_MERGES,
 )
 
 MERGED_ADAPTERS = Feature(

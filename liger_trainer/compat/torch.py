@@ -49,6 +49,12 @@ PARTS_OF_FSDP1 = Feature(
     Private("torch.distributed.fsdp._common_utils:_is_fsdp_flattened", "tensor"),
 )
 
+COMPILED_NAMES = Feature(
+    "compiling a model whose config has the name of our attention",
+    Private("torch.utils._pytree:register_constant", "cls"),
+    needed=False,
+)
+
 NORMS_OF_MANY = Feature("finding numbers that are not finite", Private("torch:_foreach_norm"))
 
 ROUTER_BALANCE = Feature(

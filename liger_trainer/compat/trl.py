@@ -63,13 +63,14 @@ POLICY_LOSS = Feature(
     needed=False,
 )
 
-_REWARDS = "_metrics, rewards/chosen, rewards/rejected, logps/chosen, logps/rejected"
+_REWARDS = "_metrics, rewards/chosen, rewards/rejected, precompute_ref_logps"
 FIRST_STEP = Feature(
     "stopping in the first step if the reference is not the policy",
     Private("trl:DPOTrainer._compute_loss", uses=_REWARDS),
     Private("trl:KTOTrainer._compute_loss", uses=_REWARDS),
     Private("trl:GRPOTrainer._compute_loss", uses="_metrics, kl"),
     Private("trl:RLOOTrainer._generate_and_score_completions", uses="_metrics, kl"),
+    Private("trl.trainer.utils:use_adapter", "model, adapter_name"),
     needed=False,
 )
 

@@ -29,6 +29,7 @@ from liger_trainer.export.saved_run import (
     read_base_config,
     stop_at_end_of_turn,
 )
+from liger_trainer.head.lm_head import trained_rows_of
 from liger_trainer.recipe.file import first_line
 from liger_trainer.trainers.checkpoints.whole import out_of_room
 
@@ -203,6 +204,7 @@ def _ends(model: Any) -> tuple[Any, Any]:
             end = getattr(model, get)()
         except (AttributeError, NotImplementedError):
             end = None
+        end = trained_rows_of(end)
         found.append(getattr(end, "base_layer", end))
     return found[0], found[1]
 

@@ -233,18 +233,28 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def adapts_tied_weight(model: nn.Module) -> bool:
-    """Whether head and embedding of `model` share a weight, and PEFT has an adapter on one of them or both."""
+    """Whether head and embedding of `model` share a weight, and PEFT's merge of the adapters on them changes too much.
+
+    Adapters on one of them do, and a LoRA on both. Rows that both train as one (`trainable_token_indices`) do not.
+    """
     if "peft" not in sys.modules or not available(TIED_ADAPTERS):
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base: Any = without_adapters(model)
     try:
-        ends = [base.get_output_embeddings(), base.get_input_embeddings()]
+        ends = [trained_rows_of(end) for end in (base.get_output_embeddings(), base.get_input_embeddings())]
     except (AttributeError, NotImplementedError):
+        return False
+    if ends[0] is not None and getattr(ends[0], "tied_adapter", None) is ends[1]:
         return False
     weights = [getattr(getattr(end, "base_layer", end), "weight", None) for end in ends]
     return weights[0] is not None and weights[0] is weights[1] and any(isinstance(end, BaseTunerLayer) for end in ends)
+
+
+def trained_rows_of(end: Any) -> Any:
+    """PEFT's layer in its wrapper of an embedding or a head with `trainable_token_indices`; any other `end` itself."""
+    return getattr(end, "token_adapter", end)
 
 
 def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:

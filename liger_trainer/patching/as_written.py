@@ -73,7 +73,7 @@ class _Part(NamedTuple):
         absent: Names that it did not have, and that the forward of its class, or ours, asks for.
         contents: As `attributes`, for its children, parameters and buffers, by the name of the dictionary.
         others: Its methods, and what it reads of its attributes, such as a config: whose they are, names and values.
-        containers: What holds other things, such as dictionaries: by which name it reads them, and what they held.
+        containers: Dictionaries, lists and sets that it reads: the name, the container and a copy of its contents.
     """
 
     owner: nn.Module
@@ -163,27 +163,32 @@ def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
             for name, value in pairs:
                 if held[dictionary].get(name) is not value:
                     return _is_changed(module, owner, name, tell)
-        for one, name, value in others:
-            found = getattr(one, name, None)
-            if found is not value and _differ(found, value):
-                return _is_changed(module, owner, name, tell)
-        for name, container, value in containers:
-            if _differ(container, value):
-                return _is_changed(module, owner, name, tell)
+        changed = _changed_inside(others, containers)
+        if changed is not None:
+            return _is_changed(module, owner, changed, tell)
     for function, name, value in read:
         if function.__globals__.get(name) is not value:
             return _is_changed(module, module, name, tell)
-    for one, name, value in others_read:
-        found = getattr(one, name, None)
+    changed = _changed_inside(others_read, containers_read)
+    return changed is None or _is_changed(module, module, changed, tell)
+
+
+def _changed_inside(
+    others: tuple[tuple[Any, str, Any], ...], containers: tuple[tuple[str, Any, Any], ...]
+) -> str | None:
+    """The name of the first attribute of other objects, or container, that is another now; None if none is."""
+    for owner, name, value in others:
+        found = getattr(owner, name, None)
         if found is not value and _differ(found, value):
-            return _is_changed(module, module, name, tell)
-    for name, container, value in containers_read:
+            return name
+    for name, container, value in containers:
         if _differ(container, value):
-            return _is_changed(module, module, name, tell)
-    return True
+            return name
+    return None
 
 
 never_a_frame(is_as_proved)  # it has no operators
+never_a_frame(_changed_inside)
 
 
 def _differ(one: Any, other: Any) -> bool:

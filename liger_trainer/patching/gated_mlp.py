@@ -1,7 +1,7 @@
 """Gated MLPs: `down_proj(act(gate_proj(x)) * up_proj(x))`, with separate or fused gate and up projections.
 
 The projections may also be called w1, w3 and w2, as in Mixtral's list of experts and in Llama's own code, or fc_1, fc_2
-and proj, as in LitGPT.
+and proj, as in LitGPT; those of fused ones input_linear and output_linear, as in Granite.
 
 The activation and the product between the projections become one kernel. The projections are called as modules, so
 adapters, quantised layers and hooks on them keep working, with two exceptions that nobody else can observe.
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
@@ -63,7 +64,12 @@ _NAMES = (
     ("w1", "w3", "w2"),  # Llama's and Mixtral's own
     ("fc_1", "fc_2", "proj"),  # LitGPT's
     ("gate_up_proj", "down_proj"),
+    ("input_linear", "output_linear"),  # Granite's shared experts
 )
+
+
+_LIMITS = ("limit", "swiglu_limit")
+_DROPOUT = "residual_dropout"
 
 
 class _Variant(NamedTuple):
@@ -72,19 +78,20 @@ class _Variant(NamedTuple):
     component: str
     approximate: str | None = None  # of GELU
     multipliers: bool = False  # `gate_multiplier` and `down_multiplier` are attributes of the module
-    limit: bool = False  # `limit` is
+    limit: str = ""  # the attribute that holds one
+    dropout: bool = False  # of the result, by the attribute `residual_dropout`
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The attributes of the module that the forward reads at each call."""
         multipliers = ("gate_multiplier", "down_multiplier") if self.multipliers else ()
-        return (*multipliers, "limit") if self.limit else multipliers
+        return (*multipliers, *([self.limit] if self.limit else ()), *([_DROPOUT] if self.dropout else ()))
 
     @property
     def kernel(self) -> str:
         """The name in the report."""
         options = {"tanh": self.approximate == "tanh", "exact": self.approximate == "none"}
-        options |= {"multipliers": self.multipliers, "limit": self.limit}
+        options |= {"multipliers": self.multipliers, "limit": bool(self.limit), "dropout": self.dropout}
         named = [name for name, has in options.items() if has]
         return f"{self.component} ({', '.join(named)})" if named else self.component
 
@@ -114,15 +121,16 @@ def find_gated_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
     return proved(component, target, module, proof)
 
 
-def _variants(module: nn.Module) -> tuple[_Variant, ...]:
-    """The kinds of MLP that the module may be, judging by its attributes."""
+def _variants(module: nn.Module, tiled: bool) -> tuple[_Variant, ...]:
+    """The kinds of MLP that the module may be, judging by its attributes; in tiles, a dropout has other masks."""
 
     def has(*names: str) -> bool:
         return all(isinstance(getattr(module, name, None), (int, float)) for name in names)
 
     own = [_Variant("swiglu", multipliers=True)] if has("gate_multiplier", "down_multiplier") else []
-    own += [_Variant("swiglu", limit=True)] if has("limit") else []
-    return (*own, *_VARIANTS)
+    own += [_Variant("swiglu", limit=name) for name in _LIMITS if has(name)]
+    dropped = [each._replace(dropout=True) for each in _VARIANTS] if has(_DROPOUT) and not tiled else []
+    return (*own, *_VARIANTS, *dropped)
 
 
 def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, enabled: Callable[[str], bool]) -> Proof:
@@ -139,7 +147,7 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
     trial = Trial(on_projections(module, names, type(module).forward), tensors, MLP)
     recompute, tiled, lora = enabled("recompute_mlp"), enabled("tiled_mlp"), enabled("lora")
     failures = []
-    for variant in _variants(module):
+    for variant in _variants(module, tiled):
         options = argument, names, variant, recompute, lora
         forward = gated_mlp_forward(*options)
         probed = in_tiles(forward, argument, _PROBED_TILES) if tiled else forward
@@ -153,8 +161,16 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
             kernel += ("" if recompute else ", product saved") + (", in tiles" if tiled else "")
             return Proof(kernel, in_tiles(forward, argument) if tiled else forward, agreement, names + variant.reads)
         failures.append(agreement)
-    others = ", ".join(type(child).__name__ for child in _other_children(module, names).values())
+    children = _other_children(module, names).values()
+    others = ", ".join(type(child).__name__ for child in children if not _is_known_activation(child, probe))
     return no_formula(failures, "neither SiLU(gate) * up nor GELU(gate) * up" + (f" ({others})" if others else ""))
+
+
+def _is_known_activation(module: nn.Module, probe: Probe) -> bool:
+    """Whether a stateless module alone is SiLU or GELU, so that what differs is elsewhere."""
+    known = (F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh"))
+    dummy, x = dummy_child(module, training=True), probe.randn(64)
+    return any(probe.same(lambda x: type(dummy).forward(dummy, x), each, [x], False) for each in known)
 
 
 def _other_children(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -276,7 +292,7 @@ def gated_mlp_forward(
         options: dict[str, Any] = {"inplace_backward": unhooked}
         down_proj, scale = getattr(self, names[-1]), None
         if variant.limit:
-            options["limit"] = self.limit
+            options["limit"] = getattr(self, variant.limit)
         if variant.multipliers:
             options["gate_multiplier"], scale = self.gate_multiplier, self.down_multiplier
             if is_linear_without_bias(down_proj):
@@ -301,7 +317,7 @@ def gated_mlp_forward(
             h = x.new_empty(()).expand(*x.shape[:-1], layers[0].weight.shape[0])
             (down,) = (not variant.multipliers and adapted_layers(h, down_proj)) or (None,)
             if down is not None:
-                limit = self.limit if variant.limit else None
+                limit = getattr(self, variant.limit) if variant.limit else None
                 return lora_mlp(x, layers[0], layers[1], down, variant.approximate or "silu", limit=limit)
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
@@ -317,7 +333,14 @@ def gated_mlp_forward(
         gate_up_proj = getattr(self, names[0])
         return apply(self, gate_up_proj(x), None, outputs_are_unhooked(gate_up_proj))
 
-    return call_like(forward_fused if len(names) == 2 else forward_separate, argument)
+    undropped = forward_fused if len(names) == 2 else forward_separate
+
+    def forward_dropped(self, x):
+        if serves_as_written(x) or not precisions.cover(x):
+            return type(self).forward(self, x)
+        return F.dropout(undropped(self, x), getattr(self, _DROPOUT), self.training)
+
+    return call_like(forward_dropped if variant.dropout else undropped, argument)
 
 
 @functools.cache

@@ -130,6 +130,21 @@ def _saturated_logits(tensors: Tensors) -> Tensors:
     return [hidden * 300.0, weight, *(torch.zeros_like(bias) for bias in biases)]
 
 
+def _low_logits(tensors: Tensors) -> Tensors:
+    """Logits from -20 to -80, whose sigmoids are far below what their sum may be increased by."""
+    hidden, weight, *biases = tensors
+    direction = hidden[0] / hidden[0].norm()
+    of_tokens = torch.linspace(1.0, 2.0, len(hidden), device=hidden.device)
+    of_experts = torch.linspace(-40.0, -20.0, len(weight), device=weight.device)
+    return [of_tokens[:, None] * direction, of_experts[:, None] * direction, *biases]
+
+
+def _close_scores(tensors: Tensors) -> Tensors:
+    """Logits of about 1/32 and biases of about 1/128, of more digits than bfloat16 has, so that no sums are equal."""
+    hidden, weight, *biases = tensors
+    return [hidden / 32, weight, *(bias * 0.0078 for bias in biases)]
+
+
 SIZES = tuple(Case(f"inputs of about {size:g}", _times(size)) for size in (1e-3, 30.0, 300.0))
 VERY_LARGE = Case("inputs of about 1e4", _times(1e4))
 NOT_FINITE = Case("rows that are not finite", _not_finite, gradients=False)
@@ -183,8 +198,12 @@ ROUTER = (
     NOT_FINITE,
     Case("equal logits", _equal_logits),
     Case("logits of about 300 without biases", _saturated_logits),
+    Case("logits far below 0", _low_logits),
 )
 """A router. All of it runs on the CPU, where torch breaks the ties of both. [`crowded`] is one more case."""
+
+CLOSE_SCORES = Case("scores that bfloat16 hardly tells apart", _close_scores, gradients=False)
+"""A router that ranks sums of scores, in bfloat16: it has to choose the same experts."""
 
 
 GATES = (

@@ -30,7 +30,7 @@ class SideEffectError(Exception):
     """Says what a forward changed, as the reason in the report."""
 
 
-def run_part(forward: Callable, module: nn.Module, *inputs: torch.Tensor) -> Any:
+def run_part(forward: Callable, module: nn.Module, *inputs: torch.Tensor | None) -> Any:
     """The result of ``forward(module, *inputs)``.
 
     Raises:

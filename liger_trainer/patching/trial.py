@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _BF16_FLOOR_OF_FEW = 2.0**-8
 _FEW = 32
 
 _VALUES = Case("", gradients=False)
+_DRAWS = "in training it draws random numbers, as dropout does, which the kernel does not"
 
 Computation = Callable[..., Any]
 _Results = list[torch.Tensor | None]
@@ -53,7 +55,7 @@ class Agreement:
 
     def explained(self, what: str) -> Agreement:
         """This result with the reason that the original computes `what`, if both ran and their values differ."""
-        if self.equal or not math.isfinite(self.error) or self.error <= FP32_TOLERANCE:
+        if self.equal or not math.isfinite(self.error) or self.error <= FP32_TOLERANCE or self.reason == _DRAWS:
             return self
         return dataclasses.replace(self, reason=_differs(f"it computes {what}", self.error, self.case))
 
@@ -83,6 +85,7 @@ class Trial:
         self._original, self._inputs = original, tuple(inputs)
         self._tensors, self._constants = list(tensors), list(constants)
         self._known: dict[Any, _Results] = {}
+        self._drawing: set[Any] = set()  # where the original draws random numbers
 
     def compare(self, ours: Computation) -> Agreement:
         """Compares the two on the tensors themselves, in float32, and where they agree in bfloat16."""
@@ -124,9 +127,16 @@ class Trial:
             return Agreement(math.inf, reason=f"{mismatch}{_where(case)}", case=case.name)
         alike = case is not AS_DRAWN
         error = max(relative_difference(one, other, alike) for one, other in zip(truth, exact))
+        if not error <= FP32_TOLERANCE and self._differ_by_draws(ours, case):
+            return Agreement(error, reason=_DRAWS, case=case.name)
         if not error <= FP32_TOLERANCE:
             return Agreement(error, reason=_differs("it computes another formula", error, case.name), case=case.name)
         return Agreement(error)
+
+    def _differ_by_draws(self, ours: Computation, case: Case) -> bool:
+        """Whether the original draws random numbers, and the two agree where it is in evaluation mode."""
+        draws = case.training and (case, torch.float32) in self._drawing
+        return draws and self._in_float32(ours, dataclasses.replace(case, training=False)).equal
 
     def _results(self, ours: Computation, case: Case, dtype: torch.dtype) -> tuple[_Results, _Results]:
         """Outputs and gradients of the original and of ours."""
@@ -136,13 +146,17 @@ class Trial:
         key = case, dtype
         try:
             if key not in self._known:
-                self._known[key] = _run(self._original, tensors, constants, case)
+                with _same_draws(tensors[0].device) as drawn:
+                    self._known[key] = _run(self._original, tensors, constants, case)
+                    if drawn():
+                        self._drawing.add(key)
         except SideEffectError as effect:
             raise _CannotCompareError(str(effect)) from effect
         except Exception as error:
             raise _CannotCompareError(f"the probe could not run its forward: {_first_line(error)}") from error
         try:
-            return self._known[key], _run(ours, tensors, constants, case)
+            with _same_draws(tensors[0].device):
+                return self._known[key], _run(ours, tensors, constants, case)
         except Exception as error:
             raise _CannotCompareError(f"the kernel did not run: {_first_line(error)}") from error
 
@@ -166,7 +180,7 @@ def values_alike(
 ) -> bool:
     """Whether both give the same dtypes, and the same values within bfloat16 rounding; see [`Trial`]."""
     try:
-        expected, got = (_run(computation, tensors, constants, AS_DRAWN) for computation in (original, ours))
+        expected, got = (_drawn_alike(computation, tensors, constants, AS_DRAWN) for computation in (original, ours))
     except Exception:
         return False
     return not _mismatch(expected, got) and all(_rms(a, b) <= 2**-7 for a, b in zip(expected, got))
@@ -175,7 +189,7 @@ def values_alike(
 def alike_without_gradients(original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> bool:
     """As `values_alike`, of values alone, where an infinity equals itself and NaN equals NaN."""
     try:
-        expected, got = (_run(computation, tensors, (), _VALUES) for computation in (original, ours))
+        expected, got = (_drawn_alike(computation, tensors, (), _VALUES) for computation in (original, ours))
     except Exception:
         return False
     return not _mismatch(expected, got) and all(relative_difference(a, b, True) <= 2**-7 for a, b in zip(expected, got))
@@ -197,6 +211,26 @@ def _run(
         upstream.append(wave.to(torch.bfloat16).to(output.dtype).view(output.shape))
     gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
     return [tensor if tensor is None else tensor.detach() for tensor in (*outputs, *gradients)]
+
+
+def _drawn_alike(
+    computation: Computation, tensors: Sequence[torch.Tensor], constants: Sequence[torch.Tensor], case: Case
+) -> _Results:
+    with _same_draws(tensors[0].device):
+        return _run(computation, tensors, constants, case)
+
+
+@contextlib.contextmanager
+def _same_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Every run inside draws the same random numbers, as for a dropout; the result says whether it has drawn any."""
+
+    def state() -> list[torch.Tensor]:
+        of_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+        return [torch.get_rng_state(), *of_device]
+
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        before = state()
+        yield lambda: not all(map(torch.equal, before, state()))
 
 
 def _mismatch(expected: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> str:

@@ -2,14 +2,18 @@
 
 Where no reference is given, it is the policy of the first step. TRL does not copy that, though: it loads the model
 again from its path, switches the adapters off, or reads log-probabilities that it has cached. If what it finds there is
-another model, training goes on with a wrong loss. The first step shows it for free: all rewards and the KL divergence,
-which TRL logs anyway, are 0 there.
+another model, training goes on with a wrong loss. The first step shows for free whether to look: the rewards and the KL
+divergence, which TRL logs anyway, are 0 there. If they are not, dropout, noise and rounding may be why. So the policy
+and its reference run once more on the same tokens, as in an evaluation.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,17 +23,14 @@ from torch import nn
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP
-from liger_trainer.configs.flags import kernel_config_of
-from liger_trainer.trainers.trl_mixin import LigerTRLMixin, wants_kernels
+from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
+from liger_trainer.trainers.checkpoints.resuming import naming
+from liger_trainer.trainers.same_rows import as_evaluated, first_scored_call, further_than_rounding
+from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 _COPY = "ref"  # TRL's name of the adapter that it copies from an adapted model's "default"
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_NOISE = ("dropout", "layerdrop", "drop_path", "jitter")
-"""In the names of attributes that make a model compute another result in training than in evaluation."""
-
-_FP32, _HALF, _FP8 = 0.003, 0.015, 0.05
-"""By how much rounding may change the mean log-probability of a batch's tokens, by the precision: ten times what is
-seen."""
+_CACHED = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
+"""TRL's columns of `precompute_ref_log_probs`, in the order of what `compute_ref_log_probs` returns."""
 
 
 class WrongReferenceError(ValueError):
@@ -40,17 +41,16 @@ class ReferenceMixin(LigerTRLMixin):
     """Comes before a TRL trainer with a reference: stops in the first step if that is not the policy.
 
     Nothing is expected where the reference may differ on purpose: if the user gives one, if adapters do not start as
-    nothing, if the policy has dropout, and in resumed runs.
+    nothing, and in resumed runs.
     """
 
-    beta: float  # this and the next two are TRL's
-    _metrics: dict[str, Any]
+    _metrics: dict[str, Any]  # this and the next are TRL's
     _precompute_model_hash: Any
 
     _given_reference: bool
     _given_adapters: Any  # the configuration of adapters that TRL has put in
     _takes_reference: bool  # whether a reference may be given
-    _cause: str | None = None  # why the first step's rewards might not be 0; None once nothing is expected of them
+    _must_be_policy = False  # whether the reference has to be the policy in this step
 
     def _check_given(self, given: inspect.BoundArguments, config: Any) -> None:
         super()._check_given(given, config)
@@ -63,7 +63,7 @@ class ReferenceMixin(LigerTRLMixin):
     def _finish_init(self) -> None:
         super()._finish_init()
         self._own_reference = self._reference
-        self._cause = self._cause_of_another_reference() if available(FIRST_STEP) else None
+        self._must_be_policy = self._is_policy_at_first() and available(FIRST_STEP)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`].
@@ -75,22 +75,80 @@ class ReferenceMixin(LigerTRLMixin):
             return super().train(*args, **kwargs)
         finally:
             if self.state.global_step > 0:
-                self._cause = None  # a second training starts with a trained policy
+                self._must_be_policy = False  # a second training starts with a trained policy
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Trains on one micro-batch; those of the first step have no rewards yet."""
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss of a micro-batch; in the first step, the reference has to be the policy."""
         if self.state.global_step > 0 or self._reference is not self._own_reference:
-            self._cause = None
-        loss = super().training_step(*args, **kwargs)
-        if self._cause is not None:
-            metrics: Mapping[str, Sequence[float]] = self._metrics["train"]
-            found = _other_than_policy(metrics, self.beta, self._rounding())
-            if found is not None:
-                raise WrongReferenceError(
-                    f"In the first step the reference is the policy, so that {found[0]} must be 0, but it is "
-                    f"{found[1]:.3g}: {self._cause}."
-                )
-        return loss
+            self._must_be_policy = False
+        if not self._must_be_policy or not self.model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with first_scored_call(model) as calls:
+            result = super().compute_loss(model, inputs, *args, **kwargs)
+        metric = _first_not_0(self._metrics["train"])
+        if metric is not None and calls:
+            self._check_reference(metric, calls[0], inputs)
+        return result
+
+    def _check_reference(self, metric: str, call: Mapping[str, Any], inputs: Any) -> None:
+        """Compares the policy with its reference on the tokens of `call`, and what was cached with what it should be.
+
+        Args:
+            metric: The one that is not 0.
+            call: The arguments with which the policy was called, the same number of times on every process.
+            inputs: The micro-batch.
+
+        Raises:
+            WrongReferenceError: if they are further apart than rounding explains.
+        """
+        model: Any = self.accelerator.unwrap_model(self.model)
+        eps = {"bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps}
+        compare = functools.partial(
+            further_than_rounding,
+            eps=eps.get(self.accelerator.mixed_precision),
+            embeddings=model.get_input_embeddings(),
+            gather=self.accelerator.gather,
+        )
+        policy: Any = self.model
+        with as_evaluated(policy), self.compute_loss_context_manager():
+            apart, cached = None, False
+            if self._reference is not None or hasattr(model, "peft_config"):
+                with self._as_reference(model) as reference:
+                    expected = _scores(reference, call)
+                apart = compare(lambda: _scores(policy, call), expected)
+            if apart is None and getattr(self, "precompute_ref_logps", False):
+                apart, cached = compare(lambda: self._scores_to_cache(inputs), _joined(map(inputs.get, _CACHED))), True
+        if apart is not None:
+            raise WrongReferenceError(
+                f"In the first step the reference is the policy, so that {metric} must be 0, but the log-probabilities "
+                f"of the same tokens are {apart[0]:.2g} apart (root mean square, without dropout and noise), where "
+                f"rounding explains {apart[1]:.2g}: {self._cause(cached)}."
+            )
+
+    @contextlib.contextmanager
+    def _as_reference(self, model: Any) -> Any:
+        """The model that TRL takes for the reference; if it is the policy, with the adapters that TRL sets."""
+        if self._reference is not None:
+            yield self._reference
+            return
+        from trl.trainer.utils import use_adapter
+
+        with use_adapter(model, _COPY if _COPY in model.peft_config else None):
+            yield self.model
+
+    def _scores_to_cache(self, inputs: Any) -> torch.Tensor:
+        """What TRL would cache of a micro-batch, with the model that it would take, which has not been trained yet."""
+        trainer: Any = self
+        return _joined(trainer.compute_ref_log_probs(self._reference or self.model, inputs))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        save_reference(self, Path(output_dir))
+
+    def _before_resuming(self, checkpoint: Path) -> None:
+        super()._before_resuming(checkpoint)
+        with naming(str(checkpoint)):
+            load_reference(self, checkpoint)
 
     @property
     def _reference(self) -> Any:
@@ -107,24 +165,24 @@ class ReferenceMixin(LigerTRLMixin):
         finally:
             self._precompute_model_hash = own
 
-    def _cause_of_another_reference(self) -> str | None:
-        """The likely cause if the reference is not the policy; None if it need not be."""
+    def _is_policy_at_first(self) -> bool:
+        """Whether the reference is meant to be the policy that training starts from."""
+        adapters: Mapping[str, Any] | None = getattr(self.accelerator.unwrap_model(self.model), "peft_config", None)
+        start_alike = adapters is None or _COPY in adapters or _start_as_nothing(self._given_adapters)
+        return start_alike and not self._given_reference
+
+    def _cause(self, cached: bool) -> str:
+        """Why the reference, or with `cached` its log-probabilities, are not the policy's, and what helps."""
         model: Any = self.accelerator.unwrap_model(self.model)
         adapters: Mapping[str, Any] | None = getattr(model, "peft_config", None)
-        copied = adapters is not None and _COPY in adapters
-        noisy = getattr(self.args, "neftune_noise_alpha", None) or _is_noisy(model, but_adapters=not copied)
-        if self._given_reference or noisy:
-            return None
-        if adapters is not None and not copied and not _start_as_nothing(self._given_adapters):
-            return None
         or_give = ", or give `ref_model`" if self._takes_reference else ""
-        if getattr(self, "precompute_ref_logps", False):
+        if cached:
             return (
                 "the log-probabilities of `precompute_ref_log_probs` are of other rows or of another model, as from a "
                 "stale cache. Remove it with `train_dataset.cleanup_cache_files()`, or set "
                 f"`precompute_ref_log_probs=False`{or_give}"
             )
-        if copied:
+        if adapters is not None and _COPY in adapters:
             return (
                 f"the reference is a copy of the adapter 'default', made when the trainer was built, and the active "
                 f"adapter ({', '.join(model.active_adapters)}) has other weights. Load them into 'default' before the "
@@ -134,23 +192,11 @@ class ReferenceMixin(LigerTRLMixin):
             init = getattr(self._given_adapters, "init_lora_weights", True)
             changed = f", and `init_lora_weights={init!r}` changes the base weights" if init is not True else ""
             return f"the reference is the model without its adapters{changed}. Set `init_lora_weights=True`{or_give}"
-        if self._reference is None:
-            return None
         return (
             f"the reference was loaded from {model.config.name_or_path!r}, and the model in memory has other weights, "
             "as after training it or merging an adapter. Save it with `model.save_pretrained(FOLDER)` and give the "
             f"trainer that folder{or_give}"
         )
-
-    def _rounding(self) -> float:
-        """By how much rounding may change the mean log-probability of a batch's tokens."""
-        models = [model for model in (self.model, self._reference) if model is not None]
-        dtypes = {parameter.dtype for model in models for parameter in model.parameters()}
-        mixed = self.accelerator.mixed_precision
-        eight = mixed == "fp8" or (wants_kernels(self.args) and kernel_config_of(self.args).fp8 is not None)
-        if eight or any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in dtypes):
-            return _FP8
-        return _FP32 if mixed == "no" and dtypes <= {torch.float32, torch.float64} else _HALF
 
 
 def _check_source(model: Any, peft_config: Any, config: Any, takes_reference: bool) -> None:
@@ -177,34 +223,18 @@ def _start_as_nothing(adapter: Any) -> bool:
     return isinstance(adapter, LoraConfig) and adapter.init_lora_weights is not False
 
 
-def _is_noisy(model: nn.Module, but_adapters: bool) -> bool:
-    """Whether `model` draws random numbers in training; with `but_adapters`, those of its adapters do not count."""
-    for name, module in model.named_modules():
-        if but_adapters and "lora_dropout" in name:
-            continue
-        if isinstance(module, _DROPOUTS) and module.p > 0:
-            return True
-        values = ((key, value) for key, value in vars(module).items() if isinstance(value, float) and value > 0)
-        if any(part in key for key, _ in values for part in _NOISE):
-            return True
-    return False
+def _first_not_0(metrics: Mapping[str, Sequence[float]]) -> str | None:
+    """The metric of the last micro-batch, in TRL's lists, by which the reference may not be the policy."""
+    rewards = [name for name in ("rewards/chosen", "rewards/rejected") if metrics.get(name)]
+    names = rewards or [name for name in ("kl",) if metrics.get(name)]  # with rewards, as in KTO, it is clamped
+    return next((f"`{name}`" for name in names if metrics[name][-1] != 0), None)
 
 
-def _other_than_policy(
-    metrics: Mapping[str, Sequence[float]], beta: float, rounding: float
-) -> tuple[str, float] | None:
-    """The metric of the last micro-batch by which the reference is not the policy, and its value; None if it is.
+def _scores(model: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
+    """The log-probabilities of the labelled tokens, `(N,)`, fp32."""
+    outputs = model(**call)
+    return outputs.log_probs[outputs.label_mask].float()
 
-    Args:
-        metrics: TRL's lists of what it has logged since the last log.
-        beta: Multiplies the log-ratios of whole completions to rewards.
-        rounding: By how much rounding may change the mean log-probability of the tokens.
-    """
-    sides = [side for side in ("chosen", "rejected") if metrics.get(f"rewards/{side}")]
-    for side in sides:
-        reward, log_prob = metrics[f"rewards/{side}"][-1], metrics[f"logps/{side}"][-1]
-        # How many tokens a completion has is not logged. Its log-probability grows with them.
-        if abs(reward) > abs(beta) * rounding * (abs(log_prob) + 10):
-            return f"`rewards/{side}`", reward
-    divergence = [] if sides else metrics.get("kl", [])  # with rewards, as in KTO, it is one of whole completions
-    return ("`kl`", divergence[-1]) if divergence and abs(divergence[-1]) > rounding else None
+
+def _joined(parts: Any) -> torch.Tensor:
+    return torch.cat([part.float() for part in parts if part is not None])

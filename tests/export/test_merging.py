@@ -83,6 +83,7 @@ def logits(model):
             True,
         ),
         ("llama", TIED, {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}, True),
+        ("llama", TIED, {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 6]}}, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

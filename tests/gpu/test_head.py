@@ -47,7 +47,7 @@ def test_step_neither_synchronises_nor_builds_logits(device):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     hidden = model.model(inputs["input_ids"]).last_hidden_state
-    outputs = {"last_hidden_state": hidden, "past_key_values": None, "hidden_states": None, "attentions": None}
+    outputs = {"last_hidden_state": hidden, "cache": None, "hidden_states": None, "attentions": None}
     model.model.forward = lambda *args, **kwargs: SimpleNamespace(**outputs)
     with no_host_sync():
         model(**inputs, num_items_in_batch=items).loss.backward()

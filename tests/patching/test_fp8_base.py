@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from liger_trainer import apply_liger_kernel
+from liger_trainer.kernels.fp8.row_cast import cast_rows_reference
 from liger_trainer.kernels.fp8.stored import dequantize
 from liger_trainer.kernels.lora import lora as operators
 from liger_trainer.patching.lora import fp8_base, fp8_linear
@@ -22,8 +23,8 @@ STORED = "fp8 (e4m3), a scale for each row"
 CPU = torch.device("cpu")
 
 
-def adapted(family="llama", **lora):
-    model = TINY_MODELS[family](**SIZES).bfloat16()
+def adapted(family="llama", dtype=torch.bfloat16, **lora):
+    model = TINY_MODELS[family](**SIZES).to(dtype)
     torch.manual_seed(0)
     config = {"target_modules": "all-linear", "init_lora_weights": False, "r": 4, **lora}
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config)).train()
@@ -38,33 +39,63 @@ def counts(rows):
     return {row.kernel or row.reason: row.count for row in rows}
 
 
-def on_rounded_weights(model):
-    """A copy of `model` with plain linear layers of the numbers that are stored."""
+class OfRoundedRows(torch.autograd.Function):
+    """What a layer with a weight in fp8 computes: inputs and gradients are rounded to fp8 row by row."""
+
+    @staticmethod
+    def forward(ctx, x, stored, bias):
+        ctx.stored = stored
+        result = rounded(x) @ dequantize(stored, torch.float32).T
+        return (result if bias is None else result + bias.bfloat16()).bfloat16().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        codes, scales = ctx.stored
+        dx = rounded(dy * scales.T) @ codes.view(torch.float8_e4m3fn).float()
+        return dx.bfloat16().to(dy.dtype), None, None
+
+
+def rounded(x):
+    codes, scales = cast_rows_reference(x.reshape(-1, x.shape[-1]))
+    return (codes.float() * scales).view(x.shape)
+
+
+class RoundedLinear(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.stored, self.bias = layer.codes, layer.stored, layer.bias  # PEFT looks at a `weight`
+
+    def forward(self, x):
+        return OfRoundedRows.apply(x, self.stored, self.bias)
+
+
+def on_rounded_rows(model):
+    """A copy of `model` that computes in fp32 what the layers in fp8 are to compute."""
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, Fp8Linear):
-                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
-                linear.weight, linear.bias = nn.Parameter(dequantize(child.stored, torch.bfloat16), False), child.bias
-                setattr(module, name, linear)
+                setattr(module, name, RoundedLinear(child))
     return model
 
 
 def assert_near(got, expected):
     assert got.keys() == expected.keys()
-    errors = [float((got[name] - value).norm() / value.norm()) for name, value in expected.items() if name != "loss"]
-    assert float(got["loss"]) == pytest.approx(float(expected["loss"]), rel=2e-2)
-    assert 0 < max(errors) < 1  # it grows from product to product
-    assert sum(errors) < 0.5 * len(errors)
+    ours, theirs = (
+        torch.cat([value.flatten().float() for name, value in sorted(values.items()) if name != "loss"])
+        for values in (got, expected)
+    )
+    assert float(got["loss"]) == pytest.approx(float(expected["loss"]), rel=5e-3)
+    assert (ours - theirs).norm() < 0.23 * theirs.norm()  # four times the worst of 200 seeds
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3"])
 def test_every_linear_layer_of_the_decoder(family, monkeypatch):
-    model, calls = adapted(family), []
+    model, calls = adapted(family, torch.float32), []
     batch, linears = tiny_batch(family, model), 4 if family == "phi3" else 7
     rows = store_base_in_fp8(model, CPU)
     assert counts(rows) == {STORED: linears * len(layers_of(model))}
-    rounded = on_rounded_weights(model)
+    rounded = on_rounded_rows(model)
     expected = loss_and_gradients(rounded, batch)
     assert_near(loss_and_gradients(model, batch), expected)  # PEFT's own forward
     native = operators._lora_linears
@@ -86,7 +117,8 @@ def test_a_weight_is_freed_before_the_next_is_cast(monkeypatch):
     store_base_in_fp8(model, CPU)
     assert alive == list(range(len(weights), 0, -1))
     bytes_after = sum(p.numel() * p.element_size() for p in layers_of(model).parameters() if not p.requires_grad)
-    assert bytes_after < 0.55 * bytes_before  # in rows of 64: 66 bytes each, not 128
+    stored = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    assert bytes_before - bytes_after == sum(m.codes.numel() - 4 * m.scales.numel() for m in stored)
 
 
 def test_a_second_time_nothing_changes():
@@ -118,26 +150,26 @@ def test_further_adapters_go_where_the_base_is():
 
 
 def test_the_model_without_its_adapters_and_in_a_generation():
-    model = adapted()
+    model = adapted(dtype=torch.float32)
     store_base_in_fp8(model, CPU)
-    rounded = on_rounded_weights(model)
+    rounded = on_rounded_rows(model)
     apply_liger_kernel(model)
     ids = torch.arange(3, 12)[None]
     with model.disable_adapter(), rounded.disable_adapter(), torch.no_grad():
         got, expected = model(input_ids=ids).logits, rounded(input_ids=ids).logits
-    assert 0 < (got - expected).norm() < 0.12 * expected.norm()
+    assert (got - expected).norm() < 0.12 * expected.norm()
     generated = model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False)
     assert generated.shape == (1, 12)
 
 
 def test_frozen_layers_without_adapters_are_stored_if_they_are_large(monkeypatch):
-    model = adapted(target_modules=["q_proj", "v_proj"])
+    model = adapted(dtype=torch.float32, target_modules=["q_proj", "v_proj"])
     few = f"no adapters and fewer than {fp8_base.LEAST_FEATURES} features"
     count = len(layers_of(model))
     assert counts(store_base_in_fp8(model, CPU)) == {STORED: 2 * count, few: 5 * count}
     monkeypatch.setattr(fp8_base, "LEAST_FEATURES", 64)
     assert counts(store_base_in_fp8(model, CPU))[STORED] > 5 * count
-    batch, rounded = tiny_batch("llama", model), on_rounded_weights(model)
+    batch, rounded = tiny_batch("llama", model), on_rounded_rows(model)
     apply_liger_kernel(model)
     assert_near(loss_and_gradients(model, batch), loss_and_gradients(rounded, batch))
 

@@ -92,7 +92,7 @@ def loss_and_gradients(model, checkpointed):
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.zero_grad()
-    loss = model.model(input_ids=IDS).last_hidden_state.float().sin().sum()
+    loss = model.model(input_ids=IDS.to(model.device)).last_hidden_state.float().sin().sum()
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.model.parameters())]
 
@@ -102,8 +102,8 @@ def loss_and_gradients(model, checkpointed):
     ("config", "model", "checkpointed"),
     [(LlamaConfig, LlamaForCausalLM, True), (Gemma3TextConfig, Gemma3ForCausalLM, False)],
 )
-def test_loss_and_gradients_have_the_bits_of_separate_casts(config, model, checkpointed, monkeypatch):
-    patched = tiny(config, model)
+def test_loss_and_gradients_have_the_bits_of_separate_casts(config, model, checkpointed, device, monkeypatch):
+    patched = tiny(config, model).to(device)
     apply_liger_kernel(patched, RECIPE)
     passes = 1 + checkpointed
     with pytest.MonkeyPatch.context() as counting:

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
@@ -22,6 +23,7 @@ from tests.tiny_models import COMMON, TINY_MODELS, tiny_batch
 
 MLPS = {**dict.fromkeys(KERNEL_KEYS, False), "swiglu": True, "geglu": True, "relu_squared": True}
 FALCON = {"mamba_d_ssm": 16, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_d_state": 4, "mamba_chunk_size": 8}
+GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
 FAMILIES = {
     "falcon_h1": (
         lambda: tf.FalconH1ForCausalLM(tf.FalconH1Config(**COMMON, **FALCON, mlp_multipliers=[0.75, 1.5])),
@@ -32,6 +34,34 @@ FAMILIES = {
             tf.FalconH1Config(**COMMON, **FALCON, mlp_multipliers=[0.75, 1.5], mlp_bias=True)
         ),
         "swiglu (multipliers)",
+    ),
+    "granitemoehybrid": (
+        lambda: tf.GraniteMoeHybridForCausalLM(
+            tf.GraniteMoeHybridConfig(
+                **COMMON,
+                **GRANITE,
+                layer_types=["full_attention"] * 2,
+                num_local_experts=0,
+                shared_intermediate_size=40,
+            )
+        ),
+        "swiglu on fused gate_up",
+    ),
+    "granitemoeshared": (
+        lambda: tf.GraniteMoeSharedForCausalLM(
+            tf.GraniteMoeSharedConfig(**COMMON, num_local_experts=4, shared_intermediate_size=40)
+        ),
+        "swiglu on fused gate_up",
+    ),
+    "seed_oss": (
+        lambda: tf.SeedOssForCausalLM(tf.SeedOssConfig(**COMMON, head_dim=8, attention_dropout=0.0)),
+        "swiglu (dropout)",
+    ),
+    "seed_oss without dropout": (
+        lambda: tf.SeedOssForCausalLM(
+            tf.SeedOssConfig(**COMMON, head_dim=8, attention_dropout=0.0, residual_dropout=0.0)
+        ),
+        "swiglu",
     ),
     "nemotron": (lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**COMMON, head_dim=8)), "relu_squared"),
     "arcee": (lambda: tf.ArceeForCausalLM(tf.ArceeConfig(**COMMON, hidden_act="relu2")), "relu_squared"),
@@ -53,18 +83,23 @@ def built(family):
 
 @families
 def test_loss_and_gradients_are_the_models(family):
-    model, kernel = built(family), FAMILIES[family][1]
+    model, kernel = built(family).train(), FAMILIES[family][1]
     ids = torch.randint(3, 120, (2, 9))
     batch = {"input_ids": ids, "labels": ids}
-    expected = loss_and_gradients(model, batch)
+
+    def drawn_from_a_seed():
+        torch.manual_seed(0)
+        return loss_and_gradients(model, batch)
+
+    expected = drawn_from_a_seed()
     assert {row.kernel: row.count for row in apply_liger_kernel(model, MLPS).applied} == {kernel: 2}
-    assert_same(loss_and_gradients(model, batch), expected)
+    assert_same(drawn_from_a_seed(), expected)
     assert revert_liger_kernel(model) == 2
 
 
 @families
 def test_a_hook_on_the_activation_is_called(family):
-    model = built(family)
+    model = built(family).eval()
     ids = torch.randint(3, 120, (2, 9))
     batch = {"input_ids": ids, "labels": ids}
     activation = next(module for name, module in model.named_modules() if name.rpartition(".")[2].startswith("act"))
@@ -98,9 +133,64 @@ def test_a_limit_counts_though_small_inputs_do_not_reach_it():
     assert [row.kernel for row in apply_liger_kernel(toys.Toy(mlp=mlp), MLPS)] == ["swiglu (limit)"]
     x = 40 * torch.randn(5, 8)
     torch.testing.assert_close(mlp(x), DeepseekV4MLP.forward(mlp, x))
+    mlp = Glm5NextTextMLP(tf.Glm5NextTextConfig(hidden_size=8, intermediate_size=12, swiglu_limit=10.0))
+    assert [row.kernel for row in apply_liger_kernel(toys.Toy(mlp=mlp), MLPS)] == ["swiglu (limit)"]
+    torch.testing.assert_close(mlp(x), Glm5NextTextMLP.forward(mlp, x))
     assert [row.kernel for row in apply_liger_kernel(toys.Toy(mlp=Limitless()), MLPS)] == ["swiglu"]
     (row,) = apply_liger_kernel(toys.Toy(mlp=HiddenClamp()), MLPS)
     assert not row.applied
+
+
+class DroppedOut(toys.MLP):
+    """As Seed-OSS's."""
+
+    def __init__(self, dropout=0.25):
+        super().__init__()
+        self.residual_dropout = dropout
+
+    def forward(self, states):
+        return F.dropout(super().forward(states), self.residual_dropout, self.training)
+
+
+class DroppedInside(DroppedOut):
+    """A dropout of the product, which has the same attribute."""
+
+    def forward(self, states):
+        product = self.act_fn(self.gate_proj(states)) * self.up_proj(states)
+        return self.down_proj(F.dropout(product, self.residual_dropout, self.training))
+
+
+def test_a_dropout_of_the_result_has_the_masks_of_the_model(used):
+    mlp, x = DroppedOut(), torch.randn(5, 8)
+    assert [row.kernel for row in apply_liger_kernel(toys.Toy(mlp=mlp), MLPS)] == ["swiglu (dropout)"]
+    used.clear()
+    for dropout, training in ((0.25, True), (0.5, True), (0.5, False)):
+        mlp.residual_dropout = dropout
+        mlp.train(training)
+        torch.manual_seed(0)
+        ours = mlp(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(ours, DroppedOut.forward(mlp, x))
+        assert bool((ours == 0).any()) == training
+    assert len(used) == 3
+
+
+@pytest.mark.parametrize(("mlp", "config"), [(DroppedInside(), {}), (DroppedOut(), {"tiled_mlp": True})])
+def test_another_dropout_is_the_reason(mlp, config):
+    (row,) = apply_liger_kernel(toys.Toy(mlp=mlp), {**MLPS, **config})
+    assert row.reason == "in training it draws random numbers, as dropout does, which the kernel does not"
+
+
+class ActivatedUp(toys.MLP):
+    def forward(self, states):
+        return self.down_proj(self.gate_proj(states) * self.act_fn(self.up_proj(states)))
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU()])
+def test_an_activation_is_named_where_it_is_the_difference(act):
+    (row,) = apply_liger_kernel(toys.Toy(mlp=ActivatedUp(act=act)), MLPS)
+    assert row.reason.startswith("it computes neither SiLU(gate) * up nor GELU(gate) * up")
+    assert (f"({type(act).__name__})" in row.reason) == isinstance(act, nn.ReLU)
 
 
 class Pair(nn.Module):

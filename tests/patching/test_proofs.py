@@ -50,6 +50,10 @@ def test_what_they_are_twins_of_is_served(kind):
     assert all(row.applied and row.probe_error <= FP32_TOLERANCE / 4 for row in rows)
 
 
+def test_the_router_with_a_correction_that_has_twins_is_served():
+    assert all(row.applied and row.probe_error <= FP32_TOLERANCE / 4 for row in rows_of(twins.Corrected(), "router"))
+
+
 @pytest.mark.parametrize(("kind", "name"), ALL_TWINS)
 def test_a_twin_is_left_alone_with_the_reason(kind, name):
     module = twins.TWINS[kind][1][name]()

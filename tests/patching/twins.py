@@ -223,6 +223,35 @@ def router(**methods):
     return variant(Steps, **methods)
 
 
+class Corrected(Router):
+    """As DeepSeek's in steps, with a correction as an argument."""
+
+    def __init__(self, experts=6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, 8, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, states, correction):
+        logits = F.linear(states.float(), self.weight.float())
+        scores = logits.sigmoid()
+        index = self.sums(scores, correction, states).topk(self.top_k).indices
+        return logits, self.divided(scores.gather(1, index)), index
+
+    def sums(self, scores, correction, states):
+        return scores + correction
+
+    def divided(self, weights):
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20)
+
+
+def corrected(**methods):
+    return variant(Corrected, **methods)
+
+
+def uncorrected(**methods):
+    """With many experts, of which some always have large scores, and no correction that chooses others."""
+    return variant(Corrected, 64, forward=lambda self, states: Corrected.forward(self, states, 0.0), **methods)
+
+
 ROUTERS = {
     "logits within 10": router(changed=lambda self, logits: logits.clamp(-10.0, 10.0)),
     "logits within 100": router(changed=lambda self, logits: logits.clamp(-100.0, 100.0)),
@@ -243,6 +272,15 @@ ROUTERS = {
     "the best alone in evaluation": router(
         weighted=lambda self, w, *_: w if self.training else torch.stack((w[:, 0], 0 * w[:, 1]), 1)
     ),
+    "another epsilon in the sum": uncorrected(divided=lambda self, w: w / (w.sum(-1, keepdim=True) + 1e-12)),
+    "a sum of at least 1e-9": uncorrected(divided=lambda self, w: w / w.sum(-1, keepdim=True).clamp(min=1e-9)),
+    "scores that are rounded before they are corrected": corrected(
+        sums=lambda self, scores, correction, states: scores.to(states.dtype).float() + correction
+    ),
+    "a correction in training": corrected(
+        sums=lambda self, scores, correction, states: scores + correction * self.training
+    ),
+    "a correction that is scaled": corrected(sums=lambda self, scores, correction, states: scores + 2 * correction),
     "keeps a loss": router(
         changed=lambda self, logits: keep(setattr(self, "aux", logits.logsumexp(-1).square().mean()), logits)
     ),

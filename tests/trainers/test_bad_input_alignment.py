@@ -21,14 +21,6 @@ GENERATION = {"num_generations": 4, "max_completion_length": 6}
 LONG = " ".join(WORDS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    TINY_MODELS["llama"]().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
-
-
 def pairs(chosen="the cat", rejected="a dog ran", prompt=None):
     rows = ({"prompt": prompt or WORDS[i % 4] + " ", "chosen": chosen, "rejected": rejected} for i in range(8))
     return Dataset.from_list(list(rows))

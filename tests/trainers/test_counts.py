@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -63,6 +64,131 @@ class Noisy:
         noise = 1 + 0.01 * torch.rand(()) * random.random()
         labels[:, :2] = -100
         return divided(outputs, labels, num_items_in_batch) * noise
+
+
+class Kept:
+    """Keeps what it returns in all the ways a function can; `mean` makes it one."""
+
+    losses: list[float]
+
+    def __init__(self, of: Any) -> None:
+        self.losses, self.of = [], of
+
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = self.of(outputs, labels, num_items_in_batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+def closed_over(of: Any) -> Any:
+    losses: list[float] = []
+    count = 0
+
+    def function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        loss = of(outputs, labels, num_items_in_batch)
+        losses.append(loss.item())
+        if len(losses) != count:
+            raise ValueError
+        return loss
+
+    function.losses = losses  # type: ignore[attr-defined]
+    return function
+
+
+_CALLS: list[float] = []
+_COUNT = 0
+
+
+def in_globals(of: Any) -> Any:
+    def function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        global _COUNT
+        _COUNT += 1
+        loss = of(outputs, labels, num_items_in_batch)
+        _CALLS.append(loss.item())
+        if len(_CALLS) != _COUNT:
+            raise ValueError
+        return loss
+
+    function.losses = _CALLS  # type: ignore[attr-defined]
+    return function
+
+
+def in_itself(of: Any) -> Any:
+    def function(outputs: Any, labels: Any, num_items_in_batch: Any = None, seen: Any = []) -> torch.Tensor:  # noqa: B006
+        loss = of(outputs, labels, num_items_in_batch)
+        seen.append(loss.item())
+        function.losses = seen  # type: ignore[attr-defined]
+        return loss
+
+    return function
+
+
+def in_an_object(of: Any) -> Any:
+    return Kept(of)
+
+
+def in_a_partial(of: Any) -> Any:
+    kept = Kept(of)
+    function = functools.partial(with_kept, kept)
+    function.losses = kept.losses  # type: ignore[attr-defined]
+    return function
+
+
+def with_kept(kept: Any, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return kept(outputs, labels, num_items_in_batch)
+
+
+def with_a_module(of: Any) -> Any:
+    weight = torch.nn.Linear(1, 1, bias=False)  # as a criterion with weights of its own
+    losses: list[float] = []
+
+    def function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = of(outputs, labels, num_items_in_batch)
+        with torch.no_grad():
+            weight.weight.add_(1.0)
+        losses.append(weight.weight.item())
+        return loss
+
+    with torch.no_grad():
+        weight.weight.zero_()
+    function.losses = losses  # type: ignore[attr-defined]
+    return function
+
+
+KEEPING = [closed_over, in_globals, in_itself, in_an_object, in_a_partial, with_a_module]
+
+
+@pytest.mark.parametrize("keeping", KEEPING)
+@pytest.mark.parametrize(("of", "warns"), [("mean", True), ("divided", False)])
+def test_a_loss_that_keeps_something_is_tried_on_a_copy(
+    keeping: Any, of: str, warns: bool, tmp_path: Any, caplog: Any
+) -> None:
+    global _COUNT
+    _COUNT = 0
+    _CALLS.clear()
+    function = keeping({"mean": mean, "divided": divided}[of])
+    causal(tmp_path, compute_loss_func=function, **ACCUMULATED).train()
+    assert caplog.text.count("twice the `num_items_in_batch`") == warns
+    assert "cannot be copied" not in caplog.text
+    assert len(function.losses) == 8
+    if keeping is with_a_module:
+        assert function.losses == list(range(1, 9))
+
+
+def test_a_loss_that_cannot_be_copied_is_said(tmp_path: Any, caplog: Any) -> None:
+    with open(tmp_path / "losses.txt", "w") as file:
+
+        def function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            loss = mean(outputs, labels)
+            file.write(f"{loss.item()}\n")
+            return loss
+
+        causal(tmp_path, compute_loss_func=function, **ACCUMULATED).train()
+    assert caplog.text.count("holds what cannot be copied") == 1
+    assert "twice" not in caplog.text
+    assert len((tmp_path / "losses.txt").read_text().splitlines()) == 8
 
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}

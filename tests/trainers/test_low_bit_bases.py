@@ -165,6 +165,81 @@ def test_a_whole_model_whose_layers_cut_gradients_is_refused(tmp_path):
         train(model, tmp_path)
 
 
+class Cutting(nn.Linear):
+    """A layer in 8 bits that computes without gradients, as some libraries' do."""
+
+    def __init__(self, plain):
+        super().__init__(plain.in_features, plain.out_features, bias=False)
+        scale = plain.weight.detach().abs().amax() / 127
+        self.weight = nn.Parameter((plain.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("weight_scale", scale)
+
+    def forward(self, x):
+        with torch.no_grad():
+            return x @ (self.weight.to(x.dtype) * self.weight_scale.to(x.dtype)).t()
+
+
+class Lifted(nn.Module):
+    """An embedding and a frozen projection of it, as of factorised embeddings."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding, self.projection = embedding, Cutting(nn.Linear(128, 128, bias=False))
+
+    def forward(self, ids):
+        return self.projection(self.embedding(ids))
+
+
+def lifted(trains_embedding=False):
+    """A model whose layers train behind a frozen layer that cuts gradients."""
+    model = dense().float()
+    model.model.embed_tokens = Lifted(model.model.embed_tokens)
+    model.model.embed_tokens.embedding.requires_grad_(trains_embedding)
+    return model
+
+
+CHECKPOINTS = {
+    "none": {"gradient_checkpointing": False},
+    "checkpointed": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+}
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_layer_that_cuts_no_gradient_of_anything_trained(adapted, checkpoints, tmp_path):
+    model = lifted()
+    if adapted:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], **LORA))
+    change = moved(model, tmp_path, **CHECKPOINTS[checkpoints])
+    assert change
+    assert all(change.values())
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_a_layer_that_cuts_the_gradient_of_embeddings(checkpoints, tmp_path):
+    with pytest.raises(ValueError, match=r"'model\.embed_tokens\.projection' passes no gradient"):
+        train(lifted(trains_embedding=True), tmp_path, **CHECKPOINTS[checkpoints])
+
+
+def test_adapters_on_the_first_layer_alone_have_nothing_in_front(tmp_path):
+    model = dense().float()
+    first = model.model.layers[0].self_attn
+    first.v_proj = Cutting(first.v_proj)
+    model.requires_grad_(False)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["mlp.down_proj"], **LORA))
+    assert all(moved(adapted, tmp_path).values())
+
+
+def test_what_is_behind_a_reentrant_checkpoint_is_not_known(tmp_path):
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    model = dense().float().requires_grad_(False)
+    first = model.model.layers[0].self_attn
+    first.v_proj = Cutting(first.v_proj)
+    model.model.embed_tokens.requires_grad_(True)
+    with pytest.raises(ValueError, match="passes no gradient"):
+        train(model, tmp_path, **options)
+
+
 UNKNOWN = {
     "modelopt": (torch.float8_e4m3fn, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "nothing said": (torch.float8_e4m3fn, None),

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from liger_trainer.trainers.checkpoints.moving_reference import REFERENCE_FILE
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from tests import forked
 from tests.tiny_models import TINY_MODELS
@@ -124,9 +125,11 @@ def test_a_path_is_checked_as_text_is(tmp_path):
         linear(tmp_path, 4).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
 
 
-def test_a_reference_model_that_moves_is_not_restored_with_a_warning(tmp_path, caplog):
+def test_a_reference_model_that_moves_and_was_not_saved(tmp_path, caplog):
+    """As in the checkpoint of a stock trainer."""
     folder = save_models(tmp_path)["llama"]
     moving = {**ARGUMENTS, "max_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 1}
     build("DPO", True, tmp_path / "run", folder, **moving).train()
+    (tmp_path / "run" / "checkpoint-2" / REFERENCE_FILE).unlink()
     build("DPO", True, tmp_path / "run", folder, **{**moving, "max_steps": 3}).train(resume_from_checkpoint=True)
     assert "holds no reference model: the one that `sync_ref_model` updates starts again" in caplog.text

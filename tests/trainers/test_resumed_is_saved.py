@@ -102,6 +102,7 @@ class NoisyCollator:
 
 BUFFERED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
 TWICE = {**BUFFERED, "steps_per_generation": 2, "num_iterations": 2}
+MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "causal": (plain(), (2, 4)),
     "causal, second epoch": (plain(token_rows(8)), (2, 3)),
@@ -120,6 +121,10 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "SFT, streamed": (trl("SFT", data=stream(lambda: text_dataset(8))), (1, 2, 3, 4)),
     "DPO": (trl("DPO"), (3,)),
     "KTO": (trl("KTO"), (3,)),
+    **{
+        f"{kind}, moving reference": (trl(kind, **{"beta": 0.2, **MOVING, **case}), (3,))
+        for kind, case in (("DPO", {}), ("KTO", {}), ("GRPO", {"data": prompts(16)}), ("RLOO", {"data": prompts(16)}))
+    },
     "ORPO": (trl("ORPO", logging_steps=3), (1,)),
     "CPO": (trl("CPO"), (3,)),
     "Reward": (trl("Reward"), (3,)),

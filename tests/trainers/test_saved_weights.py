@@ -61,6 +61,40 @@ def with_two_adapters():
     return model
 
 
+def with_tokens(first, second, names=("default", "mine")):
+    model = get_peft_model(llama(), lora(**first), adapter_name=names[0])
+    model.add_adapter(names[1], lora(**second))
+    return model
+
+
+TOKENS = {"trainable_token_indices": [3]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names", "named"),
+    [
+        (TOKENS, {}, ("default", "mine"), "mine"),
+        ({}, TOKENS, ("default", "mine"), "default"),
+        (TOKENS, TOKENS, ("default", "embed_tokens"), "default"),
+    ],
+)
+def test_adapters_of_which_one_trains_tokens(first, second, names, named, tmp_path, caplog):
+    """PEFT raises a KeyError when it saves them."""
+    model = with_tokens(first, second, names)
+    match = rf"cannot save the adapter '{named}' beside the others: it looks for its 'token_adapter\.trainable_tokens"
+    with pytest.raises(SavedWeightsError, match=match):
+        causal(tmp_path, model, save_strategy="steps")
+    with pytest.raises(KeyError, match="trainable_tokens_delta"):
+        model.save_pretrained(tmp_path / "saved")
+    with caplog.at_level(logging.WARNING, "liger_trainer"):
+        causal(tmp_path, model, max_steps=1).train()  # nothing is saved
+    assert f"cannot save the adapter '{named}'" in caplog.text
+
+
+def test_adapters_that_both_train_tokens(tmp_path):
+    causal(tmp_path, with_tokens(TOKENS, {"trainable_token_indices": [4, 5]}), **SAVING).train()
+
+
 def with_a_trained_head():
     model = get_peft_model(llama(), lora())
     model.get_base_model().lm_head.weight.requires_grad_(True)
@@ -132,14 +166,6 @@ def test_the_best_adapter_is_loaded_whatever_its_name(name, tmp_path):
 
 
 # Weights that no checkpoint held
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    TINY_MODELS["llama"]().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def reward(folder, tmp_path, adapters):

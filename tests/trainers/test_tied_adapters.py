@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import apply_liger_kernel
@@ -18,16 +18,32 @@ TIED = {
     "head": {"target_modules": ["q_proj", "lm_head"]},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
     "tied": {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True},
+    "rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 4]}},
+    "other rows": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"lm_head": [3, 4], "embed_tokens": [5]},
+    },
 }
 LEFT = {
     "layers": ({"target_modules": ["q_proj"]}, True),
     "untied": ({"target_modules": ["q_proj", "lm_head"]}, False),
     "saved": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, True),
-}
+    "rows": ({"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}, True),
+    "rows of both": (
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 4], "embed_tokens": [3, 4]}}, True,
+    ),
+    "untied rows": ({"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 4]}}, False),
+    "rows alone": (TrainableTokensConfig(token_indices=[3, 4]), True),
+}  # fmt: skip
 
 
 def adapted(options, tie=True):
-    return get_peft_model(llama(tie_word_embeddings=tie), LoraConfig(r=4, init_lora_weights=False, **options))
+    config = LoraConfig(r=4, init_lora_weights=False, **options) if isinstance(options, dict) else options
+    model = get_peft_model(llama(tie_word_embeddings=tie), config)
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            parameter.data += torch.randn_like(parameter)
+    return model
 
 
 @pytest.mark.parametrize("build", [causal, sft])
@@ -65,6 +81,15 @@ def test_no_warning_for_other_models(case, tmp_path, caplog):
     trainer = causal(tmp_path, adapted(options, tie))
     assert WARNING not in caplog.text
     assert not any("tied" in row.reason for row in trainer.kernel_report)
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_without_a_warning_the_merge_is_the_same_model(case):
+    model = adapted(*LEFT[case]).eval()
+    ids = torch.arange(3, 19).view(2, 8)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        torch.testing.assert_close(model.merge_and_unload()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", TIED)

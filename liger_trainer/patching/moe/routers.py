@@ -1,11 +1,13 @@
 """Routers of a mixture of experts: from hidden states to the logits, the experts of each token and their weights.
 
-The product with the router's weight remains torch's; everything after it is one operator.
+The product with the router's weight remains torch's; everything after it is one operator. The correction bias of the
+scores is the router's own or, where its forward takes a second argument, that.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,105 +15,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
 from liger_trainer.kernels.runtime import is_dtensor, triton_drives
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import Finding, proved, reason_to_leave
-from liger_trainer.patching.inputs import MODES, ROUTER, crowded
-from liger_trainer.patching.probe import (
-    Probe,
-    Proof,
-    dummy_module,
-    full_shape,
-    identity,
-    no_formula,
-    only_argument,
-    refused,
-)
+from liger_trainer.patching.inputs import CLOSE_SCORES, MODES, ROUTER, crowded
+from liger_trainer.patching.moe.router_formulas import ROUTER_FORMULAS, RouterFormula, in_groups
+from liger_trainer.patching.probe import Probe, Proof, dummy_module, full_shape, identity, no_formula, refused
 from liger_trainer.patching.side_effects import run_part
-from liger_trainer.patching.trial import Trial, runs
+from liger_trainer.patching.trial import Agreement, Computation, Trial, runs
 
 _BIAS = "e_score_correction_bias"
-_READ = ("top_k", "routed_scaling_factor", "bias", _BIAS)
 _TOKENS = 32
 _CANDIDATES = 128
 _WIDTH = 64
-
-
-class RouterFormula(NamedTuple):
-    """What a router computes.
-
-    Args:
-        project: Computes the logits from hidden states, weight and bias.
-        route: Computes the results of the forward from the module, the hidden states and the logits.
-        kernel: The operator inside, for the report.
-        mixed: Whether `project` equals the model's own product if hidden states and weight differ in dtype.
-    """
-
-    project: Callable
-    route: Callable
-    kernel: str
-    mixed: bool = False
-
-
-def _in_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
-
-
-def _to_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(hidden, weight, bias).float()
-
-
-def _softmax(module, hidden, logits, dtype=None):
-    normalise = getattr(module, "norm_topk_prob", True)
-    return logits, *topk_softmax_routing(logits, module.top_k, normalise=normalise, dtype=dtype)
-
-
-def _softmax_after_topk(module, hidden, logits):
-    return logits, *topk_softmax_routing(logits, module.top_k, softmax_after_topk=True)
-
-
-def _softmax_after_topk_as_hidden(module, hidden, logits):
-    return logits, *topk_softmax_routing(logits, module.top_k, softmax_after_topk=True, dtype=hidden.dtype)
-
-
-def _probabilities_as_hidden(module, hidden, logits):
-    return logits, *topk_softmax_routing(logits, module.top_k, normalise=False, dtype=hidden.dtype)
-
-
-def _sigmoid(module, hidden, logits, dtype=None):
-    routed = grouped_topk_sigmoid_routing(
-        logits,
-        module.top_k,
-        correction_bias=getattr(module, _BIAS, None),
-        num_groups=getattr(module, "num_group", None) or 1,
-        top_groups=getattr(module, "topk_group", None) or 1,
-        normalise=getattr(module, "norm_topk_prob", True),
-        scale=getattr(module, "routed_scaling_factor", 1.0),
-        dtype=dtype,
-    )
-    return logits, *routed
-
-
-def _sigmoid_of_largest(module, hidden, logits):
-    weights, index = grouped_topk_sigmoid_routing(logits, module.top_k, sigmoid_after_topk=True, normalise=False)
-    return torch.zeros_like(logits).scatter(1, index, weights), logits
-
-
-_SOFTMAX, _SIGMOID = "topk_softmax_routing", "grouped_topk_sigmoid_routing"
-
-ROUTER_FORMULAS = (
-    RouterFormula(F.linear, _softmax, _SOFTMAX),  # Qwen-MoE, OLMoE
-    RouterFormula(F.linear, _softmax_after_topk, _SOFTMAX),  # GPT-OSS
-    RouterFormula(F.linear, functools.partial(_softmax, dtype=torch.float32), _SOFTMAX),  # Mixtral
-    RouterFormula(F.linear, _probabilities_as_hidden, _SOFTMAX),  # Jamba
-    RouterFormula(_to_fp32, _softmax_after_topk_as_hidden, _SOFTMAX),  # Granite
-    RouterFormula(_in_fp32, _sigmoid, _SIGMOID, mixed=True),  # DeepSeek-V3, GLM-4
-    RouterFormula(F.linear, functools.partial(_sigmoid, dtype=torch.float32), _SIGMOID),  # MiniMax-M3
-    RouterFormula(F.linear, _sigmoid_of_largest, _SIGMOID),  # Llama 4, whose experts all see every token
-)
-"""Known routers. Some differ only in the dtypes of their results; of those that agree, the closest in bf16 is used."""
 
 
 def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
@@ -128,69 +45,142 @@ def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe)
     return proved("router", target, module, probe.once(identity(module), _probe_router, module, probe))
 
 
+class _Verdict(NamedTuple):
+    """What is found of a router for calls of one kind.
+
+    Args:
+        agreements: How each formula compares.
+        formula: The one that equals it; None if there is none.
+        flattens: Whether it takes hidden states of more dimensions as ours does.
+        autocast: Whether it equals it under autocast.
+    """
+
+    agreements: dict[RouterFormula, Agreement]
+    formula: RouterFormula | None = None
+    flattens: bool = False
+    autocast: bool = False
+
+
 def _probe_router(module: nn.Module, probe: Probe) -> Proof:
-    argument = only_argument(module)
-    if argument is None:
-        return refused("its forward takes more than the hidden states")
-    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    names, optional = _arguments(type(module).forward)
+    if len(names) not in (1, 2):
+        return refused("its forward takes other arguments than hidden states and a correction bias")
+    parameters = {name for name, p in module._parameters.items() if p is not None}
     buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
-    others = sorted((parameters.keys() - {"weight", "bias", _BIAS}) | (buffers - {_BIAS}))
+    others = sorted((parameters - {"weight", "bias", _BIAS}) | (buffers - {_BIAS}))
     if others:
         return refused(f"it has {', '.join(others)} besides a router's weight, bias and correction")
-    num_experts, size = full_shape(parameters["weight"])
+    kinds = (False,) if len(names) == 1 else (True, False) if optional else (True,)
+    verdicts = {corrected: _verdict(module, probe, names, corrected) for corrected in kinds}
+    served = {corrected: each for corrected, each in verdicts.items() if each.formula is not None}
+    if not served:
+        failures = [agreement for each in verdicts.values() for agreement in each.agreements.values()]
+        return no_formula(failures, "none of the known routers")
+    formulas = tuple(served[corrected].formula if corrected in served else None for corrected in (False, True))
+    forward = router_forward(
+        type(module).forward,
+        names,
+        formulas,
+        flattens=all(each.flattens for each in served.values()),
+        autocast=all(each.autocast for each in served.values()),
+    )
+    found = [formula for formula in formulas if formula is not None]
+    agreement = max((each.agreements[each.formula] for each in served.values()), key=lambda each: each.error)  # type: ignore[index]
+    reads = dict.fromkeys(name for formula in found for name in formula.reads)
+    return Proof(found[0].kernel, forward, agreement, (*reads, "bias", _BIAS))
+
+
+def _arguments(forward: Callable) -> tuple[tuple[str, ...], bool]:
+    """The names of the arguments besides `self`, and whether the second may be left out; no names if it takes more."""
+    try:
+        arguments = list(inspect.signature(forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return (), False
+    if not all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in arguments):
+        return (), False
+    return tuple(each.name for each in arguments), arguments[-1].default is None if arguments else False
+
+
+def _verdict(module: nn.Module, probe: Probe, names: tuple[str, ...], corrected: bool) -> _Verdict:
+    """What `module` computes when it is called with a correction bias or without."""
+    weight = full_shape(module._parameters["weight"])  # type: ignore[arg-type]
+    num_experts, size = weight
     biases = [name for name in ("bias", _BIAS) if getattr(module, name, None) is not None]
     # Not differentiated: the gradient of a bias is a few sums that nearly cancel, which is noise in bfloat16.
-    constants = [probe.randn(num_experts) for _ in biases]
+    constants = [probe.randn(num_experts) for _ in range(len(biases) + corrected)]
     top_k: int = module.__dict__["top_k"]
 
-    def on(forward: Callable) -> Callable:
+    def on(forward: Callable) -> Computation:
         def computation(
             hidden: torch.Tensor, weight: torch.Tensor, *constants: torch.Tensor, training: bool = True
         ) -> tuple[torch.Tensor, ...]:
             dummy = _dummy(module, weight, dict(zip(biases, constants)), training)
-            return _by_expert(run_part(forward, dummy, hidden))
+            correction = constants[-1] if corrected else None
+            given = (hidden,) if len(names) == 1 else (hidden, correction)
+            return _by_expert(run_part(forward, dummy, *given))
 
         return computation
 
-    original = type(module).forward
+    def ours(formula: RouterFormula, flattens: bool = False) -> Computation:
+        formulas = (None, formula) if corrected else (formula, None)
+        return on(router_forward(type(module).forward, names, formulas, flattens=flattens, autocast=True))
+
+    original = on(type(module).forward)
     for width in (min(size, _WIDTH), size):  # a narrow one takes less time, if its forward takes it
         bias = dict(zip(biases, constants)).get("bias")
         tensors = _tensors((num_experts, width), top_k, bias, probe)
-        if runs(on(original), tensors, constants):
+        if runs(original, tensors, constants):
             break
-    ours_of = {
-        formula: on(router_forward(original, argument, formula, flattens=False, autocast=True))
-        for formula in ROUTER_FORMULAS
-    }
-    trial = Trial(on(original), tensors, constants=constants)
-    agreements = {formula: trial.compare(ours) for formula, ours in ours_of.items()}
+    trial = Trial(original, tensors, constants=constants)
+    agreements = {formula: trial.compare(ours(formula)) for formula in ROUTER_FORMULAS}
     equal = sorted((each for each in agreements if agreements[each].equal), key=lambda each: agreements[each].distance)
-    on_cpu = _trial_on_cpu(on(original), tensors, constants, top_k)
-    formula = None
+    on_cpu = _trial_on_cpu(original, tensors, constants, top_k)
+    ranks_sums = corrected or _BIAS in biases or in_groups(module)
     with probe.on_cpu():
-        for each in equal:
-            agreements[each] = on_cpu.everywhere(ours_of[each], agreements[each])
-            if agreements[each].equal:
-                formula = each
+        for formula in equal:
+            agreements[formula] = on_cpu.everywhere(ours(formula), agreements[formula])
+            if agreements[formula].equal and ranks_sums:
+                agreements[formula] = _choices(original, ours(formula), tensors, constants, agreements[formula])
+            if agreements[formula].equal:
                 break
-    if formula is None:
-        return no_formula(agreements.values(), "none of the known routers")
-    ours = router_forward(original, argument, formula, flattens=True, autocast=True)
-    hidden, weight = tensors
-    both = on(original), on(ours)
-    flattens = probe.same(*both, [hidden.unflatten(0, (2, -1)), weight], False, constants)
+        else:
+            return _Verdict(agreements)
+    hidden, weights = tensors
+    both = original, ours(formula, flattens=True)
+    flattens = probe.same(*both, [hidden.unflatten(0, (2, -1)), weights], False, constants)
     half = [tensor.to(torch.bfloat16) for tensor in tensors]
     autocast = all(probe.same(*both, given, True, constants) for given in (half, tensors))
-    forward = router_forward(original, argument, formula, flattens=flattens, autocast=autocast)
-    return Proof(formula.kernel, forward, agreements[formula], _READ)
+    return _Verdict(agreements, formula, flattens, autocast)
 
 
 def _trial_on_cpu(original: Callable, tensors: list[torch.Tensor], constants: list[torch.Tensor], top_k: int) -> Trial:
     """A trial of all other inputs, on the CPU, where torch ranks equal numbers in the original and in ours."""
-    inputs = (*ROUTER, crowded(len(tensors[1]), top_k))
+    inputs = (crowded(len(tensors[1]), top_k), *ROUTER)
     if triton_drives(torch.device("cpu")):  # the interpreter, where the kernel ranks them
         inputs = MODES
     return Trial(original, [each.cpu() for each in tensors], inputs, [each.cpu() for each in constants])
+
+
+def _choices(
+    original: Computation,
+    ours: Computation,
+    tensors: list[torch.Tensor],
+    constants: list[torch.Tensor],
+    agreement: Agreement,
+) -> Agreement:
+    """`agreement` if both choose the same experts in bfloat16, of scores that it hardly tells apart.
+
+    Rounded scores are ranked as the exact ones are, up to ties; their sums, with a correction or of groups, are not.
+    """
+    if triton_drives(torch.device("cpu")):  # the interpreter, whose sigmoid is not torch's
+        return agreement
+    changed = [each.cpu() for each in CLOSE_SCORES.change([*tensors, *constants])]
+    half = [each.to(torch.bfloat16) for each in changed[: len(tensors)]]
+    with torch.no_grad():
+        one, other = (computation(*half, *changed[len(tensors) :])[1] != 0 for computation in (original, ours))
+    if torch.equal(one, other):
+        return agreement
+    return Agreement(agreement.error, reason="in bfloat16 it chooses other experts", case=CLOSE_SCORES.name)
 
 
 def _tensors(shape: tuple[int, int], top_k: int, bias: torch.Tensor | None, probe: Probe) -> list[torch.Tensor]:
@@ -229,30 +219,53 @@ def _by_expert(result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 @functools.cache
 def router_forward(
-    original: Callable, argument: str, formula: RouterFormula, *, flattens: bool, autocast: bool
+    original: Callable,
+    names: tuple[str, ...],
+    formulas: tuple[RouterFormula | None, ...],
+    *,
+    flattens: bool,
+    autocast: bool,
 ) -> Callable:
     """A forward for one kind of router; the same function for equal arguments.
 
     Args:
         original: The class's forward, which runs for inputs that the proof does not cover.
-        argument: Name of the forward's argument.
-        formula: The formula of the router.
+        names: Of the forward's arguments: the hidden states and, if it takes one, the correction bias.
+        formulas: The formula of the router, called without a correction bias and with one; None where no proof holds.
+            A bias of its own is none that it is called with.
         flattens: Whether hidden states may have more than two dimensions; leading ones are flattened to tokens.
         autocast: Whether autocast may be on.
     """
 
-    def forward(self, hidden_states):
+    def routed(self, hidden_states, formula, correction):
+        """What the formula gives; None where its proof does not hold."""
         weight = self.weight
         if (
-            serves_as_written(hidden_states)
+            formula is None
+            or serves_as_written(hidden_states)
             or is_dtensor(hidden_states)
             or is_dtensor(weight)
             or (hidden_states.dim() != 2 and not flattens)
             or (hidden_states.dtype != weight.dtype and not formula.mixed)
             or (not autocast and torch.is_autocast_enabled(hidden_states.device.type))
         ):
-            return original(self, hidden_states)
+            return None
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return formula.route(self, hidden, formula.project(hidden, weight, getattr(self, "bias", None)))
+        logits = formula.project(hidden, weight, getattr(self, "bias", None))
+        return formula.route(self, hidden, logits, correction)
 
-    return call_like(forward, argument)
+    def forward_alone(self, hidden_states):
+        result = routed(self, hidden_states, formulas[0], getattr(self, _BIAS, None))
+        return original(self, hidden_states) if result is None else result
+
+    def forward_corrected(self, hidden_states, correction):
+        formula = formulas[correction is not None]
+        one_each = getattr(correction, "shape", None) == self.weight.shape[:1] and not is_dtensor(correction)
+        fits = correction is None or one_each
+        result = routed(self, hidden_states, formula, correction) if fits else None
+        return original(self, hidden_states, correction) if result is None else result
+
+    if len(names) == 1:
+        return call_like(forward_alone, *names)
+    forward_corrected.__defaults__ = original.__defaults__  # type: ignore[attr-defined]
+    return call_like(forward_corrected, *names)

@@ -31,6 +31,7 @@ from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import RESUMING
 from liger_trainer.optim.adamw import LigerAdamW
+from liger_trainer.trainers.checkpoints.moving_reference import REFERENCE_FILE, reference_moves
 from liger_trainer.trainers.checkpoints.output_lock import owned
 from liger_trainer.trainers.checkpoints.run_state import RunStateMixin, rng_file
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, step_of
@@ -106,13 +107,13 @@ class ResumingMixin(RunStateMixin):
             completions = "completions that wait to be trained on are generated again, and "
             completions = completions if self._buffers_completions else ""
             lost["state of a Liger trainer"] = f"{completions}losses and metrics since the last log are left out"
-        if getattr(self.args, "sync_ref_model", False):
+        if reference_moves(self) and not (checkpoint / REFERENCE_FILE).is_file():
             lost["reference model"] = "the one that `sync_ref_model` updates starts again from its initial weights"
         if lost:
             logger.warning("%s holds no %s: %s.", checkpoint, ", no ".join(lost), ", and ".join(lost.values()))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with _naming(resume_from_checkpoint):
+        with naming(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -121,7 +122,7 @@ class ResumingMixin(RunStateMixin):
             return
         assert self.optimizer is not None
         asked = [dict(group) for group in self.optimizer.param_groups]
-        with _naming(checkpoint):
+        with naming(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             _check_optimizer(asked, self.optimizer)
         overruled = [*_overruled(asked, self.optimizer.param_groups), *self._overruled_steps()]
@@ -228,7 +229,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _naming(checkpoint: str) -> Iterator[None]:
+def naming(checkpoint: str) -> Iterator[None]:
     """Around the loading of a checkpoint: an error names the checkpoint, which may be of another model."""
     try:
         yield

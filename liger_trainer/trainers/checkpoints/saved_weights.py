@@ -104,7 +104,19 @@ def _check_adapters(model: Any, refuse: bool) -> None:
     """
     if any(_writes_other_tensors(config) for config in model.peft_config.values()):
         return
-    written = {tensor.data_ptr() for name in model.peft_config for tensor in _adapter_tensors(model, name).values()}
+    written: set[int] = set()
+    for name in model.peft_config:
+        try:
+            written.update(tensor.data_ptr() for tensor in _adapter_tensors(model, name).values())
+        except KeyError as error:
+            message = (
+                f"PEFT cannot save the adapter {name!r} beside the others: it looks for its {error.args[0]!r} and "
+                "finds none. Give all adapters `trainable_token_indices`, or none, and names that are no module's."
+            )
+            if refuse:
+                raise SavedWeightsError(message) from None
+            logger.warning("%s", message)
+            return
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [name for name, parameter in trained.items() if parameter.numel() and parameter.data_ptr() not in written]
     if _asks_the_hub(model):  # when it saves

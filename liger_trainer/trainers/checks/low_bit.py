@@ -17,21 +17,15 @@ from torch import nn
 
 from liger_trainer.compat.peft import TUNER_LAYERS
 from liger_trainer.compat.private import available
-from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.codes import adds_to_codes, check_scales, is_code, own_tensors, stored
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
+from liger_trainer.trainers.checks.cut_gradients import CURE, uncut_gradients
 
 logger = logging.getLogger("liger_trainer")
 
-_CURE = (
-    "Load the base dequantised (`dequantize=True` in the class of its `quantization_config`), or another checkpoint of "
-    "it."
-)
 _REDRAWN = (True, "gaussian")  # initialisations that read nothing of the base
 _CHECKED = "_first_gradients_checked"  # an attribute of a trainer
-_ROWS = 16  # of the input that a layer is tried with
 
 
 def check_low_bit_weights(model: nn.Module) -> None:
@@ -48,7 +42,7 @@ def check_low_bit_weights(model: nn.Module) -> None:
     if name is not None:
         raise ValueError(
             f"`model` trains {name!r}, which is in {model.get_parameter(name).dtype} and cannot take small steps. Keep "
-            f"adapters in fp32 (`autocast_adapter_dtype=True`), or train more than the codes of a base. {_CURE}"
+            f"adapters in fp32 (`autocast_adapter_dtype=True`), or train more than the codes of a base. {CURE}"
         )
     redrawn = [name for name, layer in _tuner_layers(model) if _check_adapted(name, layer, model)]
     if redrawn:
@@ -73,7 +67,7 @@ def _check_adapted(name: str, layer: Any, model: Any) -> bool:
     if is_param_wrapper(layer):
         reason = adds_to_codes(layer)
         if reason:
-            raise ValueError(f"The adapter on {name!r} cannot be trained: {reason}. {_CURE}")
+            raise ValueError(f"The adapter on {name!r} cannot be trained: {reason}. {CURE}")
         return False
     weight = stored(layer.get_base_layer(), "weight")
     if weight is None or not is_code(weight):
@@ -81,7 +75,7 @@ def _check_adapted(name: str, layer: Any, model: Any) -> bool:
     for adapter in getattr(layer, "lora_magnitude_vector", ()):
         raise ValueError(
             f"The adapter {adapter!r} on {name!r} uses DoRA, whose magnitudes are norms of the weight, and that holds "
-            f"codes ({weight.dtype}). Use plain LoRA. {_CURE}"
+            f"codes ({weight.dtype}). Use plain LoRA. {CURE}"
         )
     redrawn = False
     for adapter in layer.active_adapters:
@@ -90,7 +84,7 @@ def _check_adapted(name: str, layer: Any, model: Any) -> bool:
             if way not in _REDRAWN:
                 raise ValueError(
                     f"`init_lora_weights` is {way!r}, and the adapter on {name!r} was rounded to {weight.dtype} when "
-                    f"it was made. Use True or 'gaussian'. {_CURE}"
+                    f"it was made. Use True or 'gaussian'. {CURE}"
                 )
             layer.reset_lora_parameters(adapter, way)
             redrawn = True
@@ -129,7 +123,7 @@ def _check_all_were_adapted(model: Any) -> None:
                 if (not owner or f".{path}".endswith(f".{owner}")) and _is_packed(module, leaf):
                     raise ValueError(
                         f"The adapter {adapter!r} names {target!r} in `target_parameters`, but {path!r} keeps it "
-                        f"packed, which is no parameter: PEFT has made no adapter for it. {_CURE}"
+                        f"packed, which is no parameter: PEFT has made no adapter for it. {CURE}"
                     )
 
 
@@ -160,14 +154,10 @@ def first_gradients_checked(model: nn.Module) -> Iterator[None]:
     Warns, once, of trained parameters that have none, with all that are called alike in other layers.
 
     Raises:
-        ValueError: for a layer that cuts the gradient of its input, and for adapters on codes none of which has one.
+        ValueError: for a layer that cuts a gradient, and for adapters on codes none of which has one.
     """
-    try:
+    with uncut_gradients(model):
         yield
-    except RuntimeError:  # torch's, for a loss without any gradient
-        _check_gradients_pass(model)
-        raise
-    _check_gradients_pass(model)
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     without = [name for name, each in trained if each.grad is None]
     if not without or len(without) == len(trained):  # an optimizer may have taken all of them during the backward
@@ -202,60 +192,5 @@ def _check_adapters_on_codes(model: nn.Module) -> None:
         if not any(reached for _, reached in layers):
             raise ValueError(
                 f"None of the {len(layers)} adapters on layers of {kind.__name__}, such as {layers[0][0]!r}, got a "
-                f"gradient: these layers hold codes, and their forward does not use the adapters. {_CURE}"
+                f"gradient: these layers hold codes, and their forward does not use the adapters. {CURE}"
             )
-
-
-def _check_gradients_pass(model: nn.Module) -> None:
-    """Raises ValueError if a layer that multiplies codes, or what they stand for, gives its input no gradient."""
-    tried = set()
-    quantised = getattr(without_adapters(model), "hf_quantizer", None) is not None
-    for name, layer in model.named_modules():
-        # Not `layer.weight`, which may be a property that computes it, and whose name is the format's.
-        tensors = own_tensors(layer)
-        features = getattr(layer, "in_features", None)
-        weight = tensors.get("weight", next(iter(tensors.values()), None))
-        if not isinstance(features, int) or not isinstance(weight, torch.Tensor) or hasattr(layer, "base_layer"):
-            continue
-        foreign = overriding_forward(layer)
-        if is_dtensor(weight) or weight.is_meta or not weight.numel() or not _is_low_bit(layer, quantised, foreign):
-            continue
-        kind = (type(layer), foreign, type(weight), weight.dtype)
-        if kind in tried:
-            continue
-        tried.add(kind)
-        if _cuts(layer, features, weight.device, _dtype_of(model)):
-            how = "its forward is not that of its class" if foreign else f"it is a {type(layer).__name__}"
-            how += f", its weight of type {type(weight).__name__}" if type(weight) is not nn.Parameter else ""
-            raise ValueError(
-                f"{name!r} passes no gradient to its input ({how}), so the layers below it would train on wrong "
-                f"gradients, or not at all. {_CURE}"
-            )
-
-
-def _is_low_bit(layer: nn.Module, quantised: bool, foreign: str | None) -> bool:
-    """Whether `layer` may multiply codes; in a model with a quantizer, any layer that is not a plain one may."""
-    tensors = own_tensors(layer)
-    if any(is_code(each) or "scale" in name for name, each in tensors.items()):
-        return True
-    plain = all(type(each) in (nn.Parameter, torch.Tensor) for each in tensors.values())
-    return not plain or (quantised and (foreign is not None or type(layer) is not nn.Linear))
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype in which the base of `model` computes."""
-    base = without_adapters(model)
-    wide = (each.dtype for each in base.parameters() if each.is_floating_point() and each.element_size() > 1)
-    return next(wide, torch.float32)
-
-
-def _cuts(layer: Any, features: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the output of `layer` does not depend on its input, as autograd sees it."""
-    with torch.enable_grad():
-        x = torch.ones(_ROWS, features, device=device, dtype=dtype, requires_grad=True)
-        try:
-            y = layer.forward(x)
-            found = torch.autograd.grad(y.sum(), x, allow_unused=True)[0] if y.requires_grad else None
-        except Exception:  # it takes something else, or has said itself that it has no gradient
-            return False
-    return found is None

@@ -20,8 +20,9 @@ def warn_of_tied_adapters(model: nn.Module) -> None:
     if adapts_tied_weight(model):
         logger.warning(
             "The LM head is tied to the embedding, and an adapter is on one of them or both. Training is right, but "
-            "PEFT's `merge_and_unload()` would change both, since they share a weight (with `ensure_weight_tying` even "
-            "twice), so the merged model would compute other logits. Merge with `liger-trainer merge`, or untie the "
-            "head before you merge: `head = model.get_output_embeddings(); head = getattr(head, 'base_layer', head); "
+            "PEFT's `merge_and_unload()` would change both, since they share a weight (with `ensure_weight_tying` "
+            "even twice), so the merged model would compute other logits. Merge with `liger-trainer merge`, or untie "
+            "the head before you merge: `head = model.get_output_embeddings(); "
+            "head = getattr(head, 'token_adapter', head); head = getattr(head, 'base_layer', head); "
             "head.weight = torch.nn.Parameter(head.weight.detach().clone())`."
         )

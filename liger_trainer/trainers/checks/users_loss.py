@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import logging
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from liger_trainer.compat.rebound import used_globals
 from liger_trainer.head.computed_on_use import tree_map
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.trainers.checkpoints.run_state import random_numbers, set_random_numbers
+from liger_trainer.trainers.checks.copied_function import copied_function
 from liger_trainer.trainers.loss_scale import process_scale
 
 logger = logging.getLogger("liger_trainer")
@@ -46,7 +43,7 @@ class UsersLoss:
     def looked_at(self, trainer: Any, num_items: torch.Tensor | int | None) -> Iterator[None]:
         """Around the loss of a micro-batch of `num_items` labels in the whole step."""
         function = trainer.compute_loss_func
-        looks = not self._looked and _keeps_nothing(function) and trainer.model.training and num_items is not None
+        looks = not self._looked and callable(function) and trainer.model.training and num_items is not None
         if not looks or trainer.loss_is_scaled_for_ga is not None:  # set by a user who says who divides
             yield
             return
@@ -56,18 +53,28 @@ class UsersLoss:
             yield
             return
         self._looked = True
-        trainer.compute_loss_func = _compared(function, parts, trainer.is_world_process_zero())
+        copy, says = copied_function(function), trainer.is_world_process_zero()
+        if copy is None:
+            if says:
+                logger.warning(
+                    "`compute_loss_func` holds what cannot be copied, so it has not been tried with another "
+                    "`num_items_in_batch`. The Trainer adds up the losses of a step: the summed loss of the labels has "
+                    "to be divided by it. (Said once.)"
+                )
+            yield
+            return
+        trainer.compute_loss_func = _compared(function, copy, parts, says)
         try:
             yield
         finally:
             trainer.compute_loss_func = function
 
 
-def _compared(function: Callable[..., Any], parts: int, says: bool) -> Callable[..., Any]:
-    """`function`, which also computes the loss with twice the count, and `says` so if it is not half."""
+def _compared(function: Callable[..., Any], copy: Callable[..., Any], parts: int, says: bool) -> Callable[..., Any]:
+    """`function`, whose `copy` also computes the loss with twice the count, and `says` so if it is not half."""
 
     def compute_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        half = _without_a_trace(function, outputs, labels, 2 * num_items_in_batch)
+        half = _without_a_trace(copy, outputs, labels, 2 * num_items_in_batch)
         loss = function(outputs, labels, num_items_in_batch=num_items_in_batch)
         if says and half is not None and isinstance(loss, torch.Tensor):
             whole = float(loss.detach())
@@ -82,25 +89,6 @@ def _compared(function: Callable[..., Any], parts: int, says: bool) -> Callable[
         return loss
 
     return compute_loss
-
-
-def _keeps_nothing(function: Any) -> bool:
-    """Whether one call more of `function` cannot show: it has nothing of its own that a call could change."""
-    if isinstance(function, functools.partial):
-        return _keeps_nothing(function.func) and all(map(_is_fixed, (*function.args, *function.keywords.values())))
-    if not isinstance(function, types.FunctionType):
-        return False
-    if any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(function)):
-        return False
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return all(map(_is_fixed, (*cells, *used_globals(function).values())))
-
-
-def _is_fixed(value: Any) -> bool:
-    if isinstance(value, (bool, int, float, str, type(None), type, types.ModuleType, types.BuiltinFunctionType)):
-        return True
-    of_torch = isinstance(value, types.FunctionType) and value.__module__.startswith("torch.")
-    return of_torch or _keeps_nothing(value)
 
 
 def _without_a_trace(function: Callable[..., Any], outputs: Any, labels: Any, num_items: Any) -> float | None:

@@ -1,0 +1,137 @@
+"""Layers that give their input no gradient, as some that multiply codes do, where something in front of them trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.patching.binding import overriding_forward
+from liger_trainer.patching.codes import is_code, own_tensors
+
+CURE = (
+    "Load the base dequantised (`dequantize=True` in the class of its `quantization_config`), or another checkpoint of "
+    "it."
+)
+_ROWS = 16  # of the input that a layer is tried with
+
+
+@contextlib.contextmanager
+def uncut_gradients(model: nn.Module) -> Iterator[None]:
+    """Checks, after a forward and backward of `model` in the context, that no layer has cut a gradient.
+
+    A layer that cuts gradients may stay where it has been called with inputs that depend on nothing trained, such as
+    behind frozen embeddings.
+
+    Raises:
+        ValueError: naming a layer.
+    """
+    cutting = dict(_cutting_layers(model))
+    called: dict[nn.Module, bool] = {}  # whether something in front of the layer trains
+
+    def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not called.get(layer, False):
+            # Without gradients, as in a reentrant checkpoint, an input does not show what it depends on.
+            inputs = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            called[layer] = not torch.is_grad_enabled() or any(map(_depends_on_trained, inputs))
+
+    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in cutting.values()]
+    try:
+        yield
+    except RuntimeError:  # torch's, for a loss without any gradient
+        _check(cutting, called)
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+    _check(cutting, called)
+
+
+def _check(cutting: dict[str, nn.Module], called: dict[nn.Module, bool]) -> None:
+    """Raises ValueError for the first layer with trained weights in front, or of which it is not known."""
+    for name, layer in cutting.items():
+        if called.get(layer, True):
+            foreign = overriding_forward(layer)
+            weight = _weight(layer)
+            how = "its forward is not that of its class" if foreign else f"it is a {type(layer).__name__}"
+            how += f", its weight of type {type(weight).__name__}" if type(weight) is not nn.Parameter else ""
+            raise ValueError(
+                f"{name!r} passes no gradient to its input ({how}), so the layers below it would train on wrong "
+                f"gradients, or not at all. {CURE}"
+            )
+
+
+def _cutting_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that multiply codes, or what they stand for, and give their input no gradient; one a kind is tried."""
+    tried: dict[tuple[Any, ...], bool] = {}
+    quantised = getattr(without_adapters(model), "hf_quantizer", None) is not None
+    for name, layer in model.named_modules():
+        weight, features = _weight(layer), getattr(layer, "in_features", None)
+        if not isinstance(features, int) or not isinstance(weight, torch.Tensor) or hasattr(layer, "base_layer"):
+            continue
+        foreign = overriding_forward(layer)
+        if is_dtensor(weight) or weight.is_meta or not weight.numel() or not _is_low_bit(layer, quantised, foreign):
+            continue
+        kind = (type(layer), foreign, type(weight), weight.dtype)
+        if kind not in tried:
+            tried[kind] = _cuts(layer, features, weight.device, _dtype_of(model))
+        if tried[kind]:
+            yield name, layer
+
+
+def _weight(layer: nn.Module) -> Any:
+    # Not `layer.weight`, which may be a property that computes it, and whose name is the format's.
+    tensors = own_tensors(layer)
+    return tensors.get("weight", next(iter(tensors.values()), None))
+
+
+def _depends_on_trained(tensor: torch.Tensor) -> bool:
+    """Whether a gradient of `tensor` would reach a parameter.
+
+    What ends elsewhere is an input without weights, such as embeddings of which checkpoints ask for a gradient.
+    """
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        return True
+    waiting, seen = [tensor.grad_fn], {None}
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        waiting += [before for before, _ in node.next_functions]
+    return False
+
+
+def _is_low_bit(layer: nn.Module, quantised: bool, foreign: str | None) -> bool:
+    """Whether `layer` may multiply codes; in a model with a quantizer, any layer that is not a plain one may."""
+    tensors = own_tensors(layer)
+    if any(is_code(each) or "scale" in name for name, each in tensors.items()):
+        return True
+    plain = all(type(each) in (nn.Parameter, torch.Tensor) for each in tensors.values())
+    return not plain or (quantised and (foreign is not None or type(layer) is not nn.Linear))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype in which the base of `model` computes."""
+    base = without_adapters(model)
+    wide = (each.dtype for each in base.parameters() if each.is_floating_point() and each.element_size() > 1)
+    return next(wide, torch.float32)
+
+
+def _cuts(layer: Any, features: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the output of `layer` does not depend on its input, as autograd sees it."""
+    with torch.enable_grad():
+        x = torch.ones(_ROWS, features, device=device, dtype=dtype, requires_grad=True)
+        try:
+            y = layer.forward(x)
+            found = torch.autograd.grad(y.sum(), x, allow_unused=True)[0] if y.requires_grad else None
+        except Exception:  # it takes something else, or has said itself that it has no gradient
+            return False
+    return found is None
