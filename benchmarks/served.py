@@ -30,6 +30,7 @@ from transformers import (
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.report import KernelReportRow
+from liger_trainer.patching.unserved import WITHOUT_A_GATE
 from liger_trainer.trainers.choose_packing import PADDING_FREE, SHARE_PROMPT, choose_packing
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -131,12 +132,16 @@ def _reason(rows: Iterable[KernelReportRow]) -> str:
     """The reasons, each once, and the modules without a kernel that are not small."""
     left = [row for row in rows if not row.applied]
     reasons = [f"{row.target}: {row.reason}" for row in left if row.share is None]
-    large = [(row.target, row.share) for row in left if row.share is not None and row.share >= _SMALLEST_SHARE]
-    others = [f"{target} ({100 * share:.0f} %)" for target, share in large]
+    large = [row for row in left if row.share is not None and row.share >= _SMALLEST_SHARE]
+    others = [f"{row.target} ({_kind(row)}{100 * (row.share or 0.0):.0f} %)" for row in large]
     if others:
         reasons.append(f"no kernel for {', '.join(others)}")
     # Errors of a proof differ from one CPU to the next.
     return re.sub(r" \((relative difference )?([0-9.]+e[+-][0-9]+|inf)\)", "", "; ".join(dict.fromkeys(reasons)))
+
+
+def _kind(row: KernelReportRow) -> str:
+    return f"{WITHOUT_A_GATE}, " if WITHOUT_A_GATE in row.reason else ""
 
 
 def _line(error: Exception) -> str:

@@ -39,8 +39,8 @@ class KernelConfig:
     Args:
         attention: Causal attention without masks: windows, packed and padded rows, soft-caps, sinks.
         rope: Rotary position embedding.
-        rms_norm: RMSNorm in all its variants.
-        layer_norm: ``nn.LayerNorm``.
+        rms_norm: RMSNorm in all its variants, also with a gate.
+        layer_norm: ``nn.LayerNorm``, and LayerNorm as models write it.
         swiglu: Gated MLPs with SiLU.
         geglu: Gated MLPs with GELU.
         relu_squared: MLPs with a squared ReLU.

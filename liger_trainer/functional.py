@@ -16,6 +16,7 @@ from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert, tile_table
+from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
@@ -63,6 +64,7 @@ __all__ = [
     "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_ce_tvd",
+    "gated_rms_norm",
     "geglu",
     "geglu_down",
     "geglu_fused",

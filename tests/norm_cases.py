@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from liger_trainer import functional
-from liger_trainer.kernels.norms import layer_norm, rms_norm
+from liger_trainer.kernels.norms import gated_rms_norm, layer_norm, rms_norm
 from liger_trainer.kernels.parity import (
     dyt,
     fused_add_layer_norm,
@@ -50,12 +50,35 @@ def _groups(shape: tuple[int, ...]) -> int:
     return next(groups for groups in (4, 3, 2, 1) if shape[1] % groups == 0)
 
 
+def _group_size(size: int) -> int:
+    """The size of groups of a row of `size`: four or fewer of them."""
+    return size // next(groups for groups in (4, 3, 2, 1) if size % groups == 0)
+
+
+def _in_groups(function: Callable[..., torch.Tensor], *options: object, **named: object) -> Callable[..., torch.Tensor]:
+    """`function` of a norm's tensors and epsilon, with groups and more options after them."""
+    return lambda x, *rest: function(x, *rest, 1e-5, _group_size(x.shape[-1]), *options, **named)
+
+
 NORMS = {
     "rms_norm": NormCase(functional.rms_norm, rms_norm.rms_norm_reference, lambda s: [s[-1:]]),
     "fused_add_rms_norm": NormCase(
         functional.fused_add_rms_norm, fused_add_rms_norm.fused_add_rms_norm_reference, lambda s: [s, s[-1:]]
     ),
     "layer_norm": NormCase(functional.layer_norm, layer_norm.layer_norm_reference, lambda s: [s[-1:], s[-1:]]),
+    "layer_norm of groups": NormCase(
+        _in_groups(functional.layer_norm),
+        _in_groups(layer_norm.layer_norm_reference),
+        lambda s: [s[-1:], s[-1:]],
+    ),
+    "gated_rms_norm": NormCase(
+        functional.gated_rms_norm, gated_rms_norm.gated_rms_norm_reference, lambda s: [s, s[-1:]]
+    ),
+    "gated_rms_norm of groups": NormCase(
+        _in_groups(functional.gated_rms_norm, gate_first=True),
+        _in_groups(gated_rms_norm.gated_rms_norm_reference, gate_first=True),
+        lambda s: [s, s[-1:]],
+    ),
     "fused_add_layer_norm": NormCase(
         functional.fused_add_layer_norm,
         fused_add_layer_norm.fused_add_layer_norm_reference,

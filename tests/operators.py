@@ -180,6 +180,15 @@ OPERATORS: dict[str, Operator] = {
     "rms_norm": Operator(ops.rms_norm, (leaf(6, 32), leaf(32)), "rms_norm"),
     "fused_add_rms_norm": Operator(ops.fused_add_rms_norm, (leaf(6, 32), leaf(6, 32), leaf(32)), "fused_add_rms_norm"),
     "layer_norm": Operator(ops.layer_norm, (leaf(6, 32), leaf(32), leaf(32)), "layer_norm"),
+    "layer_norm, groups": Operator(
+        lambda *given: ops.layer_norm(*given, 1e-5, 8), (leaf(6, 32), leaf(32), leaf(32)), "layer_norm"
+    ),
+    "gated_rms_norm": Operator(ops.gated_rms_norm, (leaf(6, 32), leaf(6, 32), leaf(32)), "gated_rms_norm"),
+    "gated_rms_norm, groups": Operator(
+        partial(ops.gated_rms_norm, group_size=8, gate_first=True),
+        (leaf(6, 32), leaf(6, 32), leaf(32)),
+        "gated_rms_norm",
+    ),
     "rope": Operator(ops.rope, (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))),
     "swiglu": Operator(ops.swiglu, (leaf(6, 24), leaf(6, 24)), "swiglu"),
     "swiglu_fused": Operator(ops.swiglu_fused, (leaf(6, 48),), "swiglu"),
@@ -376,6 +385,7 @@ _NORMS: dict[str, Callable[..., Any]] = {
     "rms_norm": ops.rms_norm,
     "fused_add_rms_norm": lambda x, weight: ops.fused_add_rms_norm(x, x.detach() * 2, weight)[0],
     "layer_norm": lambda x, weight: ops.layer_norm(x, weight, weight),
+    "layer_norm, groups": lambda x, weight: ops.layer_norm(x, weight, weight, 1e-5, 8),
 }
 _LAYOUTS: dict[str, tuple[Argument, Callable[[torch.Tensor], torch.Tensor]]] = {
     "rows": (leaf(3, 16), lambda x: x),
@@ -404,6 +414,13 @@ VARIANTS: dict[str, Operator] = {
     "fused_add_layer_norm, norm": Operator(
         lambda *given: ops.fused_add_layer_norm(*given)[0], OPERATORS["fused_add_layer_norm"].arguments
     ),
+    "gated_rms_norm, transposed heads": Operator(
+        lambda x, gate, weight: ops.gated_rms_norm(
+            x.transpose(1, 2), gate.transpose(1, 2), weight, 1e-5, 4, "sigmoid", True, "gemma"
+        ),
+        (leaf(2, 5, 3, 16), leaf(2, 5, 3, 16), leaf(16)),
+    ),
+    "gated_rms_norm, gate": Operator(ops.gated_rms_norm, (table(3, 16), leaf(3, 16), table(16))),
     "modulated_rms_norm, scale of a token": Operator(
         _with(ops.modulated_rms_norm, 1, None), (leaf(9, 32), leaf(9, 32))
     ),

@@ -41,6 +41,23 @@ def quack_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 library("rms_norm", "liger_trainer", "liger_trainer.functional:rms_norm")
 
 
+@operation("gated_rms_norm", "RMSNorm times a gate, as in gated delta nets: heads of 128")
+def gated_rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """Heads as wide together as the hidden states; x and gate are read, and both have gradients."""
+    rows, width = tokens * model.hidden // 128, 128
+    size, tensors = rows * width, {name: data.normal(rows, width) for name in ("x", "gate")}
+    arguments = {**tensors, "weight": data.normal(width), "eps": 1e-6}
+    yield Case(arguments, f"{rows}×{width}", Floor(3 * size, 5 * size), (data.upstream(rows, width),))
+
+
+@provider("gated_rms_norm", "torch")
+def eager_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (eager_rms_norm(x, weight, eps) * F.silu(wide(gate))).to(x.dtype)
+
+
+library("gated_rms_norm", "liger_trainer", "liger_trainer.functional:gated_rms_norm")
+
+
 def added_cases(data: Data, rows: int, width: int, parameters: tuple[str, ...], eps: float) -> Iterator[Case]:
     """Two inputs and two outputs in each pass: x and residual share one gradient."""
     inputs = {name: data.normal(rows, width) for name in ("x", "residual")}

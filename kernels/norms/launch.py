@@ -3,6 +3,9 @@
 A norm treats each row of `hidden_size` elements on its own, so the order of the rows does not matter. Tensors whose
 leading dimensions are permuted (queries transposed to `(batch, heads, tokens, head_dim)`, say) are therefore read and
 written in memory order, without a copy, and results have the same layout.
+
+A norm of groups treats each group of `group_size` elements of a row on its own. The second dimension of its grid is the
+group, so that a program has the weight of one.
 """
 
 from __future__ import annotations
@@ -89,25 +92,33 @@ def fit_config(config: NormConfig, hidden_size: int, bytes_per_column: int, devi
     )
 
 
-def forward_tiles(rows: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """Programs that normalise `rows`, (num_rows, hidden_size), and the constants and options of their launch."""
-    num_rows, hidden_size = rows.shape
+def forward_tiles(rows: torch.Tensor, groups: int = 1) -> tuple[int, dict[str, int]]:
+    """Programs that normalise `rows`, (num_rows, hidden_size), and the constants and options of their launch.
+
+    Args:
+        rows: The input.
+        groups: Groups of a row, each with as many programs.
+    """
+    num_rows, hidden_size = rows.shape[0], rows.shape[1] // groups
     config = fit_config(forward_config(hidden_size), hidden_size, rows.element_size(), rows.device)
     return cdiv(num_rows, config.rows), config.options(hidden_size)
 
 
-def backward_tiles(config: NormConfig, rows: torch.Tensor, *others: torch.Tensor | None) -> tuple[int, dict[str, int]]:
+def backward_tiles(
+    config: NormConfig, rows: torch.Tensor, *others: torch.Tensor | None, groups: int = 1
+) -> tuple[int, dict[str, int]]:
     """Programs of the persistent grid of a backward kernel, and the constants and options of its launch.
 
     Args:
         config: The configuration to launch where the device allows it.
         rows: The input, (num_rows, hidden_size).
         others: What the kernel reads beside it, of the same shape.
+        groups: Groups of a row, each with as many programs.
     """
-    num_rows, hidden_size = rows.shape
+    num_rows, hidden_size = rows.shape[0], rows.shape[1] // groups
     bytes_per_column = sum(tensor.element_size() for tensor in (rows, *others) if tensor is not None)
     config = fit_config(config, hidden_size, bytes_per_column, rows.device)
-    programs = min(cdiv(num_rows, config.rows), num_sms(rows.device) * config.programs_per_sm)
+    programs = min(cdiv(num_rows, config.rows), cdiv(num_sms(rows.device) * config.programs_per_sm, groups))
     return programs, {**config.options(hidden_size), "NUM_STAGES": config.num_stages}
 
 
@@ -164,15 +175,29 @@ def check_all_dtensors(name: str, x: torch.Tensor, **others: torch.Tensor | None
         )
 
 
-def check_residual(name: str, x: torch.Tensor, residual: torch.Tensor) -> None:
-    """Raises ValueError unless `residual` has the shape, dtype and device of `x`, and is a DTensor where `x` is."""
-    check_all_dtensors(name, x, residual=residual)
-    for what in ("shape", "dtype", "device"):
-        if getattr(residual, what) != getattr(x, what):
-            raise ValueError(
-                f"`residual` of {name} has {what} {getattr(residual, what)}, but `x` has {getattr(x, what)}; the two "
-                f"must agree, so expand, cast or move one of them."
-            )
+def check_like(name: str, x: torch.Tensor, what: Sequence[str], **others: torch.Tensor) -> None:
+    """Checks tensors that lie beside a norm's input, such as a residual (given by their argument names).
+
+    Args:
+        name: The norm.
+        x: Its input.
+        what: Which of shape, dtype and device must agree.
+        others: The tensors.
+
+    Raises:
+        ValueError: If one of them does not agree with `x`, is not a floating point tensor, or is a DTensor where `x` is
+            none, or the other way round.
+    """
+    check_all_dtensors(name, x, **others)
+    for argument, other in others.items():
+        for each in what:
+            if getattr(other, each) != getattr(x, each):
+                raise ValueError(
+                    f"`{argument}` of {name} has {each} {getattr(other, each)}, but `x` has {getattr(x, each)}; the "
+                    "two must agree, so expand, cast or move one of them."
+                )
+        if not other.is_floating_point():
+            raise ValueError(f"`{argument}` of {name} has dtype {other.dtype}; give a floating point tensor.")
 
 
 def memory_order(x: torch.Tensor) -> list[int] | None:
@@ -191,8 +216,8 @@ def as_rows(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
 
 
 def as_row_values(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """`tensor` of shape `x.shape[:-1]`, one value per row, as (rows,) in the order of `as_rows`."""
-    return (tensor if order is None else tensor.permute(order[:-1])).reshape(-1).contiguous()
+    """The values of `empty_row_values` as (rows,), or (rows * groups,), in the order of `as_rows`."""
+    return (tensor if order is None else tensor.permute(order[: tensor.dim()])).reshape(-1).contiguous()
 
 
 def empty_in_order(like: torch.Tensor, order: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
@@ -200,9 +225,29 @@ def empty_in_order(like: torch.Tensor, order: list[int] | None, dtype: torch.dty
     return _empty(like, like.shape, order, dtype)
 
 
-def empty_row_values(like: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """A new fp32 tensor of shape `like.shape[:-1]` whose memory holds `as_row_values(..., order)`."""
-    return _empty(like, like.shape[:-1], None if order is None else order[:-1], torch.float32)
+def empty_row_values(like: torch.Tensor, order: list[int] | None, groups: int = 1) -> torch.Tensor:
+    """A new fp32 tensor of shape `like.shape[:-1]` whose memory holds `as_row_values(..., order)`.
+
+    With more than one of the `groups` in a row, its shape is `(*like.shape[:-1], groups)`.
+    """
+    shape = like.shape[:-1] if groups == 1 else torch.Size((*like.shape[:-1], groups))
+    return _empty(like, shape, None if order is None else order[: len(shape)], torch.float32)
+
+
+def number_of_groups(name: str, x: torch.Tensor, group_size: int | None) -> int:
+    """How many groups of `group_size` a row of `x` has; None stands for one of all its elements.
+
+    Raises:
+        ValueError: If `group_size` does not divide the row.
+    """
+    if group_size is None:
+        return 1
+    if group_size < 1 or x.shape[-1] % group_size:
+        raise ValueError(
+            f"`group_size` of {name} is {group_size}, but the last dimension of `x` is {x.shape[-1]}; give a divisor "
+            "of it, or None for one group."
+        )
+    return x.shape[-1] // group_size
 
 
 def _empty(like: torch.Tensor, shape: torch.Size, order: list[int] | None, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,9 @@ Forward reads x and writes y (4 bytes per element in bf16); backward reads x and
 backward: x, weight, bias, and mean and rstd (fp32, one per row). The gradients of weight and bias are summed as in
 `rms_norm`, without atomics.
 
+With groups, each `group_size` elements of a row are normalised on their own, with their part of weight and bias: as in
+an attention that normalises its heads with a weight for each.
+
 The kernels can also add a residual before the norm, which `fused_add_layer_norm` uses: they then read the residual too,
 write the sum, and in the backward add the gradient of the sum to dx.
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     NormConfig,
     as_row_values,
@@ -36,6 +39,7 @@ from liger_trainer.kernels.norms.launch import (
     empty_row_values,
     forward_tiles,
     memory_order,
+    number_of_groups,
     runs_on_triton,
 )
 from liger_trainer.kernels.operator import operator
@@ -57,30 +61,34 @@ def _layer_norm_forward_kernel(
     num_rows,
     eps,
     H: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Normalises ROWS rows."""
+    """Normalises a group of ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_H)
     mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
-    out = (rows * H)[:, None] + cols[None, :]
-    x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    group = tl.program_id(1)
+    values = rows * GROUPS + group  # where the statistics of a row are
+    places = group * H + cols
+    out = (rows * (GROUPS * H))[:, None] + places[None, :]
+    x = tl.load(x_ptr + (rows * x_stride)[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
-        residual = tl.load(residual_ptr + (rows * residual_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
+        residual = tl.load(residual_ptr + (rows * residual_stride)[:, None] + places[None, :], mask=mask, other=0.0)
         total = (x + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(total_ptr + out, total, mask=mask)
         x = total.to(tl.float32)  # the model normalises the rounded sum
     mean = tl.sum(x, axis=1) * (1.0 / H)
     centred = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + eps)
-    tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    tl.store(mean_ptr + values, mean, mask=rows < num_rows)
+    tl.store(rstd_ptr + values, rstd, mask=rows < num_rows)
     y = centred * rstd[:, None]
     if weight_ptr is not None:
-        y *= tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+        y *= tl.load(weight_ptr + places, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(bias_ptr + places, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -100,17 +108,21 @@ def _layer_norm_backward_kernel(
     x_stride,
     num_rows,
     H: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Computes dx of every num_programs-th tile of ROWS rows, and this program's share of dweight and dbias."""
+    """Computes dx of a group of every num_programs-th tile of ROWS rows, and a share of its dweight and dbias."""
     # When a row is short, summing the rows of a tile crosses warps, so that sum waits until the end.
     SUM_LATE: tl.constexpr = ROWS == 1 or BLOCK_H <= 1024
     SUM_ROWS: tl.constexpr = ROWS if SUM_LATE else 1
     cols = tl.arange(0, BLOCK_H)
+    group = tl.program_id(1)
+    places = group * H + cols
+    share = (group * tl.num_programs(0) + tl.program_id(0)) * H + cols
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+        weight = tl.load(weight_ptr + places, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     if dweight_ptr is not None:
         dweight = tl.zeros((SUM_ROWS, BLOCK_H), tl.float32)
     if dbias_ptr is not None:
@@ -118,10 +130,11 @@ def _layer_norm_backward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         mask = (rows < num_rows)[:, None] & (cols < H)[None, :]
-        x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
-        dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+        values = rows * GROUPS + group
+        x = tl.load(x_ptr + (rows * x_stride)[:, None] + places[None, :], mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + values, mask=rows < num_rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + values, mask=rows < num_rows, other=0.0)[:, None]
         x_hat = (x.to(tl.float32) - mean) * rstd  # not 0 past column H, but dy is
         if dx_ptr is not None:
             g = dy
@@ -131,9 +144,10 @@ def _layer_norm_backward_kernel(
             projection = tl.sum(g * x_hat, axis=1)[:, None] * (1.0 / H)
             dx = rstd * (g - mean_g - x_hat * projection)
             if total_grad_ptr is not None:
-                total_grad_tile = total_grad_ptr + (rows * total_grad_stride)[:, None] + cols[None, :]
+                total_grad_tile = total_grad_ptr + (rows * total_grad_stride)[:, None] + places[None, :]
                 dx += tl.load(total_grad_tile, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + (rows * H)[:, None] + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            dx_tile = dx_ptr + (rows * (GROUPS * H))[:, None] + places[None, :]
+            tl.store(dx_tile, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dweight_ptr is not None:
             if SUM_LATE:
                 dweight += dy * x_hat
@@ -145,9 +159,9 @@ def _layer_norm_backward_kernel(
             else:
                 dbias += tl.sum(dy, axis=0)[None, :]
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + tl.program_id(0) * H + cols, tl.sum(dweight, axis=0), mask=cols < H)
+        tl.store(dweight_ptr + share, tl.sum(dweight, axis=0), mask=cols < H)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + tl.program_id(0) * H + cols, tl.sum(dbias, axis=0), mask=cols < H)
+        tl.store(dbias_ptr + share, tl.sum(dbias, axis=0), mask=cols < H)
 
 
 def backward_config(hidden_size: int) -> NormConfig:
@@ -170,19 +184,20 @@ def launch_forward(
     bias: torch.Tensor | None,
     eps: float,
     dtype: torch.dtype,
+    groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Runs the forward kernel and returns y of `dtype`, x + residual (None without one), and mean and rstd in fp32."""
     order = memory_order(x)
     y = empty_in_order(x, order, dtype)
     total = None if residual is None else empty_in_order(x, order, x.dtype)
-    mean, rstd = empty_row_values(x, order), empty_row_values(x, order)
+    mean, rstd = empty_row_values(x, order, groups), empty_row_values(x, order, groups)
     if x.numel() == 0:
         return y, total, mean, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
-    programs, options = forward_tiles(rows)
+    programs, options = forward_tiles(rows, groups)
     with on_device(x):
-        _layer_norm_forward_kernel[(programs,)](
+        _layer_norm_forward_kernel[(programs, groups)](
             rows,
             residual_rows,
             weight if weight is None else weight.contiguous(),
@@ -195,6 +210,7 @@ def launch_forward(
             0 if residual_rows is None else residual_rows.stride(0),
             rows.shape[0],
             eps,
+            GROUPS=groups,
             **options,
         )
     return y, total, mean, rstd
@@ -209,19 +225,21 @@ def launch_backward(
     mean: torch.Tensor,
     rstd: torch.Tensor,
     needed: list[bool],
+    groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs the backward kernels and returns dx (with `total_grad` added), dweight and dbias; see `empty_gradients`."""
-    hidden_size, order = x.shape[-1], memory_order(x)
+    group_size, order = x.shape[-1] // groups, memory_order(x)
     dx, dweight, dbias = empty_gradients(needed, x, weight, bias)
     if x.numel() == 0:
         return dx, dweight.zero_(), dbias.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
-    programs, options = backward_tiles(backward_config(hidden_size), rows, dy_rows, total_grad_rows)
+    config = backward_config(group_size)
+    programs, options = backward_tiles(config, rows, dy_rows, total_grad_rows, groups=groups)
     outputs = [tensor for tensor in (dweight, dbias) if tensor.numel()]
-    partial = x.new_empty(len(outputs), programs, hidden_size, dtype=torch.float32)
+    partial = x.new_empty(len(outputs), groups, programs, group_size, dtype=torch.float32)
     with on_device(x):
-        _layer_norm_backward_kernel[(programs,)](
+        _layer_norm_backward_kernel[(programs, groups)](
             dy_rows,
             total_grad_rows,
             rows,
@@ -235,6 +253,7 @@ def launch_backward(
             0 if total_grad_rows is None else total_grad_rows.stride(0),
             rows.stride(0),
             rows.shape[0],
+            GROUPS=groups,
             **options,
         )
         if outputs:
@@ -249,15 +268,17 @@ def _layer_norm(
     bias: torch.Tensor | None,
     eps: float,
     dtype: torch.dtype,
+    groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, _, mean, rstd = launch_forward(x, None, weight, bias, eps, dtype)
+    y, _, mean, rstd = launch_forward(x, None, weight, bias, eps, dtype, groups)
     return y, mean, rstd
 
 
 @_layer_norm.register_fake
-def _(x, weight, bias, eps, dtype):
+def _(x, weight, bias, eps, dtype, groups=1):
     order = memory_order(x)
-    return empty_in_order(x, order, dtype), empty_row_values(x, order), empty_row_values(x, order)
+    statistics = (empty_row_values(x, order, groups) for _ in range(2))
+    return empty_in_order(x, order, dtype), *statistics
 
 
 @operator("liger_trainer::layer_norm_backward")
@@ -269,12 +290,13 @@ def _layer_norm_backward(
     mean: torch.Tensor,
     rstd: torch.Tensor,
     needed: list[bool],
+    groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return launch_backward(dy, None, x, weight, bias, mean, rstd, needed)
+    return launch_backward(dy, None, x, weight, bias, mean, rstd, needed, groups)
 
 
 @_layer_norm_backward.register_fake
-def _(dy, x, weight, bias, mean, rstd, needed):
+def _(dy, x, weight, bias, mean, rstd, needed, groups=1):
     return empty_gradients(needed, x, weight, bias)
 
 
@@ -282,16 +304,17 @@ refuse_second_derivative(_layer_norm_backward, "layer_norm")
 
 
 def _setup_context(ctx, inputs, output):
+    ctx.groups = inputs[5]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output[1:])
 
 
 def _backward(ctx, dy, _mean_grad, _rstd_grad):
     if dy is None:
-        return None, None, None, None, None
+        return input_gradients(ctx)
     needed = list(ctx.needs_input_grad[:3])
-    gradients = _layer_norm_backward(dy, *ctx.saved_tensors, needed)
-    return *where_needed(needed, *gradients), None, None
+    gradients = _layer_norm_backward(dy, *ctx.saved_tensors, needed, ctx.groups)
+    return input_gradients(ctx, *where_needed(needed, *gradients))
 
 
 _layer_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -302,6 +325,8 @@ def layer_norm(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float = 1e-5,
+    group_size: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """LayerNorm over the last dimension: `torch.nn.functional.layer_norm(x, (hidden_size,), weight, bias, eps)`.
 
@@ -313,18 +338,22 @@ def layer_norm(
         weight: Weight of shape (hidden_size,), or None for 1. Its dtype may differ from that of `x`.
         bias: Bias of shape (hidden_size,), or None for 0. Its dtype may differ from that of `x`.
         eps: Added to the variance.
+        group_size: Normalise each group of so many elements of a row on its own, such as the heads of an attention that
+            lie beside each other; a divisor of hidden_size. None for whole rows.
+        dtype: Dtype of the result; None for that of `x`, or fp32 under autocast on an accelerator, as in torch.
 
     Returns:
-        Tensor of the shape and dtype of `x`; fp32 under autocast on an accelerator, as in torch.
+        Tensor of the shape of `x`.
 
     Raises:
-        ValueError: If `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, or `x` has
-            no last dimension of at least 1.
+        ValueError: If `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, `x` has no
+            last dimension of at least 1, or `group_size` does not divide it.
     """
     check_arguments("layer_norm", x, weight=weight, bias=bias)
+    groups = number_of_groups("layer_norm", x, group_size)
     if not runs_on_triton(x, weight, bias):
-        return layer_norm_reference(x, weight, bias, eps)
-    return _layer_norm(x, weight, bias, eps, autocast_dtype(x))[0]
+        return layer_norm_reference(x, weight, bias, eps, group_size, dtype)
+    return _layer_norm(x, weight, bias, eps, dtype or autocast_dtype(x), groups)[0]
 
 
 def layer_norm_reference(
@@ -332,8 +361,15 @@ def layer_norm_reference(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float = 1e-5,
+    group_size: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`layer_norm` as torch's own operator, in fp32: on a CPU, torch would sum half-precision gradients unconverted."""
     compute = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
-    return F.layer_norm(x.to(compute), x.shape[-1:], weight, bias, eps).to(autocast_dtype(x))
+    wide, result = x.to(compute), dtype or autocast_dtype(x)
+    if group_size is None:
+        return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(result)
+    y = F.layer_norm(wide.unflatten(-1, (-1, group_size)), (group_size,), None, None, eps).flatten(-2)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(result)

@@ -19,7 +19,7 @@ from liger_trainer.kernels.autograd import refuse_second_derivative, where_neede
 from liger_trainer.kernels.norms.launch import (
     autocast_dtype,
     check_arguments,
-    check_residual,
+    check_like,
     empty_gradients,
     empty_in_order,
     empty_row_values,
@@ -122,7 +122,7 @@ def fused_add_layer_norm(
         ValueError: If `residual` differs from `x` in shape, dtype or device, and as `layer_norm`.
     """
     check_arguments("fused_add_layer_norm", x, weight=weight, bias=bias)
-    check_residual("fused_add_layer_norm", x, residual)
+    check_like("fused_add_layer_norm", x, ("shape", "dtype", "device"), residual=residual)
     if not runs_on_triton(x, weight, bias):
         return fused_add_layer_norm_reference(x, residual, weight, bias, eps)
     y, new_residual, _, _ = _fused_add_layer_norm(x, residual, weight, bias, eps, autocast_dtype(x))

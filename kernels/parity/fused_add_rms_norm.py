@@ -18,7 +18,7 @@ import torch
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.launch import (
     check_arguments,
-    check_residual,
+    check_like,
     empty_gradients,
     empty_in_order,
     empty_row_values,
@@ -123,7 +123,7 @@ def fused_add_rms_norm(
     """
     check_casting("fused_add_rms_norm", casting)
     check_arguments("fused_add_rms_norm", x, weight=weight)
-    check_residual("fused_add_rms_norm", x, residual)
+    check_like("fused_add_rms_norm", x, ("shape", "dtype", "device"), residual=residual)
     if not runs_on_triton(x, weight):
         return fused_add_rms_norm_reference(x, residual, weight, eps, offset, casting)
     y, new_residual, _ = _fused_add_rms_norm(x, residual, weight, eps, offset, casting)

@@ -129,8 +129,16 @@ def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def call_like(forward: Callable, *arguments: str) -> Callable:
-    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, so that callers may use keywords."""
+    """`forward(self, x, ...)` with its first arguments renamed to `arguments`, so that callers may use keywords.
+
+    Raises:
+        ValueError: If a function inside `forward` uses one of these: the interpreter finds it by its name, and would
+            crash.
+    """
     code = forward.__code__
+    shared = {*code.co_varnames[1 : 1 + len(arguments)]} & {*code.co_cellvars}
+    if shared:
+        raise ValueError(f"Functions inside {forward.__qualname__} use its {', '.join(shared)}, which gets a new name.")
     # Local variables get an underscore, so that none of them has the name of an argument.
     others = code.co_varnames[1 + len(arguments) :]
     names = (code.co_varnames[0], *arguments, *(f"_{name}" for name in others))

@@ -20,7 +20,7 @@ from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
 from liger_trainer.patching.fp8 import decoder_layers
-from liger_trainer.patching.norms import casting_rms_norm_forward
+from liger_trainer.patching.norm_forwards import casting_rms_norm_forward
 from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape
 
 _LENGTH = 3

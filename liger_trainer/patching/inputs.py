@@ -57,21 +57,30 @@ def _zero_rows(tensors: Tensors) -> Tensors:
 
 
 def _one_large_element(tensors: Tensors) -> Tensors:
-    """The first element of a row is nearly all of its norm, so that its normalised value is as large as can be."""
+    """One element of a row is nearly all of its norm, so that its normalised value is as large as can be.
+
+    In each row another one, as large terms of a weight's gradient could cancel to little but their rounding.
+    """
     x = tensors[0].clone()
-    x[..., 0] = x[..., 0].sign() * 300.0
+    rows = x.view(-1, x.shape[-1])
+    index = torch.arange(len(rows), device=x.device)
+    places = index, index % rows.shape[-1]
+    rows[places] = rows[places].sign() * 300.0
     return [x, *tensors[1:]]
 
 
 def _not_finite(tensors: Tensors) -> Tensors:
     """Rows with one infinity of either sign, and one of numbers that are none."""
     x = tensors[0].clone()
-    x[..., 0, 0], x[..., 1, -1], x[..., 2, :] = math.inf, -math.inf, math.nan
+    rows = x if x.shape[-2] > 2 else x.transpose(-2, -3)  # the tokens of one or two heads
+    rows[..., 0, 0], rows[..., 1, -1], rows[..., 2, :] = math.inf, -math.inf, math.nan
     return [x, *tensors[1:]]
 
 
 def _more_rows(tensors: Tensors) -> Tensors:
-    return [tensors[0].repeat_interleave(20, -2), *tensors[1:]]
+    """Sequences of twenty times as many tokens, the second dimension, of a gate too."""
+    shape = tensors[0].shape
+    return [each.repeat_interleave(20, 1) if each.shape == shape else each for each in tensors]
 
 
 def _large_values(tensors: Tensors) -> Tensors:
@@ -90,6 +99,10 @@ def _same_experts(tensors: Tensors) -> Tensors:
 
 def _large_weights(tensors: Tensors) -> Tensors:
     return [tensors[0], *(tensor * 300.0 for tensor in tensors[1:])]
+
+
+def _gates(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: [tensors[0], change(tensors[1]), *tensors[2:]]
 
 
 def _near_epsilon(eps: float) -> Callable[[Tensors], Tensors]:
@@ -191,6 +204,13 @@ ROUTER = (
 
 CLOSE_SCORES = Case("scores that bfloat16 hardly tells apart", _close_scores, gradients=False)
 """A router that ranks sums of scores, in bfloat16: it has to choose the same experts."""
+
+
+GATES = (
+    Case("gates of about 1e-3", _gates(lambda gate: gate * 1e-3)),
+    Case("gates of zeros", _gates(torch.zeros_like)),
+)
+"""A norm with a gate, which is the second tensor, has those of [`norm_inputs`], with gates of about 300, and these."""
 
 
 def norm_inputs(eps: float) -> tuple[Case, ...]:

@@ -1,28 +1,30 @@
-"""Normalisations: RMSNorm in the variants models write, and `nn.LayerNorm`."""
+"""Normalisations: RMSNorm in the variants models write, also with a gate, and LayerNorm: torch's and models' own."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.kernels.norms.layer_norm import layer_norm
-from liger_trainer.kernels.norms.rms_norm import rms_norm
-from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.patching.as_written import serves_as_written
-from liger_trainer.patching.binding import call_like
-from liger_trainer.patching.finding import Finding, proved, reason_to_leave
-from liger_trainer.patching.fp8 import is_long_enough
-from liger_trainer.patching.inputs import norm_inputs
-from liger_trainer.patching.pending_norm import PendingNorm, may_pend
+from liger_trainer.kernels.norms.gated_rms_norm import ACTIVATIONS, CASTINGS
+from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
+from liger_trainer.patching.inputs import GATES, norm_inputs
+from liger_trainer.patching.norm_forwards import (
+    gated_rms_norm_forward,
+    layer_norm_forward,
+    own_layer_norm_forward,
+    rms_norm_forward,
+)
 from liger_trainer.patching.probe import (
     EVERY_PRECISION,
     Precisions,
     Probe,
     Proof,
+    arguments_of,
     dummy_module,
     full_shape,
     identity,
@@ -46,10 +48,12 @@ _ANY_SIZE = 64
 def find_norm(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
     """The finding for `module` if it looks like a normalisation over its last dimension, else None."""
     if type(module).forward is nn.LayerNorm.forward:
-        return _find(module, "layer_norm", enabled, probe, _probe_layer_norm)
+        return _find(module, ("layer_norm",), enabled, probe, _probe_layer_norm)
     over_batch = hasattr(module, "track_running_stats")  # a batch or instance norm
     if not module._modules and eps_name(module) and not over_batch and not isinstance(module, _NOT_ROW_NORMS):
-        return _find(module, "rms_norm", enabled, probe, _probe_rms_norm)
+        if len(arguments_of(module)) == 2:
+            return _find(module, ("rms_norm",), enabled, probe, _probe_gated_norm)
+        return _find(module, ("rms_norm", "layer_norm"), enabled, probe, _probe_norm)
     return None
 
 
@@ -58,51 +62,64 @@ def eps_name(module: nn.Module) -> str | None:
     return next((name for name in _EPS_NAMES if isinstance(module.__dict__.get(name), float)), None)
 
 
-def _find(module: nn.Module, component: str, enabled: Callable[[str], bool], probe: Probe, prove: Callable) -> Finding:
+def _find(
+    module: nn.Module, components: tuple[str, ...], enabled: Callable[[str], bool], probe: Probe, prove: Callable
+) -> Finding:
+    """The finding for a norm of one of `components`: the one that its proof says, or the first."""
     target = type(module).__name__
-    reason = reason_to_leave(module, enabled(component))
+    reason = reason_to_leave(module, any(map(enabled, components)))
     if reason:
-        return Finding(component, target, module, reason=reason)
-    return proved(component, target, module, probe.once(identity(module), prove, module, probe))
+        return Finding(components[0], target, module, reason=reason)
+    proof = probe.once(identity(module), prove, module, probe)
+    component = "layer_norm" if (proof.kernel or "").startswith("layer_norm") else components[0]
+    if not enabled(component):
+        return Finding(component, target, module, reason=SWITCHED_OFF)
+    return proved(component, target, module, proof)
 
 
-def _probe_rms_norm(module: nn.Module, probe: Probe) -> Proof:
-    present = {name: p for name, p in module._parameters.items() if p is not None}
-    argument = only_argument(module)
-    if argument is None:
+def _probe_norm(module: nn.Module, probe: Probe) -> Proof:
+    """The proof for a norm with a forward of its own."""
+    argument, name, held = only_argument(module), eps_name(module), _tensors_of(module)
+    if argument is None or name is None:
         return refused("its forward takes more than the hidden states")
-    others = sorted({*present, *(name for name, b in module._buffers.items() if b is not None)} - {"weight"})
+    others = sorted({*held} - {"weight", "bias"})
     if others:
-        return refused(f"it has {', '.join(others)} besides an RMSNorm's weight")
-    weighted = "weight" in present
-    shape = full_shape(present["weight"]) if weighted else ()
-    if weighted and len(shape) != 1:
-        return refused(f"its weight has {len(shape)} dimensions; an RMSNorm's has one")
-    original = type(module).forward
-    size = _size(module, shape)
-    tensors = [probe.randn(*_ROWS, size), *([probe.randn(size)] if weighted else [])]
-    name = eps_name(module)
-    assert name is not None
+        return refused(f"it has {', '.join(others)} besides a norm's weight and bias")
+    shapes, names = {full_shape(each) for each in held.values()}, [*held]
+    if len(shapes) > 1 or any(len(shape) not in (1, 2) for shape in shapes):
+        return refused("its weight and bias are neither of a row nor of heads")
+    shape = next(iter(shapes), ())
+    original, weighted, biased = type(module).forward, "weight" in names, "bias" in names
+    candidates: list[_Candidate] = []
+    if len(shape) < 2 and not biased:
+        for casting, offset in RMS_NORM_FORMULAS if weighted else RMS_NORM_FORMULAS[:1] + RMS_NORM_FORMULAS[-1:]:
+            kernel = f"rms_norm (casting={casting}{', 1 + weight' if offset else ''})" if weighted else "rms_norm"
+            candidates.append((kernel, partial(rms_norm_forward, original, argument, name, offset, casting, weighted)))
+    heads = len(shape) == 2
+    layer_norm_of = partial(own_layer_norm_forward, original, argument, name, weighted, biased, heads)
+    what = "none of the RMSNorm formulas, nor LayerNorm's" if candidates else "another formula than LayerNorm's"
+    candidates.append(("layer_norm of heads" if heads else "layer_norm", layer_norm_of))
+    tensors = [probe.randn(*_ROWS, *shape[:-1], _size(module, shape)), *(probe.randn(*shape) for _ in names)]
+    return _nearest(module, probe, name, names, tensors, candidates, what)
 
-    theirs = _on(module, original)
-    trial = Trial(theirs, tensors, norm_inputs(getattr(module, name)))
-    best: Proof | None = None
-    failures: list[Agreement] = []
-    formulas = RMS_NORM_FORMULAS if weighted else RMS_NORM_FORMULAS[:1] + RMS_NORM_FORMULAS[-1:]
-    for casting, offset in formulas:
-        options = (original, argument, name, offset, casting, weighted)
-        ours = _on(module, rms_norm_forward(*options, mixed=True, precisions=EVERY_PRECISION))
-        agreement = trial.compare(ours)
-        if agreement.equal and best is not None and agreement.distance >= best.agreement.distance:
-            continue
-        agreement = trial.everywhere(ours, agreement)
-        if agreement.equal:
-            mixed, precisions = _dtype_cases(probe, theirs, ours, tensors)
-            kernel = "rms_norm" if not weighted else f"rms_norm (casting={casting}{', 1 + weight' if offset else ''})"
-            best = Proof(kernel, rms_norm_forward(*options, mixed=mixed, precisions=precisions), agreement, (name,))
-        else:
-            failures.append(agreement)
-    return best or no_formula(failures, "none of the RMSNorm formulas")
+
+def _probe_gated_norm(module: nn.Module, probe: Probe) -> Proof:
+    """The proof for a norm whose forward takes two tensors."""
+    name, held = eps_name(module), _tensors_of(module)
+    shapes = {each: full_shape(tensor) for each, tensor in held.items()}
+    if name is None or [*shapes] != ["weight"] or len(shapes["weight"]) != 1:
+        return refused("its forward takes more than the hidden states")
+    (size,) = shapes["weight"]
+    tensors = [probe.randn(*_ROWS, size), probe.randn(*_ROWS, size), probe.randn(size)]
+    options = type(module).forward, arguments_of(module), name
+    candidates: list[_Candidate] = []
+    for group_size in _group_sizes(module, size):
+        for casting, activation, gate_first in itertools.product(CASTINGS, ACTIVATIONS, (False, True)):
+            kernel = f"rms_norm (casting={casting}, {activation} gate {'first' if gate_first else 'last'}"
+            kernel += ")" if group_size == size else f", groups of {group_size})"
+            formula = size, group_size, activation, gate_first, casting
+            candidates.append((kernel, partial(gated_rms_norm_forward, *options, *formula)))
+    return _nearest(module, probe, name, [*held], tensors, candidates, "none of the formulas of RMSNorm with a gate")
 
 
 def _probe_layer_norm(module: nn.Module, probe: Probe) -> Proof:
@@ -110,24 +127,74 @@ def _probe_layer_norm(module: nn.Module, probe: Probe) -> Proof:
     if len(normalized_shape) != 1:
         return refused(f"it normalises over {len(normalized_shape)} dimensions; the kernel's is the last one")
     (size,) = normalized_shape
-    present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
-    tensors = [probe.randn(*_ROWS, size), *(probe.randn(size) for _ in present)]
-    theirs = _on(module, nn.LayerNorm.forward, present)
-    ours = _on(module, layer_norm_forward(mixed=True, precisions=EVERY_PRECISION), present)
-    eps: Any = module.eps
-    agreement = Trial(theirs, tensors, norm_inputs(eps)).prove(ours)
-    if not agreement.equal:
-        return Proof(None, None, agreement)
-    mixed, precisions = _dtype_cases(probe, theirs, ours, tensors)
-    return Proof("layer_norm", layer_norm_forward(mixed=mixed, precisions=precisions), agreement, ("eps",))
+    names = [*_tensors_of(module)]
+    tensors = [probe.randn(*_ROWS, size), *(probe.randn(size) for _ in names)]
+    return _nearest(module, probe, "eps", names, tensors, [("layer_norm", layer_norm_forward)])
 
 
-def _on(module: nn.Module, forward: Callable, names: list[str] | None = None) -> Callable:
-    """`forward` as a function of the input and the parameters, on a dummy of `module`."""
+_Candidate = tuple[str, Callable[..., Callable]]
+"""A kernel's name in the report, and what makes its forward, given `mixed` and `precisions`."""
 
-    def computation(x: torch.Tensor, *parameters: torch.Tensor, training: bool = True) -> torch.Tensor:
-        given = dict(zip(names if names is not None else ["weight"], parameters))
-        return run_part(forward, dummy_module(module, {**dict.fromkeys(module._parameters), **given}, {}, training), x)
+
+def _nearest(
+    module: nn.Module,
+    probe: Probe,
+    eps: str,
+    names: list[str],
+    tensors: list[torch.Tensor],
+    candidates: Iterable[_Candidate],
+    what: str = "",
+) -> Proof:
+    """The proof of the candidate that equals `module`, and rounds most as it does.
+
+    Args:
+        module: The norm.
+        probe: Compares the two.
+        eps: The name of its epsilon.
+        names: Its parameters.
+        tensors: Its inputs, and values for the parameters after them.
+        candidates: The formulas, of which the first of equally near ones is taken.
+        what: What it computes, for the report, if it is none of them.
+    """
+    theirs = _on(module, type(module).forward, names)
+    gated = len(tensors) - len(names) == 2
+    trial = Trial(theirs, tensors, norm_inputs(getattr(module, eps)) + (GATES if gated else ()))
+    best: Proof | None = None
+    failures: list[Agreement] = []
+    for kernel, make in candidates:
+        ours = _on(module, make(mixed=True, precisions=EVERY_PRECISION), names)
+        agreement = trial.compare(ours)
+        if agreement.equal and best is not None and agreement.distance >= best.agreement.distance:
+            continue
+        agreement = trial.everywhere(ours, agreement)
+        if agreement.equal:
+            mixed, precisions = _dtype_cases(probe, theirs, ours, tensors)
+            best = Proof(kernel, make(mixed=mixed, precisions=precisions), agreement, (eps,))
+        else:
+            failures.append(agreement)
+    return best or (no_formula(failures, what) if what else Proof(None, None, failures[0]))
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that `module` has."""
+    held = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def _group_sizes(module: nn.Module, size: int) -> list[int]:
+    """How many elements may make a group in rows of `size`, judging by the module's whole numbers."""
+    numbers = {value for value in module.__dict__.values() if type(value) is int and 0 < value <= size}
+    divisors = {number for number in numbers if size % number == 0}
+    return [size, *sorted(({*divisors} | {size // each for each in divisors}) - {1, size})]
+
+
+def _on(module: nn.Module, forward: Callable, names: list[str]) -> Callable:
+    """`forward` as a function of its inputs and the parameters `names`, on a dummy of `module`."""
+
+    def computation(*tensors: torch.Tensor, training: bool = True) -> torch.Tensor:
+        inputs = len(tensors) - len(names)
+        parameters = {**dict.fromkeys(module._parameters), **dict(zip(names, tensors[inputs:]))}
+        return run_part(forward, dummy_module(module, parameters, {}, training), *tensors[:inputs])
 
     return computation
 
@@ -150,85 +217,4 @@ def _size(module: nn.Module, weight_shape: tuple[int, ...]) -> int:
     normalized = getattr(module, "normalized_shape", None)
     if isinstance(normalized, tuple) and len(normalized) == 1:
         return normalized[0]
-    return (weight_shape[0] if weight_shape else 0) or _ANY_SIZE
-
-
-def _plain(x: torch.Tensor, weight: torch.Tensor | None, mixed: bool, precisions: Precisions) -> bool:
-    """Whether the kernel is proved equal for such tensors; DTensors run the original."""
-    if is_dtensor(x) or (weight is not None and is_dtensor(weight)):
-        return False
-    if not mixed and weight is not None and weight.dtype != x.dtype:
-        return False
-    return precisions.cover(x)
-
-
-@functools.cache
-def rms_norm_forward(
-    original: Callable,
-    argument: str,
-    eps: str,
-    offset: float,
-    casting: str,
-    weighted: bool,
-    *,
-    mixed: bool,
-    precisions: Precisions,
-    pending: bool = False,
-    casts: bool = False,
-) -> Callable:
-    """A forward for one kind of RMSNorm; the same function for equal arguments.
-
-    Args:
-        original: The class's forward, which runs for inputs that the proof does not cover.
-        argument: Name of the forward's argument.
-        eps: Name of the attribute that holds epsilon.
-        offset: Added to the weight.
-        casting: Where the result is rounded; see [`liger_trainer.functional.rms_norm`].
-        weighted: Whether the module has a weight.
-        mixed: Whether input and weight may differ in dtype.
-        precisions: Where the proof holds.
-        pending: Return a [`PendingNorm`] where [`may_pend`] says so.
-        casts: Cast the result to fp8 as well, if linear layers in fp8 take as many rows.
-    """
-
-    def forward(self, hidden_states):
-        weight = self.weight if weighted else None
-        if (
-            serves_as_written(hidden_states)
-            or (weighted and weight is None)
-            or not _plain(hidden_states, weight, mixed, precisions)
-        ):
-            return original(self, hidden_states)
-        if pending and weight is not None and may_pend(self):
-            return PendingNorm(hidden_states, weight, (getattr(self, eps), offset, casting))
-        fp8 = casts and is_long_enough(hidden_states)
-        return rms_norm(hidden_states, weight, getattr(self, eps), offset, casting, fp8)
-
-    if weighted:
-        options = (original, argument, eps, offset, casting, weighted)
-        forward.rms_norm_options = options, {"mixed": mixed, "precisions": precisions}  # type: ignore[attr-defined]
-    return call_like(forward, argument)
-
-
-def pending_rms_norm_forward(forward: Callable) -> Callable:
-    """The forward that may return a [`PendingNorm`], for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.rms_norm_options  # type: ignore[attr-defined]
-    return rms_norm_forward(*options, **cases, pending=True)
-
-
-def casting_rms_norm_forward(forward: Callable) -> Callable:
-    """The forward that also casts its result to fp8, for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.rms_norm_options  # type: ignore[attr-defined]
-    return rms_norm_forward(*options, **cases, casts=True)
-
-
-@functools.cache
-def layer_norm_forward(*, mixed: bool, precisions: Precisions) -> Callable:
-    """A forward for `nn.LayerNorm`; see [`rms_norm_forward`] for the arguments."""
-
-    def forward(self, input):
-        if serves_as_written(input) or not _plain(input, self.weight, mixed, precisions):
-            return nn.LayerNorm.forward(self, input)
-        return layer_norm(input, self.weight, self.bias, self.eps)
-
-    return forward
+    return (weight_shape[-1] if weight_shape else 0) or _ANY_SIZE

@@ -285,10 +285,16 @@ def is_stateless(module: nn.Module) -> bool:
 
 def only_argument(module: nn.Module) -> str | None:
     """The name of the only argument of the class's forward besides `self`; None if it takes more or none."""
+    names = arguments_of(module)
+    return names[0] if len(names) == 1 else None
+
+
+def arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of the class's forward besides `self`; none if one is not of the usual kind."""
     try:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     except (TypeError, ValueError):
-        return None
-    if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return None
-    return parameters[0].name
+        return ()
+    if any(parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
+        return ()
+    return tuple(parameter.name for parameter in parameters)

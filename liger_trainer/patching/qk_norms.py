@@ -18,7 +18,7 @@ from torch import nn
 from liger_trainer.compat.rebound import forward_calling
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.finding import Finding
-from liger_trainer.patching.norms import pending_rms_norm_forward
+from liger_trainer.patching.norm_forwards import pending_rms_norm_forward
 from liger_trainer.patching.pending_norm import PendingNorm, forward_awaiting
 from liger_trainer.patching.probe import Probe, ProjectionToOnes, full_shape, run_attention
 from liger_trainer.patching.rope import rotary_globals

@@ -1,4 +1,4 @@
-"""MLPs with a squared ReLU: `down_proj(relu(up_proj(x)) ** 2)`, as in Nemotron and Arcee."""
+"""MLPs with a squared ReLU: `down_proj(relu(up_proj(x)) ** 2)`, as in Nemotron, Arcee, Persimmon and nanochat."""
 
 from __future__ import annotations
 
@@ -17,45 +17,55 @@ from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.probe import EVERY_PRECISION, Precisions, Probe, identity, only_argument
 from liger_trainer.patching.trial import Trial
 
-_NAMES = ("up_proj", "down_proj")
+_NAMES = (("up_proj", "down_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))
 
 
 def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
     """The finding for `module` if it is such an MLP, else None; two projections alone do not make one."""
     children = {name for name, child in module._modules.items() if child is not None}
-    if not children.issuperset(_NAMES) or "gate_proj" in children:
+    names = next((names for names in _NAMES if children.issuperset(names)), None)
+    if names is None or "gate_proj" in children:
         return None
-    forward, error = probe.once((identity(module), biased(module, _NAMES)), _probe_mlp, module, probe)
+    forward, error = probe.once((identity(module), biased(module, names)), _probe_mlp, module, names, probe)
     if forward is None:
         return None
     target = type(module).__name__
     reason = reason_to_leave(module, enabled("relu_squared"))
     if reason:
         return Finding("relu_squared", target, module, reason=reason)
-    bind = functools.partial(bind_forward, live=_NAMES)
+    bind = functools.partial(bind_forward, live=names)
     return Finding("relu_squared", target, module, "relu_squared", forward, error, bind=bind)
 
 
-def _probe_mlp(module: nn.Module, probe: Probe) -> tuple[Callable | None, float]:
+def _probe_mlp(module: nn.Module, names: tuple[str, str], probe: Probe) -> tuple[Callable | None, float]:
     """Our forward and its error; None where the module computes something else."""
     argument = only_argument(module)
-    if argument is None or state_besides(module, _NAMES):
+    if argument is None or state_besides(module, names):
         return None, float("inf")
-    first, last = {_NAMES[0]: 1}, _NAMES[1]
-    forward = relu_squared_mlp_forward(argument)
-    original, ours = (on_projections(module, _NAMES, each) for each in (type(module).forward, forward))
+    first, last = {names[0]: 1}, names[1]
+    forward = relu_squared_mlp_forward(argument, names)
+    original, ours = (on_projections(module, names, each) for each in (type(module).forward, forward))
     agreement = Trial(original, dummy_tensors(module, first, last, probe), MLP).prove(ours)
     precisions = precisions_of(module, first, last, forward, probe) if agreement.equal else None
-    return None if precisions is None else relu_squared_mlp_forward(argument, precisions), agreement.error
+    return None if precisions is None else relu_squared_mlp_forward(argument, names, precisions), agreement.error
 
 
 @functools.cache
-def relu_squared_mlp_forward(argument: str, precisions: Precisions = EVERY_PRECISION) -> Callable:
-    """The forward, for where the proof holds; the same function for equal arguments."""
+def relu_squared_mlp_forward(
+    argument: str, names: tuple[str, str], precisions: Precisions = EVERY_PRECISION
+) -> Callable:
+    """The forward, for where the proof holds; the same function for equal arguments.
+
+    Args:
+        argument: Name of the forward's argument.
+        names: Of the projections.
+        precisions: Where the proof holds.
+    """
 
     def forward(self, x):
         if serves_as_written(x) or not precisions.cover(x):
             return type(self).forward(self, x)
-        return self.down_proj(relu_squared(self.up_proj(x), inplace_backward=outputs_are_unhooked(self.up_proj)))
+        first, last = (getattr(self, name) for name in names)
+        return last(relu_squared(first(x), inplace_backward=outputs_are_unhooked(first)))
 
     return call_like(forward, argument)

@@ -35,6 +35,7 @@ def only_row(model, **config):
         (nn.RMSNorm(8, eps=1e-5), "rms_norm (casting=olmo2)"),
         (nn.RMSNorm(8, eps=1e-5, elementwise_affine=False), "rms_norm"),
         (nn.LayerNorm(8), "layer_norm"),
+        (toys.CenteredNorm(), "layer_norm"),
         (toys.MLP(), "swiglu"),
         (toys.MLP(act=nn.SiLU()), "swiglu"),
         (toys.MLP(act=nn.GELU()), "geglu (exact)"),
@@ -55,9 +56,11 @@ def test_unknown_family_with_a_known_formula_is_patched(module, kernel):
     [
         (toys.EpsOutsideTheRoot(), "none of the RMSNorm formulas"),
         (toys.DetachedScale(), "none of the RMSNorm formulas"),
-        (toys.OptionalGate(), "takes more than the hidden states"),
+        (toys.OptionalGate(), "none of the formulas of RMSNorm with a gate"),
+        (toys.TwoOptions(), "takes more than the hidden states"),
         (toys.Raises(), "could not run its forward: RuntimeError: only on a Tuesday"),
-        (nn.RMSNorm((2, 8), eps=1e-5), "weight has 2 dimensions"),
+        (nn.RMSNorm((2, 8), eps=1e-5), "another formula than LayerNorm's"),
+        (nn.RMSNorm((2, 2, 8), eps=1e-5), "neither of a row nor of heads"),
         (nn.LayerNorm((2, 8)), "normalises over 2 dimensions"),
         (toys.ActOnUp(), "neither SiLU(gate) * up nor GELU(gate) * up"),
         (toys.ClampedGate(), "neither SiLU"),
@@ -250,9 +253,10 @@ def test_strict_passes_where_all_is_applied():
 def test_strict_lists_everything_and_leaves_the_model_plain():
     model = TINY_MODELS["cohere"]()
     model.model.layers[0].mlp.forward = lambda states: states
+    model.model.norm = toys.EpsOutsideTheRoot(32)
     with pytest.raises(ValueError, match="cannot be applied") as error:
         apply_liger_kernel(model, LAYERS, strict=True)
-    assert "CohereLayerNorm" in str(error.value)
+    assert "rms_norm: 1 x EpsOutsideTheRoot" in str(error.value)
     assert "swiglu: 1 x CohereMLP" in str(error.value)
     assert "apply_rotary_pos_emb" not in str(error.value)
     assert not list(bound_modules(model))

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.head import warn_once
-from liger_trainer.patching import norms
+from liger_trainer.patching import norm_forwards as norms
 from liger_trainer.patching.binding import is_bound_by_us
 from liger_trainer.patching.moe import experts_formula
 from tests.patching import toys

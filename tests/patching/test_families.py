@@ -48,7 +48,7 @@ EXPECTED = {
     "granite": TEXT,
     "olmo2": {**TEXT, "rms_norm": {OLMO2}},
     "glm4": {"rope": {"rope (neighbours)"}, "rms_norm": {LLAMA}, "swiglu": {FUSED}},
-    "cohere": {"rope": {"rope (neighbours)"}, "rms_norm": {None}, "swiglu": {SWIGLU}},
+    "cohere": {"rope": {"rope (neighbours)"}, "layer_norm": {"layer_norm"}, "swiglu": {SWIGLU}},
     "gpt_oss": {"rope": {"rope (half-width tables)"}, "rms_norm": {OLMO2}, "router": {SOFTMAX}, **GPT_OSS, **BALANCED},
     "qwen2_vl": {**TEXT, "layer_norm": {"layer_norm"}, "other": {None}},
     "mllama": {**TEXT, "layer_norm": {"layer_norm"}, "other": {None}},

@@ -26,7 +26,8 @@ from transformers.utils import kernel_config as config_of_transformers
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.head import warn_once
 from liger_trainer.hub_kernels import folder, layers
-from liger_trainer.patching import gated_mlp, norms, rotations
+from liger_trainer.patching import gated_mlp, rotations
+from liger_trainer.patching import norm_forwards as norms
 from liger_trainer.patching.binding import is_bound_by_us
 from tests.tiny_models import TINY_MODELS, tiny_batch
 

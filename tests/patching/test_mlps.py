@@ -65,6 +65,8 @@ FAMILIES = {
     ),
     "nemotron": (lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**COMMON, head_dim=8)), "relu_squared"),
     "arcee": (lambda: tf.ArceeForCausalLM(tf.ArceeConfig(**COMMON, hidden_act="relu2")), "relu_squared"),
+    "persimmon": (lambda: tf.PersimmonForCausalLM(tf.PersimmonConfig(**COMMON)), "relu_squared"),
+    "nanochat": (lambda: tf.NanoChatForCausalLM(tf.NanoChatConfig(**COMMON)), "relu_squared"),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 assert_same = functools.partial(comparisons.assert_same, floor=1e-8)
@@ -100,11 +102,9 @@ def test_a_hook_on_the_activation_is_called(family):
     model = built(family).eval()
     ids = torch.randint(3, 120, (2, 9))
     batch = {"input_ids": ids, "labels": ids}
-    mlp = next(module for module in model.modules() if hasattr(module, "down_proj") or hasattr(module, "output_linear"))
+    activation = next(module for name, module in model.named_modules() if name.rpartition(".")[2].startswith("act"))
     seen = []
-    (mlp.activation if hasattr(mlp, "activation") else mlp.act_fn).register_forward_hook(
-        lambda module, args, output: seen.append(module) or 1.5 * output + 0.1
-    )
+    activation.register_forward_hook(lambda module, args, output: seen.append(module) or 1.5 * output + 0.1)
     apply_unchanged(model, batch, MLPS)
     assert len(seen) == 2
 
@@ -205,7 +205,7 @@ class Pair(nn.Module):
 def test_two_projections_with_another_activation_have_no_kernel():
     (row,) = apply_liger_kernel(toys.Toy(mlp=Pair(F.gelu)), MLPS)
     assert not row.applied
-    assert row.reason == "there is no kernel for it, with 100.0 % of the parameters"
+    assert row.reason == "there is no kernel for MLPs without a gate, with 100.0 % of the parameters"
     (row,) = apply_liger_kernel(toys.Toy(mlp=Pair(lambda x: F.relu(x) ** 2)), MLPS)
     assert row.applied
 

@@ -23,12 +23,14 @@ from tests.patching.test_routers import ONLY
 from tests.tiny_models import TINY_MODELS
 
 CPU = torch.device("cpu")
+OF_KIND = {"gated_norm": ("rms_norm",), "layer_norm": ("layer_norm", "rms_norm"), "block": ("experts",)}
+"""The components of kinds with another name; a LayerNorm that is none of ours may be any norm."""
 ALL_TWINS = [(kind, name) for kind, (_, table) in twins.TWINS.items() for name in table]
 
 
 def rows_of(module, kind):
     report = apply_liger_kernel(toys.Toy(it=module), ONLY)
-    components = ("experts",) if kind == "block" else (kind, "other")  # what looks like no served part is another
+    components = OF_KIND.get(kind, (kind, "other"))  # what looks like no served part is another
     return [row for row in report if row.component in components]
 
 
@@ -236,6 +238,9 @@ def test_a_load_balancing_loss_is_proved_on_large_logits():
 
 LISTS = {
     "norm": (inputs.norm_inputs(1e-5), [(2, 5, 8), (8,)]),
+    "norm of heads": (inputs.norm_inputs(1e-5), [(2, 5, 3, 8), (3, 8)]),
+    "norm of one head": (inputs.norm_inputs(1e-5), [(2, 5, 1, 8), (1, 8)]),
+    "norm with a gate": (inputs.norm_inputs(1e-5) + inputs.GATES, [(2, 5, 8), (2, 5, 8), (8,)]),
     "mlp": (inputs.MLP, [(4, 16, 8), (12, 8), (8, 12)]),
     "router": (inputs.ROUTER, [(32, 8), (6, 8), (6,)]),
     "rotation": (inputs.ROTATION, [(2, 4, 5, 8), (2, 2, 5, 8)]),
@@ -259,6 +264,14 @@ def test_cases_change_values_alone(name):
         assert all(x.isfinite().all() for x in changed) == (case is not inputs.NOT_FINITE)
         assert not (case.training and case.gradients) or not all(map(torch.equal, changed, tensors))
     assert all(map(torch.equal, tensors, given))
+
+
+def test_large_terms_of_a_weights_gradient_do_not_cancel():
+    """Their sum would be little but rounding, which differs from kernel to kernel."""
+    (case,) = (case for case in inputs.norm_inputs(1e-5) if case.name == "one large element in a row")
+    x = case.change([torch.randn(2, 5, 16), torch.randn(16)])[0].flatten(0, 1)
+    assert (x.abs() == 300.0).sum(1).tolist() == [1] * 10
+    assert len({*x.abs().argmax(1).tolist()}) == 10
 
 
 def test_more_tokens_than_places():

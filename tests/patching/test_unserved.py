@@ -18,9 +18,14 @@ NAMED = {
     "jetmoe": {"JetMoeParallelExperts", "JetMoeTopKGating"},
     "apertus": {"ApertusMLP", "XIELUActivation"},
     "gpt2": {"GPT2MLP"},
+    "starcoder2": {"Starcoder2MLP"},
+    "phi": {"PhiMLP"},
+    "gpt_neox": {"GPTNeoXMLP"},
+    "codegen": {"CodeGenMLP"},
     "llama": set(),
     "mixtral": set(),
 }
+WITHOUT_A_GATE = {"GPT2MLP", "Starcoder2MLP", "PhiMLP", "GPTNeoXMLP", "CodeGenMLP"}
 FIELDS = {"lfm2": {"full_attn_idxs": [0]}}
 
 
@@ -39,7 +44,9 @@ def test_rows_of_published_sizes(name):
     assert shares == sorted(shares, reverse=True)
     assert all(0 < share < 1 for share in shares)
     assert not any(row.applied for row in rows)
-    assert all(row.reason.startswith("there is no kernel for it, with ") for row in rows)
+    named = {row.target for row in rows if row.reason.startswith("there is no kernel for MLPs without a gate, with ")}
+    assert named == WITHOUT_A_GATE & NAMED[name]
+    assert all(row.reason.startswith("there is no kernel for it, with ") for row in rows if row.target not in named)
 
 
 class _Mixes(nn.Module):
@@ -69,6 +76,15 @@ def test_shares_are_those_of_the_parameters():
     assert (row.component, row.target, row.count) == ("other", "_Mixes", 3)
     assert row.share == pytest.approx(expected / total)
     assert row.reason == f"there is no kernel for it, with {100 * expected / total:.1f} % of the parameters"
+
+
+@pytest.mark.parametrize("target_modules", [["c_fc"], ["c_fc", "c_proj"]])
+def test_adapters_do_not_hide_that_an_mlp_has_no_gate(target_modules):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("starcoder2", **sizes, num_hidden_layers=1, vocab_size=64)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=target_modules))
+    (row,) = (row for row in apply_liger_kernel(model) if row.target == "Starcoder2MLP")
+    assert row.reason.startswith("there is no kernel for MLPs without a gate")
 
 
 def test_strict_is_about_kernels_that_there_are():

@@ -52,6 +52,44 @@ class OptionalGate(Norm):
         return normed if gate is None else normed * gate
 
 
+class TwoOptions(Norm):
+    def forward(self, states, gate=None, residual=None):
+        normed = super().forward(states)
+        normed = normed if residual is None else normed + residual
+        return normed if gate is None else normed * gate
+
+
+class CenteredNorm(Norm):
+    """LayerNorm without a bias, as Cohere's: all of it in fp32, and the result in the dtype of the input."""
+
+    def forward(self, states):
+        x = states.float()
+        return (self.weight.float() * self.normed(x - x.mean(-1, keepdim=True))).to(states.dtype)
+
+    def normed(self, centred):
+        return centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class GatedNorm(Norm):
+    """RMSNorm times a gate, as in gated delta nets, or of the product, as in Mamba 2; of `groups` in a row."""
+
+    def __init__(self, size=64, eps=1e-5, groups=1, gate_first=False, act=F.silu):
+        super().__init__(size, eps)
+        self.groups, self.gate_first, self.act = groups, gate_first, act
+
+    def forward(self, states, gate):
+        x, factor = states.float(), self.activation(gate.float())
+        x = x * factor if self.gate_first else x
+        y = self.weight * self.normed(x.unflatten(-1, (self.groups, -1))).flatten(-2).to(states.dtype)
+        return y if self.gate_first else (y * factor).to(states.dtype)
+
+    def activation(self, gate):
+        return self.act(gate)
+
+    def normed(self, x, eps=None):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + (self.eps if eps is None else eps))
+
+
 class Raises(Norm):
     def forward(self, states):
         raise RuntimeError("only on a Tuesday")

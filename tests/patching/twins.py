@@ -90,6 +90,62 @@ NORMS = {
     ),
 }
 
+
+def gated(**methods):
+    return variant(toys.GatedNorm, **methods)
+
+
+def gated_first(**methods):
+    return lambda: type("GatedNorm", (toys.GatedNorm,), methods)(groups=4, gate_first=True)
+
+
+GATED_NORMS = {
+    "epsilon outside the root, with a gate": gated(
+        normed=lambda self, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+    ),
+    "epsilon added twice, with a gate": gated_first(
+        normed=lambda self, x: toys.GatedNorm.normed(self, x, 2 * self.eps)
+    ),
+    "no epsilon, with a gate": gated(normed=lambda self, x: toys.GatedNorm.normed(self, x, 0.0)),
+    "limited inputs, with a gate": gated(normed=lambda self, x: toys.GatedNorm.normed(self, x.clamp(-100.0, 100.0))),
+    "limited products": gated_first(normed=lambda self, x: toys.GatedNorm.normed(self, x.clamp(-100.0, 100.0))),
+    "another epsilon in evaluation": gated(
+        normed=lambda self, x: toys.GatedNorm.normed(self, x, self.eps if self.training else 0.1)
+    ),
+    "gates up to 100": gated(activation=lambda self, gate: F.silu(gate.clamp(max=100.0))),
+    "sigmoids of at least 1e-3": gated(activation=lambda self, gate: gate * gate.sigmoid().clamp(min=1e-3)),
+    "gates of zero are ones": gated(activation=lambda self, gate: F.silu(gate).where(gate != 0, 1.0)),
+    "small gates are zero": gated_first(activation=lambda self, gate: F.silu(gate.where(gate.abs() > 1e-4, 0.0))),
+    "zero rows give ones, with a gate": gated(
+        normed=lambda self, x: toys.GatedNorm.normed(self, x).where(x.any(-1, keepdim=True), 1.0)
+    ),
+    "keeps its gates": gated(activation=lambda self, gate: keep(setattr(self, "last", gate.mean()), F.silu(gate))),
+}
+
+
+class LayerNorm(toys.CenteredNorm):
+    """As Cohere's, with an epsilon of the usual size."""
+
+    def __init__(self):
+        super().__init__(64, 1e-5)
+
+
+def centred(normed):
+    return variant(LayerNorm, normed=normed)
+
+
+LAYER_NORMS = {
+    "epsilon outside the root": centred(lambda self, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)),
+    "another epsilon than it says": centred(lambda self, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "limited results": centred(lambda self, x: LayerNorm.normed(self, x).clamp(-6.0, 6.0)),
+    "another epsilon in evaluation": centred(
+        lambda self, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + (self.eps if self.training else 0.1))
+    ),
+    "keeps its results": centred(
+        lambda self, x: keep(setattr(self, "last", x.mean()), toys.CenteredNorm.normed(self, x))
+    ),
+}
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Routers
 # ---------------------------------------------------------------------------------------------------------------------
@@ -476,6 +532,8 @@ ROTATIONS = {
 
 TWINS = {
     "rms_norm": (Norm, NORMS),
+    "gated_norm": (toys.GatedNorm, GATED_NORMS),
+    "layer_norm": (LayerNorm, LAYER_NORMS),
     "router": (Steps, ROUTERS),
     "swiglu": (MLP, MLPS),
     "experts": (Experts, EXPERTS),

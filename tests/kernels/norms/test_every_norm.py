@@ -13,6 +13,7 @@ from liger_trainer.functional import (
     dyt,
     fused_add_layer_norm,
     fused_add_rms_norm,
+    gated_rms_norm,
     group_norm,
     layer_norm,
     modulated_rms_norm,
@@ -20,6 +21,7 @@ from liger_trainer.functional import (
     rms_norm,
 )
 from liger_trainer.kernels import runtime
+from liger_trainer.kernels.norms import gated_rms_norm as gated_rms_norm_module
 from liger_trainer.kernels.norms import launch as launch_module
 from liger_trainer.kernels.norms import layer_norm as layer_norm_module
 from liger_trainer.kernels.norms import rms_norm as rms_norm_module
@@ -114,6 +116,14 @@ X, ROW = torch.zeros(3, 4, 8), torch.zeros(8)
         (lambda: fused_add_rms_norm(X, X.half(), ROW), "`residual` .* dtype torch.float16, but `x` has torch"),
         (lambda: fused_add_rms_norm(X, X, ROW, casting=""), "`casting` of fused_add_rms_norm is ''"),
         (lambda: layer_norm(X, ROW, ROW[1:]), r"`bias` of layer_norm has shape \(7,\)"),
+        (lambda: layer_norm(X, ROW, ROW, group_size=3), "`group_size` of layer_norm is 3, .* is 8; give a divisor"),
+        (lambda: gated_rms_norm(X, X, ROW, group_size=0), "`group_size` of gated_rms_norm is 0"),
+        (lambda: gated_rms_norm(X, X[:1], ROW), r"`gate` of gated_rms_norm has shape torch.Size"),
+        (lambda: gated_rms_norm(X, X.long(), ROW), "`gate` of gated_rms_norm has dtype torch.int64; give a floating"),
+        (lambda: gated_rms_norm(X, X.to("meta"), ROW), "`gate` of gated_rms_norm has device meta"),
+        (lambda: gated_rms_norm(X, X, ROW[1:]), r"`weight` of gated_rms_norm has shape \(7,\)"),
+        (lambda: gated_rms_norm(X, X, ROW, casting="olmo2"), "`casting` of .* is 'olmo2'; it must be 'llama' or 'gem"),
+        (lambda: gated_rms_norm(X, X, ROW, activation="relu"), "`activation` .* is 'relu'; it must be 'silu' or 'sig"),
         (lambda: modulated_rms_norm(X, ROW, torch.zeros(2, 8)), r"`scale` .* has shape \(2, 8\), which does not fit"),
         (lambda: modulated_rms_norm(X, ROW, ROW, torch.zeros(3, 7)), r"`shift` .* shape \(3, 7\).* \(3, 8\), for each"),
         (lambda: modulated_rms_norm(X, ROW, ROW.long()), r"`scale` of modulated_rms_norm is torch.int64 on cpu; give"),
@@ -155,7 +165,11 @@ def in_layout(x, layout):
 def test_fake_tensors_go_through_the_operators(name, layout, monkeypatch):
     for module in (launch_module, group_norm_module, dyt_module):  # operators; their fakes launch nothing
         monkeypatch.setattr(module, "use_triton", lambda tensor: True)
-    promoted = name in ("rms_norm", "fused_add_rms_norm")  # which multiply by the weight last
+    promoted = name in (
+        "rms_norm",
+        "fused_add_rms_norm",
+        "gated_rms_norm of groups",
+    )  # which multiply by the weight last
     keeps_layout = "modulated" not in name and name != "group_norm"
     with FakeTensorMode():
         x, *parameters = NORMS[name].arguments((3, 12, 20), "cpu", torch.bfloat16, torch.float32)
@@ -193,6 +207,7 @@ def launches(hidden_size, dtype):
     ops = torch.ops.liger_trainer
     x, weight = torch.zeros(64, hidden_size, dtype=dtype), torch.zeros(hidden_size, dtype=dtype)
     scale, one, stat = torch.zeros(4, hidden_size, dtype=dtype), torch.zeros(1, dtype=dtype), torch.zeros(64)
+    four = torch.zeros(64, 4)
     with aot.recorded_launches() as recorded:
         ops.rms_norm(x, weight, 1e-6, 0.0, "llama")
         ops.rms_norm_backward(x, x, weight, stat, 0.0, "llama", [True, True])
@@ -202,6 +217,12 @@ def launches(hidden_size, dtype):
         ops.layer_norm_backward(x, x, weight, weight, stat, stat, [True] * 3)
         ops.fused_add_layer_norm(x, x, weight, weight, 1e-6, dtype)
         ops.fused_add_layer_norm_backward(x, x, x, weight, weight, stat, stat, [True] * 3)
+        ops.layer_norm(x, weight, weight, 1e-6, dtype, 4)
+        ops.layer_norm_backward(x, x, weight, weight, four, four, [True] * 3, 4)
+        for groups, gate_first in ((1, False), (4, True)):
+            stats = four if groups == 4 else stat
+            ops.gated_rms_norm(x, x, weight, 1e-6, groups, "silu", gate_first, "llama")
+            ops.gated_rms_norm_backward(x, x, x, weight, stats, groups, "silu", gate_first, [True] * 3)
         ops.modulated_rms_norm(x, weight, scale, scale, 1e-6, 0.0, "llama")
         ops.modulated_rms_norm_backward(x, x, weight, scale, stat, 0.0, "llama", [True] * 3, dtype)
         ops.modulated_rms_norm(x, weight, x, x, 1e-6, 1.0, "gemma")
@@ -228,7 +249,7 @@ def compile_all(recorded, target, limits):
 def test_every_launch_compiles_and_fits(target, hidden_size, dtype, as_on):
     limits = as_on(target)
     recorded = launches(hidden_size, dtype)
-    assert len({launch.kernel.__name__ for launch in recorded}) == 11  # two of each norm, and the column sum
+    assert len({launch.kernel.__name__ for launch in recorded}) == 13  # two of each norm, and the column sum
     compile_all(recorded, target, limits)
 
 
@@ -279,6 +300,10 @@ def test_variants_compile_and_sum_what_is_needed_alone(variant, as_on):
         ops.layer_norm_backward(x, x, given, weight, stat, stat, of_bias)
         ops.fused_add_layer_norm(x, x, given, None, 1e-6, x.dtype)
         ops.fused_add_layer_norm_backward(x, None, x, given, weight, stat, stat, of_both)
+        for gate_first in (False, True):
+            ops.gated_rms_norm(x, x, weight, 1e-6, 1, "sigmoid", gate_first, "gemma")
+            ops.gated_rms_norm_backward(x, x, x, weight, stat, 1, "sigmoid", gate_first, [needs_dx, needs_dx, needs])
+            ops.gated_rms_norm_backward(x, x, x, weight, stat, 1, "silu", gate_first, [False, needs_dx, needs])
         for scale in (weight[None], x):
             ops.modulated_rms_norm(x, given, scale, None, 1e-6, 0.0, "none")
             ops.modulated_rms_norm_backward(x, x, given, scale, stat, 0.0, "none", of_both, None)
@@ -525,6 +550,8 @@ def test_real_group_norms_are_as_accurate_as_eager(device, shape):
 @pytest.mark.gpu
 def test_another_batch_compiles_nothing(device):
     kernels = (
+        gated_rms_norm_module._gated_rms_norm_forward_kernel,
+        gated_rms_norm_module._gated_rms_norm_backward_kernel,
         layer_norm_module._layer_norm_forward_kernel,
         layer_norm_module._layer_norm_backward_kernel,
         modulated_rms_norm_module._modulated_rms_norm_forward_kernel,
