@@ -7,7 +7,6 @@ from typing import Any
 from liger_trainer.compat.private import Feature, Private, mentions
 
 _REFUSED_MERGES = (
-    Private("peft.tuners.tuners_utils:BaseTuner"),
     Private("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "self"),
     Private("peft.tuners.tuners_utils:BaseTuner.merge_adapter", uses="_check_merge_allowed"),
     Private("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", uses="_check_merge_allowed"),
@@ -15,6 +14,7 @@ _REFUSED_MERGES = (
 
 ADAPTERS_ON_FOUR_BITS = Feature(
     "adapters on experts in 4 bits",
+    Private("peft.tuners.tuners_utils:BaseTuner"),
     Private("peft.tuners.lora.layer:ParamWrapper"),
     Private("peft.tuners.lora.layer:ParamWrapper._activate_lora", "self, active_adapters"),
     Private("peft.tuners.lora.layer:ParamWrapper.forward", uses="_activate_lora"),
@@ -24,6 +24,7 @@ ADAPTERS_ON_FOUR_BITS = Feature(
 
 ADAPTERS_ON_FP8 = Feature(
     "refusing to merge adapters into a base in fp8",
+    Private("peft.tuners.tuners_utils:BaseTuner"),
     *_REFUSED_MERGES,
 )
 

