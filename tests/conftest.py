@@ -99,6 +99,13 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _collected(request: pytest.FixtureRequest) -> None:
+    """A test on a GPU may measure memory, in the middle of which the garbage of an earlier one would be freed."""
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        gc.collect()
+
+
+@pytest.fixture(autouse=True)
 def _same_precision() -> Iterator[None]:
     """accelerate and `TrainingArguments(tf32=True)` switch TF32 on for all that the process runs after them."""
     matmul = torch.backends.cuda.matmul

@@ -178,7 +178,8 @@ def test_patched_mlps_of_a_model(family, device, monkeypatch):
     mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
     for mlp in mlps:
         argument = "hidden_states" if family == "phi3" else "x"
-        bind_forward(mlp, gated_mlp_forward(argument, _NAMES[-1 if family == "phi3" else 0], variant, False, True))
+        names = next(names for names in _NAMES if all(hasattr(mlp, name) for name in names))
+        bind_forward(mlp, gated_mlp_forward(argument, names, variant, False, True))
     assert_same(loss_and_gradients(model, batch), expected)
     assert len(calls) == len(mlps) == 2
 
