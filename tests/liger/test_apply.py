@@ -267,10 +267,11 @@ def test_auto_model(tmp_path):
 
 
 def test_auto_model_refuses_before_loading(tmp_path):
-    TINY_MODELS["cohere"]().save_pretrained(tmp_path)
+    config = AutoConfig.for_model("nemotron", **TINY_TEXT)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must be true or false"):
         AutoLigerKernelForCausalLM.from_pretrained("there/is-no-such-model", rope="yes")
-    with pytest.raises(ValueError, match="CohereLayerNorm"):
+    with pytest.raises(ValueError, match="NemotronLayerNorm1P"):
         AutoLigerKernelForCausalLM.from_pretrained(tmp_path, strict=True)
 
 
