@@ -64,6 +64,17 @@ class ReferenceMixin(LigerTRLMixin):
         super()._finish_init()
         self._own_reference = self._reference
         self._must_be_policy = self._is_policy_at_first() and available(FIRST_STEP)
+        if self._must_be_policy and self._reference is not None:
+            self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        """Raises WrongReferenceError for a reference with another number of embeddings, which could not be run."""
+        models = map(self.accelerator.unwrap_model, (self.model, self._reference))
+        policy, reference = (getattr(each.get_input_embeddings(), "num_embeddings", None) for each in models)
+        if policy != reference:
+            raise WrongReferenceError(
+                f"The reference has {reference} embeddings, and the policy {policy}: {self._cause(False)}."
+            )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`].
@@ -194,8 +205,8 @@ class ReferenceMixin(LigerTRLMixin):
             return f"the reference is the model without its adapters{changed}. Set `init_lora_weights=True`{or_give}"
         return (
             f"the reference was loaded from {model.config.name_or_path!r}, and the model in memory has other weights, "
-            "as after training it or merging an adapter. Save it with `model.save_pretrained(FOLDER)` and give the "
-            f"trainer that folder{or_give}"
+            "as after training it, merging an adapter or rounding it. Save it with `model.save_pretrained(FOLDER)` and "
+            f"give the trainer that folder{or_give}"
         )
 
 
@@ -209,6 +220,18 @@ def _check_source(model: Any, peft_config: Any, config: Any, takes_reference: bo
         raise ValueError(
             f"`model` has the adapters {', '.join(map(repr, adapters))}, and TRL's reference is a copy of the one that "
             f"is called 'default'. Load it with `adapter_name='default'`, or {advice}."
+        )
+    active = [] if adapters is None else list(model.active_adapters)
+    if len(active) > 1:
+        raise ValueError(
+            f"`model` has {len(active)} active adapters ({', '.join(map(repr, active))}), and TRL leaves only one of "
+            "them active once it has computed the reference. Activate one with `model.set_adapter`, combine them with "
+            f"`model.add_weighted_adapter`, or {advice}."
+        )
+    if adapters is not None and _COPY in adapters:
+        raise ValueError(
+            f"`model` has an adapter {_COPY!r}, which is TRL's name for its copy of 'default'. Remove it with "
+            f"`model.delete_adapter({_COPY!r})`, load it under another name, or {advice}."
         )
     precomputed = getattr(config, "precompute_ref_log_probs", False)
     if adapters is None and peft_config is None and not precomputed and not model.config.name_or_path:

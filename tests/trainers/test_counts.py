@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from datasets import Dataset
 from torch.nn import functional as F
 from transformers import DataCollatorForLanguageModeling, Trainer
 
+import tests
 from liger_trainer import LigerGKDTrainer, LigerTrainer
 from tests.trainers.builders import causal, sft
 from tests.trainers.parity import KINDS, OTHER_KINDS, build
@@ -189,6 +192,27 @@ def test_a_loss_that_cannot_be_copied_is_said(tmp_path: Any, caplog: Any) -> Non
     assert caplog.text.count("holds what cannot be copied") == 1
     assert "twice" not in caplog.text
     assert len((tmp_path / "losses.txt").read_text().splitlines()) == 8
+
+
+def _nested(depth: int) -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(depth):
+        nested = [nested]
+    return nested
+
+
+@pytest.mark.parametrize(
+    "held",
+    [tests, types.SimpleNamespace(), threading.local(), _nested(3000)],
+    ids=["module", "namespace", "local", "deep"],
+)
+def test_whatever_a_loss_holds_the_run_goes_on(held: Any, tmp_path: Any, caplog: Any) -> None:
+    def function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        assert held is not None
+        return divided(outputs, labels, num_items_in_batch)
+
+    causal(tmp_path, compute_loss_func=function, **ACCUMULATED).train()
+    assert caplog.text.count("holds what cannot be copied") == 1
 
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}

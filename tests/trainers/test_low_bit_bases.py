@@ -1,5 +1,6 @@
 """Bases in 8 bits and fewer: what is trained either gets its gradient, or is refused with the name of a parameter."""
 
+import contextlib
 import logging
 
 import pytest
@@ -168,14 +169,15 @@ def test_a_whole_model_whose_layers_cut_gradients_is_refused(tmp_path):
 class Cutting(nn.Linear):
     """A layer in 8 bits that computes without gradients, as some libraries' do."""
 
-    def __init__(self, plain):
+    def __init__(self, plain, cuts=True):
         super().__init__(plain.in_features, plain.out_features, bias=False)
+        self.cuts = cuts
         scale = plain.weight.detach().abs().amax() / 127
         self.weight = nn.Parameter((plain.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
         self.register_buffer("weight_scale", scale)
 
     def forward(self, x):
-        with torch.no_grad():
+        with torch.no_grad() if self.cuts else contextlib.nullcontext():
             return x @ (self.weight.to(x.dtype) * self.weight_scale.to(x.dtype)).t()
 
 
@@ -221,6 +223,20 @@ def test_a_layer_that_cuts_the_gradient_of_embeddings(checkpoints, tmp_path):
         train(lifted(trains_embedding=True), tmp_path, **CHECKPOINTS[checkpoints])
 
 
+def mixed(cutting):
+    """Adapters on the last layer, behind layers of one class, of which that of the number `cutting` cuts gradients."""
+    model = dense().float()
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.down_proj = Cutting(layer.mlp.down_proj, number == cutting)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], layers_to_transform=[1], **LORA))
+
+
+def test_layers_of_one_class_may_cut_gradients_or_not(tmp_path):
+    assert all(moved(mixed(0), tmp_path).values())
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj' passes no gradient"):
+        train(mixed(1), tmp_path)
+
+
 def test_adapters_on_the_first_layer_alone_have_nothing_in_front(tmp_path):
     model = dense().float()
     first = model.model.layers[0].self_attn
@@ -236,7 +252,7 @@ def test_what_is_behind_a_reentrant_checkpoint_is_not_known(tmp_path):
     first = model.model.layers[0].self_attn
     first.v_proj = Cutting(first.v_proj)
     model.model.embed_tokens.requires_grad_(True)
-    with pytest.raises(ValueError, match="passes no gradient"):
+    with pytest.raises(ValueError, match=r"passes no gradient.*'use_reentrant': False"):
         train(model, tmp_path, **options)
 
 

@@ -312,6 +312,32 @@ def test_an_adapter_of_another_name(kind, tmp_path):
         build(kind, model, tmp_path)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_active_adapters(kind, folder, tmp_path):
+    """TRL leaves one of them active, so that the policy would be another one from the first step on."""
+    model = get_peft_model(changed(folder, 0.0), lora(task_type="CAUSAL_LM", init_lora_weights=False))
+    model.add_adapter("b", lora(task_type="CAUSAL_LM", init_lora_weights=False))
+    model.base_model.set_adapter(["default", "b"])
+    with pytest.raises(ValueError, match=r"2 active adapters \('default', 'b'\).*add_weighted_adapter"):
+        build(kind, model, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_an_adapter_of_the_name_of_trls_copy(kind, folder, tmp_path):
+    model = get_peft_model(changed(folder, 0.0), lora(task_type="CAUSAL_LM"))
+    model.add_adapter("ref", lora(task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"an adapter 'ref'.*delete_adapter\('ref'\)"):
+        build(kind, model, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vocabulary_that_was_resized_in_memory(kind, folder, tmp_path):
+    model = changed(folder, 0.0)
+    model.resize_token_embeddings(model.config.vocab_size + 12)
+    with pytest.raises(WrongReferenceError, match=r"embeddings, and the policy \d+: the reference was loaded from"):
+        build(kind, model, tmp_path)
+
+
 def test_which_metric_is_not_0():
     assert (
         _first_not_0({"rewards/chosen": [1.0, 0.0], "rewards/rejected": [-1e-9], "kl": [5.0]}) == "`rewards/rejected`"

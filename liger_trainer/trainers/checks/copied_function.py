@@ -33,7 +33,7 @@ def copied_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """
     try:
         return _copied(function, {})  # type: ignore[no-any-return]
-    except _CannotCopyError:
+    except Exception:  # of the user's own objects, too, such as one that is nested deeply
         return None
 
 

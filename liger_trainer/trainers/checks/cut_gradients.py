@@ -13,11 +13,19 @@ from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.codes import is_code, own_tensors
+from liger_trainer.patching.probe import identity
 
 CURE = (
     "Load the base dequantised (`dequantize=True` in the class of its `quantization_config`), or another checkpoint of "
     "it."
 )
+_UNKNOWN = (
+    " Where nothing below it trains, it may stay, which only checkpoints with "
+    "`gradient_checkpointing_kwargs={'use_reentrant': False}` show."
+)
+_Called = dict[nn.Module, bool | None]
+"""Of each layer that was called, whether something in front of it trains; None if that is not known."""
+
 _ROWS = 16  # of the input that a layer is tried with
 
 
@@ -32,13 +40,13 @@ def uncut_gradients(model: nn.Module) -> Iterator[None]:
         ValueError: naming a layer.
     """
     cutting = dict(_cutting_layers(model))
-    called: dict[nn.Module, bool] = {}  # whether something in front of the layer trains
+    called: _Called = {}
 
     def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not called.get(layer, False):
+        if called.get(layer, False) is False:
             # Without gradients, as in a reentrant checkpoint, an input does not show what it depends on.
             inputs = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-            called[layer] = not torch.is_grad_enabled() or any(map(_depends_on_trained, inputs))
+            called[layer] = any(map(_depends_on_trained, inputs)) if torch.is_grad_enabled() else None
 
     handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in cutting.values()]
     try:
@@ -52,22 +60,26 @@ def uncut_gradients(model: nn.Module) -> Iterator[None]:
     _check(cutting, called)
 
 
-def _check(cutting: dict[str, nn.Module], called: dict[nn.Module, bool]) -> None:
+def _check(cutting: dict[str, nn.Module], called: _Called) -> None:
     """Raises ValueError for the first layer with trained weights in front, or of which it is not known."""
     for name, layer in cutting.items():
-        if called.get(layer, True):
+        trains = called.get(layer, True)
+        if trains is not False:
             foreign = overriding_forward(layer)
             weight = _weight(layer)
             how = "its forward is not that of its class" if foreign else f"it is a {type(layer).__name__}"
             how += f", its weight of type {type(weight).__name__}" if type(weight) is not nn.Parameter else ""
             raise ValueError(
                 f"{name!r} passes no gradient to its input ({how}), so the layers below it would train on wrong "
-                f"gradients, or not at all. {CURE}"
+                f"gradients, or not at all. {CURE}{_UNKNOWN if trains is None else ''}"
             )
 
 
 def _cutting_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that multiply codes, or what they stand for, and give their input no gradient; one a kind is tried."""
+    """The layers that multiply codes, or what they stand for, and give their input no gradient.
+
+    Of those with the same class, forward, attributes and shapes, one is tried.
+    """
     tried: dict[tuple[Any, ...], bool] = {}
     quantised = getattr(without_adapters(model), "hf_quantizer", None) is not None
     for name, layer in model.named_modules():
@@ -77,7 +89,7 @@ def _cutting_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         foreign = overriding_forward(layer)
         if is_dtensor(weight) or weight.is_meta or not weight.numel() or not _is_low_bit(layer, quantised, foreign):
             continue
-        kind = (type(layer), foreign, type(weight), weight.dtype)
+        kind = (foreign, type(weight), weight.dtype, *identity(layer))
         if kind not in tried:
             tried[kind] = _cuts(layer, features, weight.device, _dtype_of(model))
         if tried[kind]:
