@@ -267,9 +267,15 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason", "experts"),
         ("evaluation is proved in training mode", "_run", r'\{"training": False\}', "{}",
          "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason", "evaluation"),
-        ("a forward may leave something behind", "run_part", r"if before != after:", "if False:",
+        ("a forward may leave something behind", "run_part", r"if changed:", "if False:",
          "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason "
          "patching/test_proofs::test_nothing_is_kept_by_reading", "keeps or kept"),
+        ("what a forward reaches by functions of other files is not compared", "Reached._look",
+         r"self\._function\(path, value\)", "pass",
+         "patching/test_records::test_what_keeps_something_still_does_and_the_proof_leaves_nothing", "helper"),
+        ("what a proof left in lists stays there", "_refill", r"container\.clear\(\)", "return",
+         "patching/test_records::test_what_keeps_something_still_does_and_the_proof_leaves_nothing "
+         "patching/test_records::test_what_is_kept_before_an_error_comes_back_too"),
         ("proofs run in the caller's default dtype", "neutral", r"torch\.set_default_dtype\(torch\.float32\)", "pass",
          "patching/test_proofs::test_constants_of_a_forward_have_the_dtype_of_a_fresh_process"),
         ("a correction bias that is an argument is dropped", "router_forward",

@@ -1,0 +1,282 @@
+"""What a run of a forward on a module can reach and change: what it holds, and how that comes back.
+
+From the module, its children and their classes, and from the functions of these, everything is followed to any depth:
+containers, attributes, slots, closures, bound methods, and what functions read of their files.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from liger_trainer.head.lm_head import version_of
+from liger_trainer.patching.reads import CONTAINERS, code_reads, reads_of
+
+NOT_OF_PARTS = frozenset(nn.Module().__dict__) - {"training"}
+"""The attributes that every module has for torch."""
+
+_PLAIN = (type(None), bool, int, float, str)
+_MOST = 10_000
+# Their functions and objects keep nothing of a forward, and lead to all that a process holds.
+_FRAMEWORKS = {
+    "torch",
+    "numpy",
+    "triton",
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "bitsandbytes",
+    "huggingface_hub",
+    "liger_trainer",
+}
+_CODE_OF_OTHERS = sys.stdlib_module_names | _FRAMEWORKS | {"builtins"}
+_NOT_FOLLOWED = _CODE_OF_OTHERS | {"transformers"}
+# Objects of these modules hold what others put there.
+_OPEN = {"argparse", "builtins", "collections", "functools", "queue", "transformers", "types", "_thread"}
+_CLOSED = _NOT_FOLLOWED - _OPEN
+_METHODS = (types.MethodType, types.BuiltinMethodType, property, classmethod, staticmethod)
+_WRAPPERS = (*_METHODS, functools.partial, functools.cached_property)
+_ABSENT = object()
+
+
+class TooManyError(Exception):
+    """A forward reaches too much to compare; says so as the reason in the report."""
+
+
+class _Held(NamedTuple):
+    """Something that may change: what it holds by name or by place, now and before, and how it gets that back."""
+
+    path: str
+    named: bool
+    read: Callable[[], dict[Any, Any]]
+    write: Callable[[dict[Any, Any], list[Any]], None]
+    before: dict[Any, Any]
+
+
+class Reached:
+    """All that a run of `forward` on `module` may change, as it is before the run.
+
+    Args:
+        forward: A function of the module and its inputs.
+        module: The module.
+        inputs: What it will be run on.
+
+    Raises:
+        TooManyError: If these are more than 10,000 objects.
+    """
+
+    def __init__(self, forward: Callable, module: nn.Module, inputs: Iterable[Any]) -> None:
+        self._seen: set[int] = set()
+        self._files: set[tuple[int, int]] = set()
+        # These also keep alive what was held, so that nothing new gets the identity of something old.
+        self._held: list[_Held] = []
+        self._pending: list[tuple[str, Any]] = []
+        for value in inputs:
+            if isinstance(value, torch.Tensor):
+                self._seen.add(id(value))
+                self._attributes("its input.", value)
+        for path, part in module.named_modules():
+            self._pending.append((path, part))
+            for function in (forward, *reads_of(type(part)).functions):
+                self._root(function)
+        while self._pending:
+            self._look(*self._pending.pop())
+
+    def restore(self) -> list[str]:
+        """The names of what changed, after it got back what it held before."""
+        changed = []
+        for path, named, read, write, before in self._held:
+            after = read()
+            if len(before) == len(after) and all(map(operator.is_, before.values(), after.values())):
+                continue
+            keys = [key for key in {**before, **after} if not _same(before.get(key, _ABSENT), after.get(key, _ABSENT))]
+            if keys:
+                write(before, keys)
+                changed += [f"{path}{key}" for key in keys] if named else [path]
+        return changed
+
+    def attributes_of_result(self, result: Any) -> list[str]:
+        """The names of attributes of tensors in `result` that the run has made."""
+        values = result if isinstance(result, (tuple, list)) else (result,)
+        made = [each for each in values if isinstance(each, torch.Tensor) and id(each) not in self._seen]
+        return [name for each in made for name in each.__dict__]
+
+    def _hold(self, path: str, named: bool, read: Callable, write: Callable) -> dict[Any, Any]:
+        before = read()
+        self._held.append(_Held(path, named, read, write, before))
+        for key, value in before.items():
+            if type(value) not in _PLAIN:
+                self._pending.append((f"{path}{key}" if named else path, value))
+        return before
+
+    def _look(self, path: str, value: Any) -> None:
+        """Holds what is in `value` itself; what that holds is looked at later."""
+        if type(value) in _PLAIN or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if len(self._seen) > _MOST:
+            raise TooManyError(f"its forward reaches more than {_MOST} objects, too many to see whether it sets one")
+        if isinstance(value, types.FunctionType):
+            if _package(value.__globals__.get("__name__")) not in _NOT_FOLLOWED:
+                self._function(path, value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, nn.Module):
+            self._module(path, value)
+        elif isinstance(value, torch.Tensor):
+            self._hold(path, False, lambda: {0: version_of(value)}, _leave)
+            self._attributes(f"{path}.", value)
+        elif not isinstance(value, types.ModuleType):
+            self._object(path, value)
+
+    def _object(self, path: str, value: Any) -> None:
+        if isinstance(value, (*CONTAINERS, tuple, frozenset)):
+            self._hold(path, False, functools.partial(_inside, value), functools.partial(_refill, value))
+        if isinstance(value, _WRAPPERS):
+            names = ("__self__", "__func__", "func", "args", "keywords", "fget")
+            self._pending += [(path, getattr(value, name, None)) for name in names]
+        if isinstance(value, types.CellType):
+            self._hold(path, False, functools.partial(_of_cell, value), functools.partial(_refill_cell, value))
+        elif _package(type(value).__module__) not in _CLOSED:
+            self._attributes(f"{path}.", value)
+            if slots := _slots(type(value)):
+                read = functools.partial(_of_slots, value, slots)
+                self._hold(f"{path}.", True, read, functools.partial(_set_back, value))
+            if _package(type(value).__module__) not in _NOT_FOLLOWED:
+                self._pending.append((path, type(value)))
+
+    def _attributes(self, path: str, value: Any) -> None:
+        """Holds what is in the `__dict__` of an object, if it has one."""
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict:
+            self._hold(path, True, attributes.copy, functools.partial(_put_back, attributes))
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        prefix, attributes = f"{path}." if path else "", module.__dict__
+
+        def read() -> dict[str, Any]:
+            return {name: attributes[name] for name in attributes.keys() - NOT_OF_PARTS}
+
+        self._hold(prefix, True, read, functools.partial(_put_back, attributes))
+        for tensors in (module._parameters, module._buffers):
+            self._hold(prefix, True, tensors.copy, functools.partial(_put_back, tensors))
+        self._pending += [(prefix + name, child) for name, child in module._modules.items()]
+        self._pending.append((path, type(module)))
+
+    def _class(self, kind: type) -> None:
+        if _package(kind.__module__) not in _CODE_OF_OTHERS:
+            self._hold(
+                f"{kind.__name__}.", True, functools.partial(_of_class, kind), functools.partial(_set_back, kind)
+            )
+            called = [each for each in vars(kind).values() if isinstance(each, types.FunctionType)]
+            self._pending += [(kind.__name__, each) for each in (*kind.__bases__, *called)]
+
+    def _names(self, path: str, names: Iterable[str], space: dict[str, Any]) -> dict[str, Any]:
+        """Holds what has these `names` in a file."""
+        read = functools.partial(_of_names, names, space)
+        return self._hold(path, True, read, functools.partial(_put_back, space))
+
+    def _root(self, function: Any) -> None:
+        """Looks at a function of a model, and at what it wraps, wherever they come from."""
+        while isinstance(function, types.FunctionType) and id(function) not in self._seen:
+            self._seen.add(id(function))
+            if _package(function.__globals__.get("__name__")) not in _FRAMEWORKS:
+                self._function(function.__name__, function)
+            function = getattr(function, "__wrapped__", None)
+
+    def _function(self, path: str, function: types.FunctionType) -> None:
+        names = code_reads(function.__code__)[0]
+        found = self._names("the global ", names, function.__globals__)
+        files = [each for each in found.values() if isinstance(each, types.ModuleType)]
+        files += [sys.modules[name] for name in names if name in sys.modules]  # imported inside of the function
+        while files:
+            file = files.pop()
+            if (id(file), id(names)) not in self._files and _package(file.__name__) not in _NOT_FOLLOWED:
+                self._files.add((id(file), id(names)))
+                found = self._names(f"{file.__name__}.", names, vars(file))
+                files += [each for each in found.values() if isinstance(each, types.ModuleType)]
+        for value in (*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__):
+            self._pending.append((path, value))
+        self._attributes(f"{path}.", function)
+
+
+def _package(name: str | None) -> str:
+    return (name or "").partition(".")[0]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether nobody can tell them apart; NaN is another number than itself."""
+    return one is other or (type(one) is type(other) and type(one) in (bool, int, str) and one == other)
+
+
+def _inside(container: Any) -> dict[Any, Any]:
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, (set, frozenset)):
+        return {id(each): each for each in container}
+    return dict(enumerate(container))
+
+
+def _refill(container: Any, before: dict[Any, Any], _: list[Any]) -> None:
+    container.clear()
+    if hasattr(container, "update"):
+        container.update(before if isinstance(container, dict) else before.values())
+    else:
+        container.extend(before.values())
+
+
+def _of_names(names: Iterable[str], space: dict[str, Any]) -> dict[str, Any]:
+    return {name: space[name] for name in names if name in space}
+
+
+def _put_back(space: dict[str, Any], before: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        space.pop(name, None)
+        if name in before:
+            space[name] = before[name]
+
+
+def _of_class(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+
+
+def _slots(kind: type) -> list[str]:
+    slots = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    return [name for each in slots for name in ((each,) if isinstance(each, str) else each) if name[:2] != "__"]
+
+
+def _of_slots(owner: Any, names: list[str]) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+
+
+def _set_back(owner: Any, before: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        if name in before:
+            setattr(owner, name, before[name])
+        else:
+            delattr(owner, name)
+
+
+def _of_cell(cell: types.CellType) -> dict[str, Any]:
+    try:
+        return {"": cell.cell_contents}
+    except ValueError:  # an empty cell
+        return {}
+
+
+def _refill_cell(cell: types.CellType, before: dict[str, Any], _: list[Any]) -> None:
+    if before:
+        cell.cell_contents = before[""]
+    else:
+        del cell.cell_contents
+
+
+def _leave(_before: dict[Any, Any], _keys: list[Any]) -> None:
+    """The numbers of a tensor, which no one has kept, stay as they are."""
