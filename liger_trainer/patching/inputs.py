@@ -3,8 +3,8 @@
 A proof starts from random tensors of about size 1, in float32 and bfloat16, in training mode. There, many formulas look
 alike: an epsilon outside the root, a clamp at 10, a threshold on small weights, a rank of saturated sigmoids, another
 rule in evaluation. So the original and ours must agree on every [`Case`] of the lists at the end of this file too, in
-float32. Values differ from case to case, shapes and dtypes do not, so that a GPU compiles no kernel for them; but for
-the number of rows of a few.
+float32. Values differ from case to case, dtypes and the size of a row do not, so that a GPU compiles few kernels for
+them; the numbers of rows and of dimensions before them do in a few.
 
 To add one, write a function that makes the inputs from the random ones, and a row in the list of its kind.
 """
@@ -29,12 +29,15 @@ class Case:
         change: Makes its tensors from the random ones; the first is the input of the part, the others its weights.
         training: Whether the part is in training mode.
         gradients: Whether gradients are compared too; otherwise both run without.
+        required: Whether the original has to run; otherwise one that raises, as on tensors of other dimensions than it
+            takes, says nothing.
     """
 
     name: str
     change: Callable[[Tensors], Tensors] = list
     training: bool = True
     gradients: bool = True
+    required: bool = True
 
 
 AS_DRAWN = Case("")
@@ -77,10 +80,14 @@ def _not_finite(tensors: Tensors) -> Tensors:
     return [x, *tensors[1:]]
 
 
-def _more_rows(tensors: Tensors) -> Tensors:
-    """Sequences of twenty times as many tokens, the second dimension, of a gate too."""
-    shape = tensors[0].shape
-    return [each.repeat_interleave(20, 1) if each.shape == shape else each for each in tensors]
+def _inputs(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    """Changes the first tensor, and a gate of its shape."""
+
+    def changed(tensors: Tensors) -> Tensors:
+        shape = tensors[0].shape
+        return [change(each) if each.shape == shape else each for each in tensors]
+
+    return changed
 
 
 def _large_values(tensors: Tensors) -> Tensors:
@@ -103,6 +110,28 @@ def _large_weights(tensors: Tensors) -> Tensors:
 
 def _gates(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
     return lambda tensors: [tensors[0], change(tensors[1]), *tensors[2:]]
+
+
+def _biases(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: [*tensors[:2], *map(change, tensors[2:])]
+
+
+def _small_biases(tensors: Tensors) -> Tensors:
+    """Small inputs too, whose scores are near enough to each other for biases to choose."""
+    hidden, weight, *biases = tensors
+    return [hidden * 1e-3, weight, *(bias * 1e-3 for bias in biases)]
+
+
+def _biases_from(size: float) -> Callable[[Tensors], Tensors]:
+    """All of one sign, so that a limit makes them all equal, and none of them zero."""
+    return _biases(lambda bias: size * (1 + bias.abs()))
+
+
+def _without_some(bias: torch.Tensor) -> torch.Tensor:
+    """Every fourth expert is out of reach."""
+    bias = bias.clone()
+    bias[3::4] = -math.inf
+    return bias
 
 
 def _near_epsilon(eps: float) -> Callable[[Tensors], Tensors]:
@@ -202,15 +231,37 @@ ROUTER = (
 )
 """A router. All of it runs on the CPU, where torch breaks the ties of both. [`crowded`] is one more case."""
 
+BIASES = (
+    Case("inputs and biases of about 0.001", _small_biases),
+    *(Case(f"biases from {size:g}", _biases_from(size)) for size in (30.0, 300.0, -30.0, -300.0)),
+    Case("equal biases", _biases(torch.ones_like)),
+    Case("biases of minus infinity", _biases(_without_some), gradients=False),
+)
+"""A router with a bias or a correction, its own or an argument, has those of `ROUTER` and these."""
+
 CLOSE_SCORES = Case("scores that bfloat16 hardly tells apart", _close_scores, gradients=False)
 """A router that ranks sums of scores, in bfloat16: it has to choose the same experts."""
 
 
 GATES = (
     Case("gates of about 1e-3", _gates(lambda gate: gate * 1e-3)),
+    Case("gates of about 1e4", _gates(lambda gate: gate * 1e4)),
     Case("gates of zeros", _gates(torch.zeros_like)),
+    Case("gates that are not finite", _gates(lambda gate: _not_finite([gate])[0]), gradients=False),
 )
 """A norm with a gate, which is the second tensor, has those of [`norm_inputs`], with gates of about 300, and these."""
+
+
+_SHAPES = tuple(
+    Case(name, _inputs(change), gradients=False, required=False)
+    for name, change in (
+        ("long sequences", lambda x: x[:1].repeat_interleave(120, 1)),
+        ("one token", lambda x: x[:, :1]),
+        ("a batch of one", lambda x: x[:1]),
+        ("a dimension less", lambda x: x.flatten(0, 1)),
+        ("a dimension more", lambda x: x.unsqueeze(2).repeat_interleave(2, 2)),
+    )
+)
 
 
 def norm_inputs(eps: float) -> tuple[Case, ...]:
@@ -222,17 +273,21 @@ def norm_inputs(eps: float) -> tuple[Case, ...]:
         VERY_LARGE,
         ZERO_ROWS,
         NOT_FINITE,
-        Case("more rows", _more_rows, gradients=False),
+        *_SHAPES,
         Case("one large element in a row", _one_large_element),
         Case("weights of about 300", _large_weights),
     )
 
 
 def crowded(num_experts: int, top_k: int) -> Case:
-    """More tokens than experts x k for a router, all of them alike, so that k experts get every token."""
+    """Many tokens for a router, all of them alike, so that k experts get every token.
+
+    A capacity may be a share of the tokens or a number, and may hold from some number of tokens on, such as a multiple
+    of experts x k.
+    """
 
     def change(tensors: Tensors) -> Tensors:
         hidden, *others = tensors
-        return [hidden[:1].expand(num_experts * top_k + 1, -1), *others]
+        return [hidden[:1].expand(1000 + 5 * num_experts * top_k, -1), *others]
 
     return Case("more tokens than experts x k", change, gradients=False)

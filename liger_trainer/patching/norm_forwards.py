@@ -191,7 +191,7 @@ def gated_rms_norm_forward(
         weight = self.weight
         if (
             not isinstance(gate, torch.Tensor)
-            or weight is None
+            or not _along(hidden_states, weight, True)
             or serves_as_written(hidden_states)
             or gate.shape != hidden_states.shape
             or hidden_states.shape[-1] != size

@@ -64,6 +64,10 @@ class _CannotCompareError(Exception):
     """Says why, as the reason in the report."""
 
 
+class _NotTakenError(Exception):
+    """The original takes no such input, and need not."""
+
+
 class Trial:
     """The original of one part, which runs once on each input, however many of ours are compared with it.
 
@@ -120,6 +124,8 @@ class Trial:
     def _in_float32(self, ours: Computation, case: Case) -> Agreement:
         try:
             truth, exact = self._results(ours, case, torch.float32)
+        except _NotTakenError:
+            return Agreement(0.0)
         except _CannotCompareError as reason:
             return Agreement(math.inf, reason=f"{reason}{_where(case)}", case=case.name)
         mismatch = _mismatch(truth, exact)
@@ -153,7 +159,8 @@ class Trial:
         except SideEffectError as effect:
             raise _CannotCompareError(str(effect)) from effect
         except Exception as error:
-            raise _CannotCompareError(f"the probe could not run its forward: {_first_line(error)}") from error
+            failure = _CannotCompareError if case.required else _NotTakenError
+            raise failure(f"the probe could not run its forward: {_first_line(error)}") from error
         try:
             with _same_draws(tensors[0].device):
                 return self._known[key], _run(ours, tensors, constants, case)

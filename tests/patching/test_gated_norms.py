@@ -131,6 +131,15 @@ def test_rows_of_another_size_than_proved_run_the_classes_own_forward(calls):
     assert calls["gated_rms_norm"] == 0
 
 
+def test_a_weight_of_one_number_runs_the_classes_own_forward(calls):
+    norm, plain = pair(lambda: MambaRMSNormGated(32, 8), calls)
+    for each in (norm, plain):
+        each.weight = torch.nn.Parameter(torch.tensor([2.0]))
+    x, gate = torch.randn(2, 2, 5, 32)
+    assert torch.equal(norm(x, gate), plain(x, gate))
+    assert calls["gated_rms_norm"] == 0
+
+
 @pytest.mark.parametrize(("attribute", "value"), [("group_size", 16), ("variance_epsilon", 0.5)])
 def test_a_change_counts(attribute, value, calls):
     norm, plain = pair(lambda: MambaRMSNormGated(32, 8), calls)

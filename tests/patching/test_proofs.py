@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -242,7 +243,7 @@ LISTS = {
     "norm of one head": (inputs.norm_inputs(1e-5), [(2, 5, 1, 8), (1, 8)]),
     "norm with a gate": (inputs.norm_inputs(1e-5) + inputs.GATES, [(2, 5, 8), (2, 5, 8), (8,)]),
     "mlp": (inputs.MLP, [(4, 16, 8), (12, 8), (8, 12)]),
-    "router": (inputs.ROUTER, [(32, 8), (6, 8), (6,)]),
+    "router": (inputs.ROUTER + inputs.BIASES, [(32, 8), (6, 8), (6,)]),
     "rotation": (inputs.ROTATION, [(2, 4, 5, 8), (2, 2, 5, 8)]),
     "head": (inputs.HEAD, [(2, 8, 8)]),
 }
@@ -250,7 +251,7 @@ LISTS = {
 
 @pytest.mark.parametrize("name", LISTS)
 def test_cases_change_values_alone(name):
-    """Neither shapes nor dtypes, for which a GPU would compile kernels again; nor the tensors that they are given."""
+    """Neither dtypes nor, but for norms, shapes, for which a GPU would compile again; nor what they are given."""
     cases, shapes = LISTS[name]
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*shape, generator=generator) for shape in shapes]
@@ -258,10 +259,13 @@ def test_cases_change_values_alone(name):
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         changed = case.change(list(tensors))
-        if case.name != "more rows":
+        if case.required:
             layouts = [[(x.shape, x.dtype, x.stride()) for x in each] for each in (changed, tensors)]
             assert layouts[0] == layouts[1]
-        assert all(x.isfinite().all() for x in changed) == (case is not inputs.NOT_FINITE)
+        else:
+            assert all(one.dtype == other.dtype for one, other in zip(changed, tensors))
+        infinite = case is inputs.NOT_FINITE or case.name in ("gates that are not finite", "biases of minus infinity")
+        assert all(x.isfinite().all() for x in changed) != infinite
         assert not (case.training and case.gradients) or not all(map(torch.equal, changed, tensors))
     assert all(map(torch.equal, tensors, given))
 
@@ -276,7 +280,7 @@ def test_large_terms_of_a_weights_gradient_do_not_cancel():
 
 def test_more_tokens_than_places():
     hidden, weight = inputs.crowded(6, 2).change([torch.randn(4, 8), torch.randn(6, 8)])
-    assert hidden.shape == (13, 8)
+    assert hidden.shape == (1060, 8)
     assert weight.shape == (6, 8)
 
 
@@ -303,6 +307,20 @@ def test_not_a_number_counts_as_equal_in_a_case_alone():
     assert refused.case == "rows of zeros"
     everywhere = Trial(lambda x: x * math.nan, zero)
     assert not everywhere.compare(lambda x: x * math.nan).equal
+
+
+def test_what_the_original_does_not_take_says_nothing_where_it_need_not():
+    def original(x):
+        if x.dim() != 3:
+            raise ValueError("three dimensions")
+        return x.sin()
+
+    flat = inputs.Case("flat", lambda tensors: [tensors[0].flatten(0, 1)], required=False)
+    x = [torch.linspace(-1.0, 1.0, 64).view(2, 4, 8)]
+    assert Trial(original, x, [flat]).prove(torch.sin).equal
+    assert not Trial(original, x, [dataclasses.replace(flat, required=True)]).prove(torch.sin).equal
+    other_when_flat = Trial(torch.sin, x, [flat]).prove(lambda x: x.sin() * (x.dim() - 2))
+    assert other_when_flat.case == "flat"
 
 
 def test_a_gradient_that_is_not_a_number_is_seen():

@@ -75,6 +75,15 @@ NORMS = {
     "inputs up to 2000": norm(lambda self, x: self.weight * self.normed(x.clamp(-2e3, 2e3))),
     "infinities are large": norm(lambda self, x: self.weight * self.normed(x.nan_to_num())),
     "another result for long sequences": norm(lambda self, x: self.weight * self.normed(x) * (1 + (x.shape[1] > 64))),
+    "another result for sequences of 512": norm(
+        lambda self, x: self.weight * self.normed(x) * (1 + (x.shape[1] > 512))
+    ),
+    "another result for one token": norm(lambda self, x: self.weight * self.normed(x) * (1 + (x.shape[-2] == 1))),
+    "a batch of one loses its dimension": norm(
+        lambda self, x: (self.weight * self.normed(x))[0 if len(x) == 1 else ...],
+    ),
+    "another result in two dimensions": norm(lambda self, x: self.weight * self.normed(x) * (1 + (x.dim() == 2))),
+    "another result in four dimensions": norm(lambda self, x: self.weight * self.normed(x) * (1 + (x.dim() == 4))),
     "limited weights": norm(lambda self, x: self.weight.clamp(-10.0, 10.0) * self.normed(x)),
     "small inputs are zero": norm(lambda self, x: self.weight * self.normed(x.where(x.abs() > 1e-4, 0.0))),
     "zero rows give ones": norm(lambda self, x: self.weight * self.normed(x).where(x.any(-1, keepdim=True), 1.0)),
@@ -113,6 +122,11 @@ GATED_NORMS = {
         normed=lambda self, x: toys.GatedNorm.normed(self, x, self.eps if self.training else 0.1)
     ),
     "gates up to 100": gated(activation=lambda self, gate: F.silu(gate.clamp(max=100.0))),
+    "gates up to 2000": gated(activation=lambda self, gate: F.silu(gate.clamp(max=2e3))),
+    "gates that are not a number are zero": gated(activation=lambda self, gate: F.silu(gate.nan_to_num(0.0))),
+    "another result for one token, with a gate": gated(
+        activation=lambda self, gate: F.silu(gate) * (1 + (gate.shape[1] == 1))
+    ),
     "sigmoids of at least 1e-3": gated(activation=lambda self, gate: gate * gate.sigmoid().clamp(min=1e-3)),
     "gates of zero are ones": gated(activation=lambda self, gate: F.silu(gate).where(gate != 0, 1.0)),
     "small gates are zero": gated_first(activation=lambda self, gate: F.silu(gate.where(gate.abs() > 1e-4, 0.0))),
@@ -243,6 +257,17 @@ class Corrected(Router):
         return weights / (weights.sum(-1, keepdim=True) + 1e-20)
 
 
+class WithOwnCorrection(Corrected):
+    """The correction is a buffer, which is limited."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("e_score_correction_bias", torch.zeros(6))
+
+    def forward(self, states):
+        return super().forward(states, self.e_score_correction_bias.clamp(-10.0, 10.0))
+
+
 def corrected(**methods):
     return variant(Corrected, **methods)
 
@@ -261,6 +286,8 @@ ROUTERS = {
     "one expert where it is sure": router(weighted=lambda self, weights, *_: weights.where(weights > 0.001, 0.0)),
     "a capacity of 1.5": router(weighted=within(lambda tokens: math.ceil(1.5 * tokens * 2 / 6))),
     "a capacity of 2.5": router(weighted=within(lambda tokens: math.ceil(2.5 * tokens * 2 / 6))),
+    "a capacity of 40 tokens": router(weighted=within(lambda tokens: 40)),
+    "a capacity for more than 48 tokens": router(weighted=within(lambda tokens: tokens / 2 if tokens > 48 else tokens)),
     "infinities are large": router(changed=lambda self, logits: logits.nan_to_num()),
     "padding goes nowhere": router(weighted=lambda self, w, index, x: w * x.any(-1, keepdim=True)),
     "ties go to the last": router(chosen=tie_to_the_last),
@@ -280,6 +307,24 @@ ROUTERS = {
     "a correction in training": corrected(
         sums=lambda self, scores, correction, states: scores + correction * self.training
     ),
+    "corrections within 10": corrected(
+        sums=lambda self, scores, correction, states: scores + correction.clamp(-10.0, 10.0)
+    ),
+    "corrections above 5 are zero": corrected(
+        sums=lambda self, scores, correction, states: scores + correction.where(correction <= 5.0, 0.0)
+    ),
+    "corrections that are all small are zero": corrected(
+        sums=lambda self, scores, correction, states: scores + correction.where(correction.abs().max() > 3e-3, 0.0)
+    ),
+    "equal corrections hide the scores": corrected(
+        sums=lambda self, scores, correction, states: (
+            scores * bool(correction.std() or not correction.any()) + correction
+        )
+    ),
+    "corrections that are not finite are zero": corrected(
+        sums=lambda self, scores, correction, states: scores + correction.where(correction.isfinite(), 0.0)
+    ),
+    "biases within 10": variant(WithOwnCorrection),
     "a correction that is scaled": corrected(sums=lambda self, scores, correction, states: scores + 2 * correction),
     "keeps a loss": router(
         changed=lambda self, logits: keep(setattr(self, "aux", logits.logsumexp(-1).square().mean()), logits)
@@ -347,6 +392,18 @@ def largest(self, gate, up):
     return product.where(product >= product.topk(min(32, product.shape[-1])).values[..., -1:], 0.0)
 
 
+def dropped_as_its_activation_says():
+    module = variant(
+        MLP,
+        8,
+        12,
+        nn.SiLU(),
+        out=lambda self, result, states: F.dropout(result, self.residual_dropout, self.act_fn.training),
+    )()
+    module.residual_dropout = 0.25
+    return module
+
+
 def with_biases(forward):
     module = mlp(forward=forward)()
     for name in ("gate_proj", "up_proj", "down_proj"):
@@ -375,6 +432,7 @@ MLPS = {
     "a bias that is added twice": lambda: with_biases(lambda self, x: MLP.forward(self, x) + self.down_proj.bias),
     "zero rows give ones": mlp(out=lambda self, result, x: result.where(x.any(-1, keepdim=True), 1.0)),
     "ReLU in evaluation": mlp(product=lambda self, gate, up: (F.silu if self.training else F.relu)(gate) * up),
+    "the activation says whether there is dropout": dropped_as_its_activation_says,
     "dropout": mlp(product=lambda self, gate, up: F.dropout(F.silu(gate) * up, 0.1, self.training)),
     "keeps its product": mlp(product=lambda self, gate, up: keep(setattr(self, "h", gate), F.silu(gate) * up)),
     "an activation that changes": lambda: toys.MLP(act=nn.RReLU()),

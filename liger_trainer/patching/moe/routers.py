@@ -19,7 +19,7 @@ from liger_trainer.kernels.runtime import is_dtensor, triton_drives
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import Finding, proved, reason_to_leave
-from liger_trainer.patching.inputs import CLOSE_SCORES, MODES, ROUTER, crowded
+from liger_trainer.patching.inputs import BIASES, CLOSE_SCORES, MODES, ROUTER, crowded
 from liger_trainer.patching.moe.router_formulas import ROUTER_FORMULAS, RouterFormula, in_groups
 from liger_trainer.patching.probe import Probe, Proof, dummy_module, full_shape, identity, no_formula, refused
 from liger_trainer.patching.side_effects import run_part
@@ -155,7 +155,7 @@ def _verdict(module: nn.Module, probe: Probe, names: tuple[str, ...], corrected:
 
 def _trial_on_cpu(original: Callable, tensors: list[torch.Tensor], constants: list[torch.Tensor], top_k: int) -> Trial:
     """A trial of all other inputs, on the CPU, where torch ranks equal numbers in the original and in ours."""
-    inputs = (crowded(len(tensors[1]), top_k), *ROUTER)
+    inputs = (crowded(len(tensors[1]), top_k), *ROUTER, *(BIASES if constants else ()))
     if triton_drives(torch.device("cpu")):  # the interpreter, where the kernel ranks them
         inputs = MODES
     return Trial(original, [each.cpu() for each in tensors], inputs, [each.cpu() for each in constants])
