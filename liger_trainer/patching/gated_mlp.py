@@ -248,8 +248,7 @@ def on_projections(
     def computation(x: torch.Tensor, *parameters: torch.Tensor, training: bool = True) -> torch.Tensor:
         biases = dict(zip(with_bias, parameters[len(names) :]))
         options = {} if kind is None else {"kind": kind}
-        # In the other mode, so that a forward which asks a child for its mode is another formula.
-        children = {name: dummy_child(child, not training) for name, child in _other_children(module, names).items()}
+        children = {name: dummy_child(child, training) for name, child in _other_children(module, names).items()}
         children |= {
             name: projection(weight, bias=biases.get(name), **options) for name, weight in zip(names, parameters)
         }

@@ -323,8 +323,6 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason", "token or dimension"),
         ("what need not run has to", "Trial._results", r"if case\.required else _NotTakenError", "",
          "patching/test_proofs::test_what_the_original_does_not_take_says_nothing_where_it_need_not"),
-        ("a child has the mode of its MLP in a proof", "on_projections", r"not training\) for", "training) for",
-         "patching/test_proofs::test_a_twin_is_left_alone_with_the_reason", "activation and says"),
         ("a gated norm's weight may have any shape", "gated_rms_norm_forward",
          r"not _along\(hidden_states, weight, True\)", "weight is None",
          "patching/test_gated_norms::test_a_weight_of_one_number_runs_the_classes_own_forward"),

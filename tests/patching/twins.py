@@ -392,18 +392,6 @@ def largest(self, gate, up):
     return product.where(product >= product.topk(min(32, product.shape[-1])).values[..., -1:], 0.0)
 
 
-def dropped_as_its_activation_says():
-    module = variant(
-        MLP,
-        8,
-        12,
-        nn.SiLU(),
-        out=lambda self, result, states: F.dropout(result, self.residual_dropout, self.act_fn.training),
-    )()
-    module.residual_dropout = 0.25
-    return module
-
-
 def with_biases(forward):
     module = mlp(forward=forward)()
     for name in ("gate_proj", "up_proj", "down_proj"):
@@ -432,7 +420,6 @@ MLPS = {
     "a bias that is added twice": lambda: with_biases(lambda self, x: MLP.forward(self, x) + self.down_proj.bias),
     "zero rows give ones": mlp(out=lambda self, result, x: result.where(x.any(-1, keepdim=True), 1.0)),
     "ReLU in evaluation": mlp(product=lambda self, gate, up: (F.silu if self.training else F.relu)(gate) * up),
-    "the activation says whether there is dropout": dropped_as_its_activation_says,
     "dropout": mlp(product=lambda self, gate, up: F.dropout(F.silu(gate) * up, 0.1, self.training)),
     "keeps its product": mlp(product=lambda self, gate, up: keep(setattr(self, "h", gate), F.silu(gate) * up)),
     "an activation that changes": lambda: toys.MLP(act=nn.RReLU()),
