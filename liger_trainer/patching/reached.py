@@ -216,20 +216,30 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in (bool, int, str) and one == other)
 
 
+def _native(container: Any) -> Any:
+    """The built-in type of a container, whose methods a subclass may override, such as one that makes what is asked."""
+    return next(kind for kind in type(container).__mro__ if kind.__module__ in ("builtins", "collections"))
+
+
 def _inside(container: Any) -> dict[Any, Any]:
     if isinstance(container, dict):
-        return dict(container)
+        return dict(_native(container).items(container))
+    values = _native(container).__iter__(container)
     if isinstance(container, (set, frozenset)):
-        return {id(each): each for each in container}
-    return dict(enumerate(container))
+        return {id(each): each for each in values}
+    return dict(enumerate(values))
 
 
 def _refill(container: Any, before: dict[Any, Any], _: list[Any]) -> None:
-    container.clear()
-    if hasattr(container, "update"):
-        container.update(before if isinstance(container, dict) else before.values())
+    kind = _native(container)
+    kind.clear(container)
+    if isinstance(container, dict):
+        for key, value in before.items():
+            kind.__setitem__(container, key, value)
+    elif isinstance(container, set):
+        kind.update(container, before.values())
     else:
-        container.extend(before.values())
+        kind.extend(container, before.values())
 
 
 def _of_names(names: Iterable[str], space: dict[str, Any]) -> dict[str, Any]:
