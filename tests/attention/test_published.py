@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TE
 from liger_trainer.attention import interface
 from liger_trainer.packing.small_config import small_config
 from tests.attention.families import BATCHES
-from tests.attention.test_families import count_calls_of_the_function, documents_alone, eager, noise, patched
+from tests.attention.test_families import NOISE, count_calls_of_the_function, documents_alone, eager, patched
 from tests.patching.comparisons import assert_same, loss_and_gradients
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -31,6 +31,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4": {},  # 16 heads have one key
 }
 
+MAGNIFY_ROUNDING = ("ministral3", "gemma3n_text")
+"""Eager in fp32 is as far from float64 as ours is."""
 TOLERANCE = {"gemma3n_text": 5e-3}
 """Other than 1e-5: it magnifies rounding. Weights that differ by one unit change gradients by up to 6e-4."""
 
@@ -44,7 +46,7 @@ def config_of(name: str) -> Any:
     return config
 
 
-def build(name: str) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = config_of(name)
     mapping = (
@@ -52,12 +54,12 @@ def build(name: str) -> Any:
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     )
-    return mapping[type(config)](config).float().train()
+    return mapping[type(config)](config).to(dtype).train()
 
 
 @functools.cache
-def pair(name: str) -> tuple[Any, Any]:
-    model = build(name)
+def pair(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    model = build(name, dtype)
     return eager(model), patched(model)
 
 
@@ -77,11 +79,12 @@ def not_zero(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["left-padded", "packed"])
 @pytest.mark.parametrize("name", FIELDS)
 def test_loss_and_gradients_equal_those_of_eager(name, kind, monkeypatch):
-    theirs, ours = pair(name)
+    wide = kind == "packed" and name in MAGNIFY_ROUNDING  # eager's masks of padding overflow in float64
+    theirs, ours = pair(name, torch.float64 if wide else torch.float32)
     monkeypatch.setattr(interface, "use_triton", lambda query: True)
     calls = count_calls_of_the_function(monkeypatch)
     batch = batch_of(kind)
     got = loss_and_gradients(ours, batch)
     assert len(calls) == ours.config.get_text_config().num_hidden_layers
     expected = documents_alone(theirs, batch) if kind == "packed" else loss_and_gradients(theirs, batch)
-    assert_same(not_zero(got), not_zero(expected), TOLERANCE.get(name, 1e-5), noise(expected))
+    assert_same(not_zero(got), not_zero(expected), TOLERANCE.get(name, 1e-5), NOISE)

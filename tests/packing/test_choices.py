@@ -294,8 +294,12 @@ def test_other_batches_stay_padded_and_it_is_said(name, tmp_path, seen, said):
 
 
 def test_a_reference_of_another_kind_is_proved_too(tmp_path, seen):
-    """With layers that mix tokens: here Llama 4, and attention of its own."""
-    for reference in (build_model("llama4_text", no_rope_layers=[1, 0]), llama(attn_implementation="eager")):
+    """With layers that mix tokens: here Llama 4, and attention of its own; the size gives it other weights.
+
+    Rounding would decide which completion a reference equal to the policy has win.
+    """
+    attention_of_its_own = llama(attn_implementation="eager", intermediate_size=48)
+    for reference in (build_model("llama4_text", no_rope_layers=[1, 0]), attention_of_its_own):
         logs = []
         for own in ({}, {"padding_free": False}):
             trainer = dpo(tmp_path, own=own, ref_model=copy.deepcopy(reference))

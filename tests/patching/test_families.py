@@ -201,5 +201,4 @@ def test_vision_inputs(family):
     apply_liger_kernel(model, LAYERS)
     assert any("vis" in name for name in expected)
     # Biases of keys have no gradient but rounding noise, as a softmax does not see them.
-    floor = 1e-6 * max(float(value.norm()) for value in expected.values())
-    assert_same(loss_and_gradients(model, batch), expected, floor=floor)
+    assert_same(loss_and_gradients(model, batch), expected, floor=1e-6)

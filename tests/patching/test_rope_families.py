@@ -13,9 +13,9 @@ from liger_trainer.patching import rotations
 from tests.patching.comparisons import (
     LAYERS,
     assert_as_near_to_the_truth,
+    assert_same,
     image_batch,
     loss_and_gradients,
-    relative,
 )
 from tests.patching.test_experts import MODELS
 from tests.tiny_models import COMMON, _build, tiny_batch
@@ -80,11 +80,7 @@ def test_loss_and_every_gradient(family, calls_of):
     got = loss_and_gradients(model, batch)
     # Every layer: Cohere2 and Llama 4 have layers without positions, vision towers have two of their own.
     assert len(calls) == {"qwen2_5_vl": 4, "qwen3_vl": 4}.get(family, 2)
-    assert got.keys() == expected.keys()
-    largest = max(float(value.norm()) for value in expected.values())
-    for name, value in expected.items():
-        # A softmax does not see the bias of keys, whose gradient is rounding noise.
-        assert relative(value, got[name]) <= 1e-5 or float(value.norm()) <= 1e-6 * largest, name
+    assert_same(got, expected, floor=1e-6)
     revert_liger_kernel(model)
     again = loss_and_gradients(model, batch)
     assert all(torch.equal(value, again[name]) for name, value in expected.items())
@@ -121,7 +117,4 @@ def test_llama4_vision_tower():
     expected = run()
     rows = {row.component: row.kernel for row in apply_liger_kernel(model, LAYERS)}
     assert rows["rope"] == "rope (complex)"
-    got = run()
-    largest = max(float(value.norm()) for value in expected.values())
-    for name, value in expected.items():
-        assert relative(value, got[name]) <= 1e-5 or float(value.norm()) <= 1e-6 * largest, name
+    assert_same(run(), expected, floor=1e-6)

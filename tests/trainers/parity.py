@@ -38,6 +38,7 @@ TOLERANCE = 1e-5
 HALF_TOLERANCE = 2**-8
 BASE = {
     **COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-3,
+    "adam_epsilon": 1e-3,  # or rounding would be a whole step where a gradient is next to nothing
 }  # fmt: skip
 MODELS = {"llama": llama, "gemma2": gemma2, "mixtral": mixtral}
 

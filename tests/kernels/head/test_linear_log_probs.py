@@ -98,7 +98,7 @@ def test_no_matmul_more_than_the_gradients_and_the_budget_need(
     if trained:
         wanted = needing_gradients(leaves)
         expected = torch.autograd.grad(_loss(_reference, *leaves, target, entropy=entropy), wanted)
-        torch.testing.assert_close(tuple(leaf.grad for leaf in wanted), expected)
+        assert max(relative_error(leaf.grad, each) for leaf, each in zip(wanted, expected)) < 1e-5
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -110,9 +110,9 @@ def test_retained_graph_gives_the_right_gradient_every_time(trained: tuple[int, 
     taken = []
     for factor in (1.0, 2.0, 0.0, -0.5):
         gradients = torch.autograd.grad(ours, wanted, torch.tensor(factor), retain_graph=factor != -0.5)
-        torch.testing.assert_close(
-            gradients, torch.autograd.grad(theirs, wanted, torch.tensor(factor), retain_graph=True)
-        )
+        expected = torch.autograd.grad(theirs, wanted, torch.tensor(factor), retain_graph=True)
+        for ours_now, each in zip(gradients, expected):
+            assert (ours_now - each).norm() <= 1e-5 * each.norm()
         taken.append((gradients, [gradient.clone() for gradient in gradients]))
     for gradients, copies in taken:  # no later backward wrote into what an earlier one returned
         assert all(gradient.equal(copy) for gradient, copy in zip(gradients, copies))
@@ -205,7 +205,7 @@ def test_under_activation_checkpointing(reentrant: bool) -> None:
     *leaves, target = small_head()
     checkpoint(lambda *leaves: _loss(_run, *leaves, target), *leaves, use_reentrant=reentrant).backward()
     expected = torch.autograd.grad(_loss(_reference, *leaves, target), leaves)
-    torch.testing.assert_close(tuple(leaf.grad for leaf in leaves), expected)
+    assert max(relative_error(leaf.grad, each) for leaf, each in zip(leaves, expected)) < 1e-5
 
 
 @pytest.mark.parametrize("trained", [(0,), (0, 1, 2)])
@@ -222,7 +222,7 @@ def test_compiles_to_one_graph_for_any_number_of_tokens(trained: tuple[int, ...]
         torch.testing.assert_close(loss, expected)
         found, gradients = torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted)
         # Some CPUs' matmuls sum in another order where memory is aligned otherwise.
-        torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-5)
+        assert max(map(relative_error, found, gradients)) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -67,17 +67,18 @@ def test_reference_is_the_models_own(family, dtype):
     got, chosen = ours(logits, router.top_k)
     assert (got.dtype, chosen.dtype) == (weights.dtype, index.dtype)
 
+    def distance(one, other):
+        return (one - other).double().norm() / other.double().norm()
+
     def dense(weights, index):
         return torch.zeros_like(logits, dtype=weights.dtype).scatter(1, index, weights)
 
     rounded = dtype == torch.bfloat16 and family == "lfm2_moe"  # three times on the way
-    rounding = 2**-7 if rounded else 1e-6
-    torch.testing.assert_close(dense(got, chosen), dense(weights, index), rtol=rounding, atol=0.0)
+    assert distance(dense(got, chosen), dense(weights, index)) <= (2**-6 if rounded else 1e-6)
     upstream = seeded_randn(*logits.shape, dtype=got.dtype, seed=1)
     expected = torch.autograd.grad(dense(weights, index), logits, upstream, retain_graph=True)
     gradient = torch.autograd.grad(dense(got, chosen), logits, upstream)
-    tolerance = 1e-5 if dtype == torch.float32 else 2**-5 if rounded else 2**-8
-    torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=1e-3 if rounded else 1e-6)
+    assert distance(*gradient, *expected) <= (1e-5 if dtype == torch.float32 else 4e-2 if rounded else 2**-8)
 
 
 @pytest.mark.kernel

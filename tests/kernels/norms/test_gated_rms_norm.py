@@ -129,7 +129,7 @@ def test_what_is_saved(device):
 def test_layer_norm_reference_is_coheres(dtype, shape):
     norm = CohereLayerNorm(shape).to(dtype)
     norm.weight.data = torch.randn(shape).to(dtype)
-    x = torch.randn(2, 5, *shape).to(dtype)
+    x = torch.randn(200, 5, *shape).to(dtype)
     flat = x.flatten(2)
     groups = 16 if len(shape) == 2 else None
     got = layer_norm(flat, norm.weight.flatten(), None, 1e-5, groups, dtype).view_as(x)
