@@ -7,7 +7,6 @@ thread has ended after a `stop`, or until nobody holds it. Several managers may 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import weakref
@@ -16,49 +15,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_trainer.attention.interface import NAME, default_implementation
+from liger_trainer.attention.config_names import AWAY, NAME, Away
+from liger_trainer.attention.interface import default_implementation
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import CONTINUOUS_BATCHING
-from liger_trainer.head.warn_once import warn_once
 
 _LEFT = f"_{NAME}_configs"  # attribute of a manager: what brings our name back into each config, by the config's id
-
-
-@dataclasses.dataclass(eq=False)
-class _Away:
-    """A config, what it names without managers, and the managers, by id, for which it may name another attention."""
-
-    config: Any
-    name: str
-    managers: set[int]
-
-
-_away: dict[int, _Away] = {}  # by the config's id
-
-
-def name_of(config: Any) -> Any:
-    """The attention that `config` names, or will name when no manager needs another."""
-    away = _away.get(id(config))
-    return config._attn_implementation if away is None else away.name
-
-
-def set_name(config: Any, name: str) -> None:
-    """Sets [`name_of`] a config, and not that of configs inside it."""
-    if id(config) in _away:
-        _away[id(config)].name = name
-    else:
-        config._attn_implementation = {"": name}
-
-
-def say_if_away(model: nn.Module) -> None:
-    """Warns, once, if `model` is trained while its attention is away."""
-    away = _away.get(id(getattr(model, "config", None))) if _away else None
-    if away is not None and away.name == NAME:
-        warn_once(
-            "attention away",
-            f"{type(model).__name__} is trained while a manager of continuous batching has its attention: it runs as "
-            "transformers' own, without our kernels. Call the manager's `stop()` before training.",
-        )
 
 
 def _step_aside(manager: Any, model: nn.Module) -> None:
@@ -68,19 +30,19 @@ def _step_aside(manager: Any, model: nn.Module) -> None:
         if not isinstance(each, PreTrainedModel) or id(each.config) in left:
             continue
         config = each.config
-        away = _away.setdefault(id(config), _Away(config, config._attn_implementation, set()))
+        away = AWAY.setdefault(id(config), Away(config, config._attn_implementation, set()))
         away.managers.add(id(manager))
         left[id(config)] = weakref.finalize(manager, _come_back, away, id(manager))
         if config._attn_implementation == NAME:
             config._attn_implementation = {"": default_implementation(type(each))}
 
 
-def _come_back(away: _Away, manager: int) -> None:
+def _come_back(away: Away, manager: int) -> None:
     """Takes a manager, by id, from those that keep our name away; brings it back if none is left."""
     away.managers.discard(manager)
     if away.managers:
         return
-    del _away[id(away.config)]
+    del AWAY[id(away.config)]
     if away.name == NAME:  # of all others, transformers takes care
         away.config._attn_implementation = {"": away.name}
 

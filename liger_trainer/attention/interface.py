@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from liger_trainer.attention.config_names import NAME
 from liger_trainer.attention.known_rows import known_rows
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
 from liger_trainer.compat.private import available, require
@@ -24,8 +25,6 @@ from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import use_triton
 
 require(DEFAULT_ATTENTION)
-
-NAME = "liger_trainer"
 
 UNDERSTOOD = frozenset({"softcap", "s_aux"})
 """Arguments of a model's own attention function, besides the usual ones, that ours computes."""

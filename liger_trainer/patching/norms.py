@@ -99,7 +99,8 @@ def _probe_norm(module: nn.Module, probe: Probe) -> Proof:
     layer_norm_of = partial(own_layer_norm_forward, original, argument, name, weighted, biased, heads)
     what = "none of the RMSNorm formulas, nor LayerNorm's" if candidates else "another formula than LayerNorm's"
     candidates.append(("layer_norm of heads" if heads else "layer_norm", layer_norm_of))
-    tensors = [probe.randn(*_ROWS, *shape[:-1], _size(module, shape)), *(probe.randn(*shape) for _ in names)]
+    row = (*shape[:-1], _size(module, shape))  # the weight may be an empty shard
+    tensors = [probe.randn(*_ROWS, *row), *(probe.randn(*row) for _ in names)]
     return _nearest(module, probe, name, names, tensors, candidates, what)
 
 

@@ -12,8 +12,7 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.attention import continuous_batching
-from liger_trainer.attention.interface import NAME
+from liger_trainer.attention.config_names import AWAY, NAME
 from liger_trainer.head import warn_once
 from tests.tiny_models import TINY_MODELS
 
@@ -80,7 +79,7 @@ def test_a_manager_that_is_dropped():
     assert named(model) == "sdpa"
     del manager
     assert named(model) == NAME
-    assert not continuous_batching._away
+    assert not AWAY
 
 
 def test_a_manager_that_cannot_be_made(monkeypatch):

@@ -255,7 +255,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("our attention comes back with the first of two managers", "_come_back", r"if away\.managers:", "if False:",
          "attention/test_continuous_batching::test_two_managers_of_a_model"),
         ("a model that is patched beside a manager gets our attention at once", "set_name",
-         r"if id\(config\) in _away:", "if False:",
+         r"if id\(config\) in AWAY:", "if False:",
          "attention/test_continuous_batching::test_a_model_that_is_patched_or_reverted_meanwhile"),
         ("a cast of the model rounds the scales of a base in fp8", "Fp8Linear._apply", r"!= data\.dtype", "is None",
          "patching/test_fp8_base::test_casts_of_the_model_change_neither_codes_nor_scales"),
@@ -273,7 +273,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("what a forward reaches by functions of other files is not compared", "Reached._look",
          r"self\._function\(path, value\)", "pass",
          "patching/test_records::test_what_keeps_something_still_does_and_the_proof_leaves_nothing", "helper"),
-        ("what a proof left in lists stays there", "_refill", r"container\.clear\(\)", "return",
+        ("what a proof left in lists stays there", "_refill", r"kind\.clear\(container\)", "return",
          "patching/test_records::test_what_keeps_something_still_does_and_the_proof_leaves_nothing "
          "patching/test_records::test_what_is_kept_before_an_error_comes_back_too"),
         ("proofs run in the caller's default dtype", "neutral", r"torch\.set_default_dtype\(torch\.float32\)", "pass",

@@ -16,7 +16,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from liger_trainer.attention.interface import NAME
+from liger_trainer.attention.config_names import NAME
 from liger_trainer.packing import packed_row
 from liger_trainer.packing.layout import Layout
 from liger_trainer.packing.packed_row import PackedRow

@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
-from liger_trainer.patching import gated_mlp, norms, rotations
+from liger_trainer.patching import gated_mlp, rotations
+from liger_trainer.patching import norm_forwards as norms
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import llama, mixtral
 

@@ -216,7 +216,8 @@ def test_what_is_reported_runs_in_a_subclass_with_a_forward_of_its_own():
 
     class Own(MixtralExperts):
         def forward(self, hidden_states, top_k_index, top_k_weights):
-            calls.append(len(hidden_states))
+            if len(hidden_states) == 5:  # not in a proof, to which it would be part of what the forward does
+                calls.append(1)
             return inspect.unwrap(MixtralExperts.forward)(self, hidden_states, top_k_index, top_k_weights)
 
     experts = filled(Own(Config()))
