@@ -1,4 +1,4 @@
-"""What configs name as their attention, also while continuous batching needs another one; without transformers too."""
+"""The configs whose models have another attention than ours for a while, since continuous batching needs it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,6 @@ class Away:
 
 AWAY: dict[int, Away] = {}
 """Those for which a manager lives, by the config's id."""
-
-
-def name_of(config: Any) -> Any:
-    """The attention that `config` names, or will name when no manager needs another."""
-    away = AWAY.get(id(config))
-    return config._attn_implementation if away is None else away.name
-
-
-def set_name(config: Any, name: str) -> None:
-    """Sets [`name_of`] a config, and not that of configs inside it."""
-    if id(config) in AWAY:
-        AWAY[id(config)].name = name
-    else:
-        config._attn_implementation = {"": name}
 
 
 def say_if_away(model: nn.Module) -> None:

@@ -23,6 +23,20 @@ from liger_trainer.compat.transformers import CONTINUOUS_BATCHING
 _LEFT = f"_{NAME}_configs"  # attribute of a manager: what brings our name back into each config, by the config's id
 
 
+def name_of(config: Any) -> Any:
+    """The attention that `config` names, or will name when no manager needs another."""
+    away = AWAY.get(id(config))
+    return config._attn_implementation if away is None else away.name
+
+
+def set_name(config: Any, name: str) -> None:
+    """Sets [`name_of`] a config, and not that of configs inside it."""
+    if id(config) in AWAY:
+        AWAY[id(config)].name = name
+    else:
+        config._attn_implementation = {"": name}
+
+
 def _step_aside(manager: Any, model: nn.Module) -> None:
     """Has the configs of `model` name an attention that is not ours, as long as `manager` needs it."""
     left = manager.__dict__.setdefault(_LEFT, {})

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-import liger_trainer.attention.continuous_batching  # noqa: F401  # its managers send our attention away
-from liger_trainer.attention.config_names import NAME, name_of, set_name
+from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.continuous_batching import name_of, set_name
 from liger_trainer.attention.interface import (
     PROVED,
     UNDERSTOOD,
