@@ -96,8 +96,8 @@ def _problem_of_mask(given: dict[str, Any], kind: str | None, rows: str) -> str 
 
     Args:
         given: The arguments of an `attention_mask`.
-        kind: Of the plan that there must be; None where there may be none.
-        rows: What they are.
+        kind: The kind of plan that there must be; None where there may be none.
+        rows: The kind of rows, such as "packed".
     """
     from transformers.masking_utils import sdpa_mask
 

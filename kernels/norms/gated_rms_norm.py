@@ -139,12 +139,12 @@ def _gated_rms_norm_backward_kernel(
         dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + places[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows * GROUPS + group, mask=rows < num_rows, other=0.0)[:, None]
         activation, slope = _gate_and_slope(gate.to(tl.float32), ACTIVATION)
-        x_hat = x * rstd
         if GATE_FIRST:
             x_hat = x * activation * rstd
             of_weight = dy * x_hat
             g = dy * weight
         else:
+            x_hat = x * rstd
             of_weight = dy * activation * x_hat
             g = dy * weight * activation
         out = (rows * (GROUPS * H))[:, None] + places[None, :]

@@ -1,4 +1,4 @@
-"""The configs whose models have another attention than ours for a while, since continuous batching needs it."""
+"""Our attention's name in configs, and the configs that have another one while continuous batching needs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from liger_trainer.head.warn_once import warn_once
 
 NAME = "liger_trainer"
-"""Of our attention."""
+"""The name of our attention."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,7 +23,7 @@ class Away:
 
 
 AWAY: dict[int, Away] = {}
-"""Those for which a manager lives, by the config's id."""
+"""The configs for whose models a manager lives, by id."""
 
 
 def say_if_away(model: nn.Module) -> None:

@@ -276,7 +276,7 @@ def gated_mlp_forward(
 
     Args:
         argument: Name of the forward's argument.
-        names: Of the projections: gate, up and down, or gate and up in one, and down.
+        names: Names of the projections: gate, up and down, or gate and up in one, and down.
         variant: The activation and its options.
         recompute: Recompute the product of gate and up in the backward wherever `down_proj` is a plain linear layer
             without hooks when it is called.

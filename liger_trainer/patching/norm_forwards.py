@@ -179,7 +179,7 @@ def gated_rms_norm_forward(
         arguments: Names of the forward's arguments.
         eps: See `original`.
         size: Elements of a row.
-        group_size: Of a group of them.
+        group_size: Elements of a group in a row.
         activation: The gate's; see [`liger_trainer.functional.gated_rms_norm`] for this and the next.
         gate_first: Whether the norm is of the product.
         casting: Where the result is rounded.

@@ -155,7 +155,7 @@ def _nearest(
         names: Its parameters.
         tensors: Its inputs, and values for the parameters after them.
         candidates: The formulas, of which the first of equally near ones is taken.
-        what: What it computes, for the report, if it is none of them.
+        what: The formula in the reason of the report, if `module` computes none of the candidates.
     """
     theirs = _on(module, type(module).forward, names)
     gated = len(tensors) - len(names) == 2

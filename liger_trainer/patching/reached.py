@@ -66,7 +66,7 @@ class Reached:
     Args:
         forward: A function of the module and its inputs.
         module: The module.
-        inputs: What it will be run on.
+        inputs: The inputs of the run.
 
     Raises:
         TooManyError: If these are more than 10,000 objects.

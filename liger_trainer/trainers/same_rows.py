@@ -70,7 +70,7 @@ def further_than_rounding(
         expected: `(N,)`, fp32.
         embeddings: The module of that model whose result is changed by one rounding.
         eps: The relative precision of its matmuls; None for that of the embeddings' dtype.
-        gather: Of all processes, which get the same answer.
+        gather: Gathers a tensor from all processes, so that all of them get the same answer.
 
     Returns:
         Root mean squares over the N of all processes.

@@ -230,7 +230,7 @@ def router_forward(
 
     Args:
         original: The class's forward, which runs for inputs that the proof does not cover.
-        names: Of the forward's arguments: the hidden states and, if it takes one, the correction bias.
+        names: Names of the forward's arguments: the hidden states and, if it takes one, the correction bias.
         formulas: The formula of the router, called without a correction bias and with one; None where no proof holds.
             A bias of its own is none that it is called with.
         flattens: Whether hidden states may have more than two dimensions; leading ones are flattened to tokens.
