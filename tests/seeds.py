@@ -1,10 +1,11 @@
 """How close every comparison of the tests comes to its bound, over many seeds, and whether their order matters.
 
-    python -m tests.seeds [--seeds 200] [--order 1] [--record FILE] [--close-in FILE --cut 0.05] [arguments of pytest]
+    python -m tests.seeds [--seeds 200] [--order 1] [--record FILE] [arguments of pytest]
 
 runs each test once for every seed and prints the comparisons whose error came to more than a quarter of what is
-allowed. All seeds of a test move: those of its name (tests/seeding.py), and those that it sets itself, but not those
-in `liger_trainer`. Seed 0 leaves them as `pytest` has them.
+allowed. A test whose errors stay under a twentieth of their bounds for eight seeds gets no more. All seeds of a test
+move: those of its name (tests/seeding.py), and those that it sets itself, but not those in `liger_trainer`. Seed 0
+leaves them as `pytest` has them.
 
 Recorded are `torch.isclose` and `torch.allclose`, on which `torch.testing.assert_close` and `gradcheck` rest, the
 comparisons `<`, `<=`, `>` and `>=` of floats in an `assert` anywhere in `tests/`, and `pytest.approx`. An exact one has
@@ -43,6 +44,7 @@ from _pytest.runner import runtestprotocol
 
 TESTS = Path(__file__).parent
 QUARTER = 0.25
+SCOUTS, FAR = 8, 0.05
 
 _record: Callable[[str, float], None] = lambda *_: None  # noqa: E731 (the plugin of a run puts its own here)
 
@@ -224,11 +226,6 @@ class Seeds:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self.options.close_in:
-            before = json.loads(Path(self.options.close_in).read_text())["shares"]
-            worst = {nodeid: max(max(each.values()) for each in places.values()) for nodeid, places in before.items()}
-            items[:] = [item for item in items if worst.get(item.nodeid, 0) > self.options.cut]
-            items.sort(key=lambda item: -worst[item.nodeid])
         if self.options.order is not None:
             random.Random(self.options.order).shuffle(items)
 
@@ -242,7 +239,7 @@ class Seeds:
             items = list(group)
             for base in range(self.options.seeds):
                 self.run(items, base)
-                items = [item for item in items if item.nodeid in self.shares]
+                items = [item for item in items if self.goes_on(item.nodeid, base + 1)]
                 if not items:
                     break
                 if time.monotonic() - self.written > 20:  # what a run that is stopped has measured stays
@@ -266,6 +263,22 @@ class Seeds:
             skipped = any(each.skipped for each in reports)
             self.outcomes.setdefault(item.nodeid, {})[base] = failed or ("skipped" if skipped else "passed")
 
+    def goes_on(self, nodeid: str, seeds: int) -> bool:
+        """Whether a test that has had `seeds` of them is worth another."""
+        shares = self.shares_of(nodeid).values()
+        return bool(shares) and (seeds < SCOUTS or max(map(max, shares)) > FAR)
+
+    def shares_of(self, nodeid: str) -> dict[str, list[float]]:
+        """Those of each comparison: below 1 where the test passed.
+
+        A failed comparison of a test that passed was meant to fail, and its bound is on the other side.
+        """
+        passed = [base for base, outcome in self.outcomes[nodeid].items() if outcome == "passed"]
+        return {
+            place: [1 / share if share > 1 and base in passed else share for base, share in found.items()]
+            for place, found in self.shares.get(nodeid, {}).items()
+        }
+
     def write(self) -> None:
         self.written = time.monotonic()
         if self.options.record:
@@ -279,15 +292,12 @@ class Seeds:
                 if outcome not in ("passed", "skipped"):
                     write(f"FAILED {nodeid} with seed {base}: {outcome}")
         close = []
-        for nodeid, places in self.shares.items():
-            for place, found in places.items():
-                # A failed comparison of a test that passed was meant to fail, and its bound is on the other side.
-                passed = self.outcomes[nodeid]
-                shares = [1 / v if v > 1 and passed[base] == "passed" else v for base, v in found.items()]
+        for nodeid in self.shares:
+            for place, shares in self.shares_of(nodeid).items():
                 worst, median = max(shares), statistics.median(shares)
                 scatters_little = median > QUARTER and 0 < 4 * (worst - median) <= 1 - median
                 if worst > QUARTER and not scatters_little:
-                    close.append((worst, median, len(found), place, nodeid))
+                    close.append((worst, median, len(shares), place, nodeid))
         for worst, median, count, place, nodeid in sorted(close, reverse=True):
             write(f"{worst:.3f} of what is allowed (median {median:.3f}, {count} seeds) at {place} in {nodeid}")
         comparisons = sum(map(len, self.shares.values()))
@@ -296,9 +306,7 @@ class Seeds:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.seeds", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=1, help="how many for each test (default: %(default)s)")
-    parser.add_argument("--close-in", metavar="FILE", help="of an earlier --record, the tests above --cut, worst first")
-    parser.add_argument("--cut", type=float, default=0.05, help="a share of the bound that is close (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="at most how many for each test (default: %(default)s)")
     parser.add_argument("--order", type=int, help="shuffle the tests by this seed")
     parser.add_argument("--record", metavar="FILE", help="write every outcome and share as JSON")
     options, arguments = parser.parse_known_args()
