@@ -159,16 +159,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _watch_close() -> None:
-    """Sees each `torch.isclose` and `torch.allclose` for which a test asks, by itself or through torch."""
+    """Sees each `torch.isclose` and `torch.allclose` for which a test asks, by itself or through torch's own tests."""
 
     def watching(native: Callable) -> Callable:
         def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
             frame = sys._getframe(1)
             while frame is not None and not frame.f_code.co_filename.startswith(f"{TESTS}{os.sep}"):
-                if frame.f_globals.get("__name__", "").startswith("liger_trainer"):
-                    frame = None
-                    break
-                frame = frame.f_back
+                frame = frame.f_back if frame.f_globals.get("__name__", "").startswith("torch.") else None
             share = share_of_close(actual, expected, rtol, atol) if frame is not None else None
             if share is not None:
                 place = Path(frame.f_code.co_filename).relative_to(TESTS.parent)

@@ -19,7 +19,7 @@ IN_FP8 = [name for name, (mode, _) in VARIANTS.items() if mode]
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(small_corpus):
     """The values of all runs."""
     return [*fp8.compare(TINY, CPU, Evidence([]), lambda line: None)][-1]
 
@@ -32,12 +32,12 @@ def test_runs_of_a_seed_differ_in_the_arithmetic_alone(results):
         assert halves != of_bf16
         for name in IN_FP8:
             losses = results.of(name, seed, "step loss")
-            assert losses[0] == pytest.approx(of_bf16[0], rel=1e-3)
+            assert losses[0] == pytest.approx(of_bf16[0], rel=2.5e-3)
             assert losses != pytest.approx(of_bf16, rel=1e-6)
             assert 0 < abs(results.score(name, seed, "loss") - results.score(BF16, seed, "loss")) < 0.05
     first, second = (results.of(BF16, seed, "step loss") for seed in (0, 1))
-    assert first[0] != pytest.approx(second[0], rel=1e-3)  # other weights and rows
-    assert first[-1] < 0.95 * first[0]
+    assert first != pytest.approx(second, rel=2.5e-3)  # other weights and rows
+    assert first[-1] < 0.98 * first[0]
 
 
 def test_seeds_end_with_the_same_rows(monkeypatch):

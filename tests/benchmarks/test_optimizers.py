@@ -8,7 +8,7 @@ import torch
 
 from liger_trainer.benchmarks import optimizers
 from liger_trainer.benchmarks.optimizers import FP32, OPTIMIZERS, Bench
-from liger_trainer.benchmarks.small_llama import Sizes, corpus
+from liger_trainer.benchmarks.small_llama import Sizes
 
 CPU = torch.device("cpu")
 TINY = Sizes(hidden=256, layers=1, rows=4, length=16, pretraining=2, steps=8, held_out=1, seeds=1)
@@ -16,7 +16,7 @@ OTHERS = {"bitsandbytes AdamW8bit": "bitsandbytes", "torchao AdamW8bit, stochast
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(small_corpus):
     """The points of every optimizer of torch and ours, by task and name, and the lines on the way."""
     lines = []
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +40,7 @@ def test_fp32_is_followed_and_rounding_to_nearest_is_not(results):
         if name.startswith("Liger") and "stochastic" not in name:
             assert point.distance < 0.2
             assert point.changed == pytest.approx(aim.changed, rel=0.1)
-            assert point.loss == pytest.approx(aim.loss, abs=2e-4)  # to nearest, SFT is 0.015 away
+            assert point.loss == pytest.approx(aim.loss, abs=5e-4)  # to nearest, SFT is 0.11 away
             assert point.trained_loss == pytest.approx(aim.trained_loss, abs=2e-4)
             assert point.changed_fp32 == pytest.approx(aim.changed_fp32, rel=0.01)
         if "stochastic" in name:
@@ -62,10 +62,9 @@ def test_what_is_left_out_is_named(results):
         ]
 
 
-def test_the_seed_is_the_order():
-    text = corpus()
-    start, _ = optimizers.pretrained(text["pretraining"], TINY, CPU)
-    bench, task = Bench(TINY, start, CPU), optimizers.tasks(text, TINY, CPU)[1]
+def test_the_seed_is_the_order(small_corpus):
+    start, _ = optimizers.pretrained(small_corpus["pretraining"], TINY, CPU)
+    bench, task = Bench(TINY, start, CPU), optimizers.tasks(small_corpus, TINY, CPU)[1]
     (first, weights), (again, same), (_, other) = (bench.run(task, "LigerAdamW, 8bit", seed) for seed in (0, 0, 1))
     assert first == again
     assert torch.equal(weights, same)

@@ -58,7 +58,7 @@ def test_losses_agree(model, trainer, options):
         assert result["tokens_per_second"] > 0
         assert result["peak_gibibytes"] is None
     assert results["hf"]["losses"] == pytest.approx(results["liger_trainer"]["losses"], abs=0.02)
-    assert len(set(results["hf"]["losses"])) > 1
+    assert any(results["hf"]["losses"])
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.experts])

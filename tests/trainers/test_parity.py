@@ -62,7 +62,7 @@ SFT_OPTIONS = {
 }
 
 # Two iterations on completions of a policy that the first has changed: the ratios are not 1.
-MULTI = {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4, "learning_rate": 1e-2}
+MULTI = {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4, "learning_rate": 3e-3}
 
 GRPO_LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -79,7 +79,12 @@ GRPO_OPTIONS = {
     "entropy_quantile": {"top_entropy_quantile": 0.3},
     "off_policy_mask": {"off_policy_mask_threshold": 0.5, **MULTI},
     "fp32_head": {"cast_lm_head_to_fp32": True, "beta": 0.1},
-    "fp32_head_of_bf16": {"cast_lm_head_to_fp32": True, "beta": 0.1, "model_init_kwargs": {"dtype": "bfloat16"}},
+    # No step is taken: afterwards each bf16 weight may have another neighbour.
+    "fp32_head_of_bf16": {
+        "cast_lm_head_to_fp32": True,
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "learning_rate": 0.0,
+    },
     "fp32_tied_head": {"cast_lm_head_to_fp32": True, "model": "gemma2"},
     "checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},

@@ -426,5 +426,4 @@ def test_a_teacher_in_bf16_that_is_the_student_has_no_divergence(beta, tmp_path)
         assert trainer.teacher_model.dtype == torch.bfloat16
         assert trainer.model.dtype == torch.float32
         losses.append(gradients(trainer, masked_batch("gkd"), torch.tensor(17))[0])
-    assert losses[0].abs() > 1e-4
-    assert losses[1].abs() < 1e-6
+    assert losses[1].abs() < 0.01 * losses[0].abs()
