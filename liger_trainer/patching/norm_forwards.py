@@ -63,7 +63,7 @@ def rms_norm_forward(
         weight = self.weight if weighted else None
         if (
             serves_as_written(hidden_states)
-            or (weighted and weight is None)
+            or not _along(hidden_states, weight, weighted)
             or not _plain(mixed, precisions, hidden_states, weight)
         ):
             return original(self, hidden_states)

@@ -46,8 +46,8 @@ _WRAPPERS = (*_METHODS, functools.partial, functools.cached_property)
 _ABSENT = object()
 
 
-class TooManyError(Exception):
-    """A forward reaches too much to compare; says so as the reason in the report."""
+class UnseenError(Exception):
+    """What a forward changes cannot be seen in full; says why, as the reason in the report."""
 
 
 class _Held(NamedTuple):
@@ -69,7 +69,7 @@ class Reached:
         inputs: The inputs of the run.
 
     Raises:
-        TooManyError: If these are more than 10,000 objects.
+        UnseenError: If these are more than 10,000 objects, or if a function registers hooks, which run later.
     """
 
     def __init__(self, forward: Callable, module: nn.Module, inputs: Iterable[Any]) -> None:
@@ -122,7 +122,7 @@ class Reached:
             return
         self._seen.add(id(value))
         if len(self._seen) > _MOST:
-            raise TooManyError(f"its forward reaches more than {_MOST} objects, too many to see whether it sets one")
+            raise UnseenError(f"its forward reaches more than {_MOST} objects, too many to see whether it sets one")
         if isinstance(value, types.FunctionType):
             if _package(value.__globals__.get("__name__")) not in _NOT_FOLLOWED:
                 self._function(path, value)
@@ -193,6 +193,8 @@ class Reached:
 
     def _function(self, path: str, function: types.FunctionType) -> None:
         names = code_reads(function.__code__)[0]
+        if "register_hook" in names:
+            raise UnseenError("its forward hooks a gradient, and what the hook changes would be lost")
         found = self._names("the global ", names, function.__globals__)
         files = [each for each in found.values() if isinstance(each, types.ModuleType)]
         files += [sys.modules[name] for name in names if name in sys.modules]  # imported inside of the function

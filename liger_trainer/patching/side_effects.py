@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from liger_trainer.compat.rebound import used_globals
-from liger_trainer.patching.reached import NOT_OF_PARTS, Reached, TooManyError
+from liger_trainer.patching.reached import NOT_OF_PARTS, Reached, UnseenError
 from liger_trainer.patching.reads import CONTAINERS, holds_arrays, reads_of
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -32,13 +32,14 @@ def run_part(forward: Callable, module: nn.Module, *inputs: torch.Tensor | None)
 
     Raises:
         SideEffectError: If the module, a child, its class or what its functions reach holds something else afterwards,
-            if there is too much to compare, or if the forward reads tensors that are neither parameters nor buffers: no
-            call could see that they change. Whatever was changed, but the numbers of tensors, is as before.
+            if there is too much to compare, if a hook on a gradient may change more, or if the forward reads tensors
+            that are neither parameters nor buffers: no call could see that they change. Whatever was changed, but the
+            numbers of tensors, is as before.
     """
     _refuse_arrays(forward, module)
     try:
         held = Reached(forward, module, inputs)
-    except TooManyError as error:
+    except UnseenError as error:
         raise SideEffectError(str(error)) from error
     try:
         result = forward(module, *inputs)

@@ -441,3 +441,12 @@ def test_the_report_says_how_long_it_took():
     assert report.seconds > 0.0
     assert str(report).endswith(f"Proved and patched in {report.seconds:.1f} s.")
     assert report == apply_liger_kernel(toys.Toy(it=toys.Norm()), ONLY)
+
+
+def test_a_norm_with_one_weight_for_a_row_of_many_runs_as_written():
+    """Torch spreads the weight over the row; the kernel's is as long as the row."""
+    model = toys.Toy(it=twins.norm(lambda self, x: self.weight * self.normed(x), size=1)())
+    x = torch.randn(3, 64)
+    expected = model.it(x)
+    assert any(row.applied for row in apply_liger_kernel(model, ONLY) if row.component == "rms_norm")
+    torch.testing.assert_close(model.it(x), expected, rtol=0, atol=0)

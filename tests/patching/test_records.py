@@ -163,6 +163,19 @@ def test_attributes_of_a_result_are_kept_too():
         run_part(forward, toys.Norm(), torch.ones(2))
 
 
+def hook(values):
+    values.register_hook(keep_in_global)
+
+
+@pytest.mark.parametrize("hooked", [hook, lambda x: x.register_hook(keep_in_global)], ids=["a helper", "itself"])
+def test_what_hooks_a_gradient_is_left_alone(hooked):
+    part = twins.norm(lambda self, x: self.weight * twins.keep(hooked(x), self.normed(x)))()
+    (row,) = (row for row in apply_liger_kernel(toys.Toy(it=part), ONLY) if "hooks a gradient" in row.reason)
+    assert not row.applied
+    part(torch.ones(3, 64, requires_grad=True)).sum().backward()
+    assert len(KEPT) == 1
+
+
 def test_what_reaches_too_much_is_left_alone():
     part = toys.Norm()
     part.held = [[] for _ in range(10_001)]

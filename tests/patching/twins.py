@@ -196,6 +196,14 @@ class OfSigmoids(Router):
         return torch.zeros_like(logits).scatter(1, index, weights), logits
 
 
+class OfShortIds(Router):
+    """As Mixtral's, but for the dtype of the ids."""
+
+    def forward(self, states):
+        logits, weights, index = super().forward(states)
+        return logits, weights, index.int()
+
+
 class Balanced(Router):
     """As DeepSeek's, and it moves its bias in training."""
 
@@ -293,6 +301,7 @@ ROUTERS = {
     "ties go to the last": router(chosen=tie_to_the_last),
     "ties are broken by place": router(chosen=tie_by_place),
     "sigmoids are ranked": variant(OfSigmoids),
+    "ids of 32 bits": variant(OfShortIds),
     "noise in training": router(
         changed=lambda self, logits: logits + 1e-3 * torch.rand_like(logits) if self.training else logits
     ),

@@ -7,7 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from liger_trainer.trainers.checkpoints.resuming import CheckpointError
+from liger_trainer.trainers.checkpoints.moving_reference import REFERENCE_FILE
+from liger_trainer.trainers.checkpoints.resuming import CheckpointError, damage
 from tests.trainers.builders import causal
 from tests.trainers.test_checkpoints import FILES, build
 from tests.trainers.tiny import llama
@@ -56,6 +57,15 @@ def test_a_file_that_is_cut_short(file, size, run):
     assert f"Resume from {str(run / 'checkpoint-2')!r}" in message
     assert "\n" not in message
     assert resume(run, run / "checkpoint-2").state.global_step == 5
+
+
+@pytest.mark.parametrize("file", [REFERENCE_FILE, "rank_allocation.pt"])
+def test_a_file_of_ours_that_is_cut_short(file, run):
+    path = run / "checkpoint-4" / file
+    torch.save({"weight": torch.ones(100)}, path)
+    assert damage(path.parent) is None
+    path.write_bytes(path.read_bytes()[:100])
+    assert damage(path.parent) == f"{str(path)!r} is cut short"
 
 
 def test_the_one_before_it_is_whole(run):

@@ -210,10 +210,16 @@ def _dummy(module: nn.Module, weight: torch.Tensor, biases: dict[str, torch.Tens
 
 
 def _by_expert(result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Logits, and weights of all experts, so that the order of the chosen ones does not matter."""
+    """Logits, and weights of all experts, so that the order of the chosen ones does not matter.
+
+    Raises:
+        ValueError: If the ids of the experts are not int64.
+    """
     if len(result) != 3:
         return result
     logits, weights, index = result
+    if index.dtype != torch.int64:
+        raise ValueError(f"its expert ids are {index.dtype}, the kernel's torch.int64")
     return logits, torch.zeros_like(logits, dtype=weights.dtype).scatter(-1, index, weights)
 
 
