@@ -104,6 +104,11 @@ def adds_to_loss(tuner: Any) -> bool:
     return mentions(type(tuner).forward, "loss")
 
 
+def adds_loss_of_labels(tuner: Any) -> bool:
+    """Whether what the forward of a tuner adds to the loss is a loss of the labels, as in Shadow."""
+    return adds_to_loss(tuner) and mentions(type(tuner).forward, "labels")
+
+
 def calls_tuner(model: Any) -> bool:
     """Whether the forward of a PEFT model runs that of its tuner, and not the one of the model inside."""
     return mentions(type(model).forward, "base_model")

@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.compat.peft import ADDED_TERMS, RANK_ALLOCATION, adds_to_loss, calls_tuner
+from liger_trainer.compat.peft import ADDED_TERMS, RANK_ALLOCATION, adds_loss_of_labels, adds_to_loss, calls_tuner
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS
 from liger_trainer.head.warn_once import warn_once
@@ -39,6 +39,7 @@ class AdapterMethodsMixin(SavedWeightsMixin):
     """Comes before a Trainer: keeps the terms that PEFT adds to the loss, and lets it move its ranks."""
 
     _has_own_loss = False  # whether the trainer's loss is not that of the model's outputs
+    _own_loss_is_of_labels = False  # whether that loss is the labels' cross-entropy too
     _tuner_of_terms: Any = None  # of PEFT, if its terms would be missing in the loss
 
     def _prepare_adapter_methods(self) -> None:
@@ -52,6 +53,11 @@ class AdapterMethodsMixin(SavedWeightsMixin):
                 logger.warning(
                     "`task_type` of the adapters is None, for which PEFT leaves out the method's term of the loss. Set "
                     "`task_type='CAUSAL_LM'`."
+                )
+            elif own_loss and adds_loss_of_labels(tuner) and (not self._own_loss_is_of_labels or self.label_smoother):
+                logger.warning(
+                    "%s adds a loss of the labels to that of the model, which %s does not train: its term is left out.",
+                    *(type(tuner).__name__, "label smoothing" if self.label_smoother else type(self).__name__),
                 )
             elif own_loss and self.get_sp_size() == 1:
                 self._tuner_of_terms = tuner

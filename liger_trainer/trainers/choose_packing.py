@@ -86,6 +86,9 @@ def _reason_against(args: Any, model: nn.Module) -> str:
         return f"{type(config).__name__} puts virtual tokens before the prompt"
     if getattr(config, "alora_invocation_tokens", None) is not None:
         return "its adapter begins at a token that it looks for in the padded batch"
+    hooks = [*without_adapters(model)._forward_pre_hooks.values()]
+    if hooks:
+        return f"a hook on the model, {getattr(hooks[0], '__name__', type(hooks[0]).__name__)}, sees the padded batch"
     return ""
 
 

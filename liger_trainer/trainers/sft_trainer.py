@@ -44,6 +44,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     config_class = LigerSFTConfig
     args: SFTConfig
     _takes_parts_of_sequences = True
+    _own_loss_is_of_labels = True
     _token_metrics = ("perplexity",)  # TRL logs the accuracy
     _metrics_of_deferred_logits = True
 

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 from liger_trainer.compat.peft import adds_to_loss
 from liger_trainer.trainers.adapter_methods import added_terms
+from tests.trainers import parity
 from tests.trainers.builders import causal, dpo, sft
 from tests.trainers.parity import assert_close_weights
 from tests.trainers.tiny import llama, token_rows
@@ -127,6 +128,21 @@ def test_which_methods_add_to_the_loss():
     assert not adds_to_loss(plain.base_model)
     assert adds_to_loss(adalora().base_model)
     assert adds_to_loss(get_peft_model(llama(), ShadowConfig(target_modules=["q_proj"])).base_model)
+
+
+@pytest.mark.parametrize(("kind", "trained"), [("SFT", True), ("DPO", False)])
+def test_shadow_s_loss_of_labels_is_trained_with_theirs_alone(kind, trained, tmp_path, caplog):
+    """A rejected answer is no label. The batches stay padded: Shadow's network sees them before ours packs them."""
+    losses = []
+    for weight in (0.5, 0.0):
+        torch.manual_seed(0)
+        config = ShadowConfig(task_type="CAUSAL_LM", shadow_dropout=0.0, auxiliary_loss_weight=weight)
+        trainer = parity.build(kind, True, tmp_path, llama(), peft_config=config)
+        assert trainer._packing is None
+        losses.append(step_of(trainer)[0])
+    term = 0.5 * trainer.model.base_model.last_shadow_loss if trained else 0.0
+    torch.testing.assert_close(losses[0], losses[1] + term)
+    assert ("its term is left out" in caplog.text) is not trained
 
 
 def test_a_term_that_peft_adds_in_another_way_is_not_lost_without_a_word(tmp_path, monkeypatch):
