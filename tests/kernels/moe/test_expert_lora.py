@@ -115,7 +115,7 @@ def test_one_projection_alone(projection):
 
 
 def error_of_all(results, exact):
-    """Of their relative errors together: one alone is up to three times as far off where few large terms cancel."""
+    """Of their relative errors together: one alone is up to three times as far off as most."""
     errors = [(each.double() - true).norm() / true.norm() for each, true in zip(results, exact, strict=True)]
     return torch.stack(errors).square().mean().sqrt()
 
