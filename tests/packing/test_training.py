@@ -56,7 +56,7 @@ CASES = {
     },
     "RLOO": ("RLOO", {}),
     "RLOO gemma2": ("RLOO", {"model": "gemma2"}),
-    "RLOO split": ("RLOO", {**SPLIT, **CHECKPOINTED}),
+    "RLOO split": ("RLOO", {"own": {"tokens_per_micro_batch": 20}, **CHECKPOINTED}),  # some batches have few tokens
     "ORPO": ("ORPO", {}),
     "ORPO gemma2": ("ORPO", {"model": "gemma2"}),
     "ORPO split": ("ORPO", SPLIT),

@@ -55,8 +55,9 @@ def assert_as_near_to_the_truth(
     config,
     batch_of: Callable[..., dict[str, torch.Tensor]],
     under: Callable[[], AbstractContextManager] = nullcontext,
+    times: float = 1.3,
 ) -> None:
-    """With the kernels `native` is at most 1.3 times as far from fp32 as without them, in the middle of twelve batches.
+    """With the kernels `native` is at most `times` as far from fp32 as without them, in the middle of twelve batches.
 
     The quotient of two rounding errors scatters by a tenth, and is 10 where one of the two sends a token to another
     expert. Where every bit is the same, one batch says it all.
@@ -66,6 +67,7 @@ def assert_as_near_to_the_truth(
         config: The `liger_kernel_config`.
         batch_of: `batch_of(model, seed=...)` gives a batch.
         under: Gives the context of the forwards that round.
+        times: How many times as far.
     """
     exact, patched = copy.deepcopy(native).float(), copy.deepcopy(native)
     apply_liger_kernel(patched, config)
@@ -80,7 +82,7 @@ def assert_as_near_to_the_truth(
         if all(torch.equal(value, theirs[name]) for name, value in ours.items()):
             return
         quotients.append(total_error(truth, ours) / total_error(truth, theirs))
-    assert statistics.median(quotients) <= 1.3
+    assert statistics.median(quotients) <= times
 
 
 def assert_same(got, expected, tolerance=1e-5, floor=0.0) -> None:

@@ -64,7 +64,8 @@ def test_loss_and_gradients_are_the_models(name):
             assert sum(count for _, count in found) == sum(count for _, count in kernels)
         else:
             assert found == {kernels}
-    comparisons.assert_same(comparisons.loss_and_gradients(model, batch), expected, floor=1e-8)
+    # The gradients of Qwen3-Next's A_log and dt_bias are small sums, over all tokens, of larger terms.
+    comparisons.assert_same(comparisons.loss_and_gradients(model, batch), expected, floor=5e-8)
     assert revert_liger_kernel(model) > 0
     comparisons.assert_same(comparisons.loss_and_gradients(model, batch), expected)
 

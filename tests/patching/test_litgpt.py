@@ -84,7 +84,7 @@ def assert_same(ours, theirs, tolerance=6e-6):
         if expected is None:
             assert ours[name] is None, name
         else:
-            error = (ours[name].double() - expected.double()).abs().max() / expected.double().abs().max()
+            error = (ours[name].double() - expected.double()).norm() / expected.double().norm()
             assert error <= tolerance, f"{name}: {error}"
 
 
