@@ -49,7 +49,10 @@ TRAINERS = {
     "distillation": (DistillationTrainer, DistillationConfig, LigerDistillationTrainer, LigerDistillationConfig),
     "gkd": (CountedGKDTrainer, GKDConfig, LigerGKDTrainer, LigerGKDConfig),
 }
-DEFAULTS = {**COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False}
+DEFAULTS = {
+    **COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False,
+    "adam_epsilon": 1e-3,  # or rounding would be a whole step where a gradient is next to nothing
+}  # fmt: skip
 OWN = {
     "distillation": {"max_completion_length": 6},
     "gkd": {"max_new_tokens": 6, "max_length": 48, "lmbda": 0.0},
@@ -154,7 +157,7 @@ def test_logs_and_weights_are_those_of_trl(kind, name, case, tmp_path):
         torch.manual_seed(5)
         trainer.train()
     assert_same_logs(*trainers)
-    assert_close_weights(*trainers, tolerance=2e-3)
+    assert_close_weights(*trainers, tolerance=1e-5)
 
 
 def built(self):
