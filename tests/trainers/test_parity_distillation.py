@@ -429,4 +429,8 @@ def test_a_teacher_in_bf16_that_is_the_student_has_no_divergence(beta, tmp_path)
         assert trainer.teacher_model.dtype == torch.bfloat16
         assert trainer.model.dtype == torch.float32
         losses.append(gradients(trainer, masked_batch("gkd"), torch.tensor(17))[0])
-    assert losses[1].abs() < 0.01 * losses[0].abs()
+    # Ours is about 1e-7, of second order in the 1e-3 between logits of bf16 and of fp32. TRL's is the error of its sums
+    # of probabilities, some 3e-3; where beta is 0, of either sign, and now and then next to nothing.
+    assert losses[1].abs() < 1e-6
+    if beta:
+        assert losses[0].abs() > 1e-3
