@@ -148,10 +148,20 @@ def test_timed_steps_have_one_loss():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_bf16_weights_train_as_fp32_weights():
+def test_bf16_weights_train_as_fp32_weights(monkeypatch):
+    """From the same weights; with others, losses are 0.03 apart."""
+    native = AutoModelForCausalLM.from_config
+
+    def from_config(config, dtype):
+        model = native(config, dtype=dtype)
+        torch.manual_seed(0)  # with which older torch draws other numbers in bf16 than in fp32 on a CPU
+        model.load_state_dict(native(config, dtype=torch.float32).state_dict())
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
     task = Task("tiny", layers=1, batch=2, length=16, steps=3, device="cpu")
     exact = run(dataclasses.replace(task, dtype="float32"), "liger_trainer")["losses"]
-    assert run(task, "liger_trainer optim=liger_adamw")["losses"] == pytest.approx(exact, abs=0.02)
+    assert run(task, "liger_trainer optim=liger_adamw")["losses"] == pytest.approx(exact, abs=3e-3)
 
 
 def test_each_optimizer_is_a_run_of_those_that_have_it(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from liger_trainer.head import DeferredLogits, warn_once
 from liger_trainer.head.context import ForwardContext, forward_context
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.head import make_head_forward
+from tests.accuracy import as_large_as
 from tests.head.deferring import CHAINS, MASK, B, H, S, V, assert_equal, defer, real
 from tests.tiny_models import TINY_MODELS
 
@@ -129,27 +130,28 @@ def test_leaving_for_python_builds(head, hidden):
     torch.testing.assert_close(defer(head, hidden).detach().build(), native)
 
 
-def test_autocast_casts_hidden_and_weight(head, hidden):
-    target = torch.arange(B * S) % V
+def test_autocast_casts_hidden_and_weight():
+    head, hidden = torch.nn.Linear(64, 256), torch.randn(4, 32, 64, requires_grad=True)  # of few, errors are chance
+    target = torch.arange(128) % 256
     with torch.autocast("cpu", torch.bfloat16):
         ours, native = defer(head, hidden), head(hidden)
         assert ours.dtype == native.dtype == torch.bfloat16
-        assert F.cross_entropy(ours.view(-1, V), target).dtype == torch.float32
+        assert F.cross_entropy(ours.view(-1, 256), target).dtype == torch.float32
     assert torch.equal(ours.build(), native)
-    fused = F.cross_entropy(defer_under_autocast(head, hidden).float().view(-1, V), target)
-    reference = F.cross_entropy(native.float().view(-1, V), target)
+    fused = F.cross_entropy(defer_under_autocast(head, hidden).float().view(-1, 256), target)
+    reference = F.cross_entropy(native.float().view(-1, 256), target)
     assert fused.dtype == torch.float32
-    torch.testing.assert_close(fused, reference, rtol=2**-9, atol=0)  # the logits are bf16 on both sides
+    torch.testing.assert_close(fused, reference, rtol=2**-11, atol=0)  # the logits are bf16 on both sides
     grads = torch.autograd.grad(fused, [hidden, *head.parameters()])
     exact = [x.detach().double().requires_grad_() for x in (hidden, *head.parameters())]
-    exact_loss = F.cross_entropy(F.linear(*exact).view(-1, V), target)
+    exact_loss = F.cross_entropy(F.linear(*exact).view(-1, 256), target)
     for mine, theirs, true in zip(
         grads, torch.autograd.grad(reference, [hidden, *head.parameters()]), torch.autograd.grad(exact_loss, exact)
     ):
         assert mine.dtype == torch.float32
-        # bf16 products on both sides: ours may be no further from float64 than native, up to one rounding
-        scale = true.abs().max() * 2**-8
-        assert (mine - true).abs().max() <= 1.1 * (theirs - true).abs().max() + scale
+        # bf16 products on both sides: ours may be no further from float64 than native
+        errors = [float((gradient - true).norm() / true.norm()) for gradient in (mine, theirs)]
+        assert errors[0] <= as_large_as(errors[1], mine.numel(), 2**-8)
 
 
 def defer_under_autocast(head, hidden):

@@ -73,7 +73,8 @@ def test_value_and_gradients(beta, name, temperature, num_items, head, hidden, t
     torch.testing.assert_close(found.loss, loss.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.entropy, entropy.float(), rtol=1e-5, atol=1e-5)
     for ours, wanted in zip(gradients, torch.autograd.grad(loss, parameters)):
-        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
+        # What is summed is as large as the largest: an element may be next to nothing.
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize("built", ["student", "teacher"])

@@ -156,10 +156,12 @@ def run(kind, chain, loss_name, labels, bound, dtype=torch.float32):
 def assert_as_all_rows(kind, chain, loss_name, labels, bound, dtype=torch.float32, tolerance=1e-5):
     ours, ours_gradients = run(kind, chain, loss_name, labels, bound, dtype)
     native, native_gradients = run(kind, chain, loss_name, labels, None, dtype)
+    # Sums over rows, with either sign, are of more than is left; one row fewer would change them by 1 / rows ** 0.5.
+    of_sums = 1e-6 * labels.ne(-100).sum().item() ** 0.5
     for left, right in zip([*ours, *ours_gradients], [*native, *native_gradients], strict=True):
         assert left.dtype == right.dtype
         size = right.float().abs().amax().item()
-        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance * max(size, 1e-3))
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=(tolerance + of_sums) * max(size, 1e-3))
 
 
 @pytest.mark.parametrize("chain", CHAINS)

@@ -14,6 +14,7 @@ from liger_trainer.optim import LigerAdamW, adamw_state_dict
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from tests.cli.runs import EIGHT_STEPS, write_recipe
 from tests.forked import torchrun
+from tests.optim.stored import as_stored
 from tests.trainers.builders import causal, dpo, losses_and_norms, sft
 from tests.trainers.tiny import llama, token_rows
 
@@ -95,7 +96,8 @@ def test_clipping(tmp_path):
         norms[most] = inner(trainer).state[trainer.model.model.norm.weight]["exp_avg"].norm().item()
     (whole,) = (log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log)
     assert norms[0.0] > 0
-    assert norms[0.01] == pytest.approx(norms[0.0] * 0.01 / whole, rel=1e-2)
+    factor = 0.01 / torch.tensor(whole, dtype=torch.bfloat16)  # rounded to bf16, as the gradients that it clips
+    assert norms[0.01] == pytest.approx(norms[0.0] * factor.item(), rel=4e-3)
 
 
 def test_steps_that_are_not_finite_are_left_out(tmp_path):
@@ -166,10 +168,12 @@ def test_goes_on_with_other_states(before, after, tmp_path):
     optimizer, saved = loads(tmp_path, optim_args=after)
     expected = adamw_state_dict(saved)["state"]
     kept = adamw_state_dict(optimizer.state_dict())["state"]
-    tolerance = {"rtol": 0, "atol": 0} if "fp32" in after else {"rtol": 0.1, "atol": 1e-6}
     for key, state in expected.items():
-        for name in ("step", "exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(kept[key][name].float(), state[name].float(), **tolerance)
+        coded = "exp_avg_codes" in optimizer.state_dict()["state"][key]
+        states = "fp32" if "8bit" in after and not coded else after.split(",")[0].removeprefix("states=")
+        assert kept[key]["step"] == state["step"]
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(kept[key][name].float(), as_stored(state[name], states, signed=name == "exp_avg"))
         assert ("remainder" in optimizer.state_dict()["state"][key]) == ("master" not in after)
     train(tmp_path, tmp_path, optim_args=after)
 

@@ -49,7 +49,10 @@ TRAINERS = {
     "distillation": (DistillationTrainer, DistillationConfig, LigerDistillationTrainer, LigerDistillationConfig),
     "gkd": (CountedGKDTrainer, GKDConfig, LigerGKDTrainer, LigerGKDConfig),
 }
-DEFAULTS = {**COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False}
+DEFAULTS = {
+    **COMMON, "max_steps": 2, "bf16": False, "gradient_checkpointing": False,
+    "adam_epsilon": 1e-3,  # or rounding would be a whole step where a gradient is next to nothing
+}  # fmt: skip
 OWN = {
     "distillation": {"max_completion_length": 6},
     "gkd": {"max_new_tokens": 6, "max_length": 48, "lmbda": 0.0},
@@ -154,7 +157,7 @@ def test_logs_and_weights_are_those_of_trl(kind, name, case, tmp_path):
         torch.manual_seed(5)
         trainer.train()
     assert_same_logs(*trainers)
-    assert_close_weights(*trainers, tolerance=2e-3)
+    assert_close_weights(*trainers, tolerance=1e-5)
 
 
 def built(self):
@@ -426,4 +429,8 @@ def test_a_teacher_in_bf16_that_is_the_student_has_no_divergence(beta, tmp_path)
         assert trainer.teacher_model.dtype == torch.bfloat16
         assert trainer.model.dtype == torch.float32
         losses.append(gradients(trainer, masked_batch("gkd"), torch.tensor(17))[0])
-    assert losses[1].abs() < 0.01 * losses[0].abs()
+    # Ours is about 1e-7, of second order in the 1e-3 between logits of bf16 and of fp32. TRL's is the error of its sums
+    # of probabilities, some 3e-3; where beta is 0, of either sign, and now and then next to nothing.
+    assert losses[1].abs() < 1e-6
+    if beta:
+        assert losses[0].abs() > 1e-3

@@ -23,7 +23,9 @@ def wide_ranging(signed, rows=64):
 @pytest.mark.parametrize("signed", [True, False])
 class TestInTorch:
     def test_errors_are_within_the_stated_bounds(self, signed):
-        values = wide_ranging(signed)
+        """So many that some lie halfway between two codes, where the error is 0.95 and 0.98 of the bounds."""
+        even = torch.rand(1024, BLOCK, generator=torch.Generator().manual_seed(1)) - (0.5 if signed else 0.0)
+        values = torch.cat((wide_ranging(signed), even))
         decoded = decode(*encode(values, signed), signed)
         largest = values.abs().amax(1, keepdim=True)
         error = (decoded - values).abs()
