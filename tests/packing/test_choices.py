@@ -13,7 +13,7 @@ from liger_trainer.packing.packing import Packing, drops
 from liger_trainer.trainers.checks.out_of_memory import budgets
 from tests.attention.families import build as build_model
 from tests.packing.training import DATA, assert_close_gradients, save_models, trained
-from tests.trainers.parity import TOLERANCE, assert_close_logs, build, lora
+from tests.trainers.parity import assert_close_logs, build, lora
 from tests.trainers.tiny import COMMON, llama, logged, mixtral, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -384,4 +384,4 @@ def test_what_follows_a_training_is_as_without_packing(tmp_path, models, seen):
         gradients.append(found)
     assert not seen
     assert_close_logs(*logs, but=["rewards/accuracies"])
-    assert_close_gradients(*gradients, TOLERANCE)
+    assert_close_gradients(*gradients)
