@@ -1,8 +1,9 @@
-"""What a method of PEFT needs of a training beside gradients: its term of the loss, and a call in every step.
+"""What a method of PEFT needs of a training beside gradients: a term of the loss, a call in every step, a file.
 
 A method such as AdaLoRA adds a term to the loss of the model's outputs. TRL's trainers, and label smoothing, compute a
 loss of their own, in which that term would be missing. AdaLoRA and AdaMSS also move their budget of ranks between the
-layers, in a method that a training loop has to call; no Trainer does.
+layers, in a method that a training loop has to call; no Trainer does. And PEFT's files hold what a model needs to
+answer: AdaLoRA's ranks that are not pruned, and of a prompt what its encoder computes. To go on, a training needs more.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ logger = logging.getLogger("liger_trainer")
 
 require(CONVERTED_CHECKPOINTS)
 
-_ALLOCATION = "rank_allocation.pt"
-"""The file, in a checkpoint, of AdaLoRA's adapters with all of their ranks, and of the ranks' importance."""
+TRAINED_FILE = "trained_adapters.pt"
+"""The file, in a checkpoint, of all trained weights of AdaLoRA or of a prompt, and of the importance of ranks."""
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
@@ -73,47 +74,55 @@ class AdapterMethodsMixin(SavedWeightsMixin):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if _allocates(self.model) and self._holds_whole_model and self.args.should_save:
-            torch.save(_allocation(self.model), Path(output_dir) / _ALLOCATION)
+        if _computes_its_file(self.model) and self._holds_whole_model and self.args.should_save:
+            torch.save(_trained(self.model), Path(output_dir) / TRAINED_FILE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._load_allocation(resume_from_checkpoint):
+        if not self._load_trained(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if not self._load_allocation(str(self.state.best_model_checkpoint)):
+        if not self._load_trained(str(self.state.best_model_checkpoint)):
             super()._load_best_model()
 
-    def _load_allocation(self, checkpoint: str) -> bool:
-        """Loads AdaLoRA's adapters with all of their ranks, if the checkpoint has them."""
-        file = Path(checkpoint) / _ALLOCATION
-        if not _allocates(self.model) or not file.is_file():
+    def _load_trained(self, checkpoint: str) -> bool:
+        """Loads what PEFT's own file lacks, if it does and the checkpoint has it."""
+        file = Path(checkpoint) / TRAINED_FILE
+        if not _computes_its_file(self.model) or not file.is_file():
             return False
-        _restore_allocation(self.model, torch.load(file, map_location=self.args.device, weights_only=True))
+        _restore(self.model, torch.load(file, map_location=self.args.device, weights_only=True))
         return True
+
+
+def _computes_its_file(model: Any) -> bool:
+    """Whether PEFT writes other tensors than it trains, from which a training cannot go on."""
+    return isinstance(model, PeftModel) and (model.active_peft_config.is_prompt_learning or _allocates(model))
 
 
 def _allocates(model: Any) -> bool:
     """Whether it is an AdaLoRA model that is trained."""
-    tuner = model.base_model if isinstance(model, PeftModel) else None
-    return hasattr(tuner, "rankallocator") and available(RANK_ALLOCATION)
+    return hasattr(model.base_model, "rankallocator") and available(RANK_ALLOCATION)
 
 
-def _allocation(model: Any) -> dict[str, Any]:
-    """What AdaLoRA's next step depends on. PEFT's own file has no ranks that are pruned for now, and no averages."""
-    tuner = model.base_model
-    averages = {name: getattr(tuner.rankallocator, name) for name in _AVERAGES}
-    weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
-    pattern = tuner.peft_config[tuner.trainable_adapter_name].rank_pattern
-    return {"averages": averages, "weights": weights, "rank_pattern": pattern}
+def _trained(model: Any) -> dict[str, Any]:
+    """What the next step of a training depends on."""
+    state: dict[str, Any] = {
+        "weights": {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    }
+    if _allocates(model):
+        tuner = model.base_model
+        state["averages"] = {name: getattr(tuner.rankallocator, name) for name in _AVERAGES}
+        state["rank_pattern"] = tuner.peft_config[tuner.trainable_adapter_name].rank_pattern
+    return state
 
 
 @torch.no_grad()
-def _restore_allocation(model: Any, state: Mapping[str, Any]) -> None:
-    tuner = model.base_model
-    tuner.peft_config[tuner.trainable_adapter_name].rank_pattern = state["rank_pattern"]
-    for name, average in state["averages"].items():
-        setattr(tuner.rankallocator, name, average)
+def _restore(model: Any, state: Mapping[str, Any]) -> None:
+    if _allocates(model):
+        tuner = model.base_model
+        tuner.peft_config[tuner.trainable_adapter_name].rank_pattern = state["rank_pattern"]
+        for name, average in state["averages"].items():
+            setattr(tuner.rankallocator, name, average)
     for name, weight in state["weights"].items():
         model.get_parameter(name).copy_(weight)
 

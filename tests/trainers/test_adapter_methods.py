@@ -1,11 +1,21 @@
 """Methods of PEFT that need more than gradients: AdaLoRA's term of the loss, and its budget of ranks."""
 
+import copy
 import logging
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import AdaLoraConfig, AdaLoraModel, LoraConfig, ShadowConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    AdaLoraModel,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    ShadowConfig,
+    get_peft_model,
+)
 from transformers import Trainer, TrainerCallback
 
 from liger_trainer.compat.peft import adds_to_loss
@@ -195,6 +205,31 @@ def test_a_resumed_run_has_the_same_ranks(at, tmp_path):
     whole.train()
     resumed = causal(tmp_path / "resumed", adalora(), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{at}"))
+    assert_close_weights(resumed, whole, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16, prefix_projection=True),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    ],
+    ids=["p-tuning", "projected prefix", "prefix", "prompt"],
+)
+def test_a_resumed_run_has_the_same_prompt(config, tmp_path):
+    """PEFT's file has what the encoder of a prompt computes, and not the encoder."""
+
+    def adapted():
+        torch.manual_seed(3)
+        return get_peft_model(llama(), copy.deepcopy(config))
+
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
+    whole = causal(tmp_path / "whole", adapted(), **options)
+    whole.train()
+    resumed = causal(tmp_path / "resumed", adapted(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_close_weights(resumed, whole, tolerance=0)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from liger_trainer.trainers.adapter_methods import TRAINED_FILE
 from liger_trainer.trainers.checkpoints.moving_reference import REFERENCE_FILE
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError, damage
 from tests.trainers.builders import causal
@@ -59,7 +60,7 @@ def test_a_file_that_is_cut_short(file, size, run):
     assert resume(run, run / "checkpoint-2").state.global_step == 5
 
 
-@pytest.mark.parametrize("file", [REFERENCE_FILE, "rank_allocation.pt"])
+@pytest.mark.parametrize("file", [REFERENCE_FILE, TRAINED_FILE])
 def test_a_file_of_ours_that_is_cut_short(file, run):
     path = run / "checkpoint-4" / file
     torch.save({"weight": torch.ones(100)}, path)

@@ -43,7 +43,7 @@ require(WRAPPED_OPTIMIZER)
 
 _WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _OF_TORCH = re.compile(  # other files are the user's own, and may be anything
-    r"^(optimizer|scheduler|rng_state|pytorch_model|adapter_model|training_args|reference|rank_allocation)"
+    r"^(optimizer|scheduler|rng_state|pytorch_model|adapter_model|training_args|reference|trained_adapters)"
     r".*\.(pt|pth|bin)$|_states\.pt$"
 )
 _PICKLE = b"\x80\x02"  # the beginning of files of torch.save that are not zip archives
