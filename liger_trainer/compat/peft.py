@@ -99,6 +99,9 @@ ADDED_TERMS = Feature(
 """What [`adds_to_loss`] and [`calls_tuner`] look for; without it the term would be missing, without a word."""
 
 
+TUNERS = Feature("telling tuners of PEFT from prompt learning", Private("peft.tuners.tuners_utils:BaseTuner"))
+
+
 def adds_to_loss(tuner: Any) -> bool:
     """Whether the forward of a tuner, PEFT's module around a model, does something with the loss of the outputs."""
     return mentions(type(tuner).forward, "loss")
