@@ -53,6 +53,13 @@ TUNER_LAYERS = Feature(
     needed=False,
 )
 
+TRIED_ADAPTERS = Feature(
+    "trying whether adapters mix tokens or draw random numbers",
+    Private("peft.tuners.tuners_utils:BaseTunerLayer"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer.get_base_layer", "self"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer.active_adapters"),
+)
+
 HEAD_COPIES = Feature(
     "training the LM head beside adapters (`modules_to_save`)",
     Private("peft.utils.other:ModulesToSaveWrapper.update", uses="original_module, modules_to_save"),
