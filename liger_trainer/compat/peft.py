@@ -53,6 +53,13 @@ TUNER_LAYERS = Feature(
     needed=False,
 )
 
+TRIED_ADAPTERS = Feature(
+    "trying whether adapters mix tokens or draw random numbers",
+    Private("peft.tuners.tuners_utils:BaseTunerLayer"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer.get_base_layer", "self"),
+    Private("peft.tuners.tuners_utils:BaseTunerLayer.active_adapters"),
+)
+
 HEAD_COPIES = Feature(
     "training the LM head beside adapters (`modules_to_save`)",
     Private("peft.utils.other:ModulesToSaveWrapper.update", uses="original_module, modules_to_save"),
@@ -97,6 +104,9 @@ ADDED_TERMS = Feature(
     Private("peft:PeftModelForCausalLM.forward", uses="base_model"),
 )
 """What [`adds_to_loss`] and [`calls_tuner`] look for; without it the term would be missing, without a word."""
+
+
+TUNERS = Feature("telling tuners of PEFT from prompt learning", Private("peft.tuners.tuners_utils:BaseTuner"))
 
 
 def adds_to_loss(tuner: Any) -> bool:

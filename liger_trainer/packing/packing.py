@@ -32,6 +32,7 @@ class Packing:
     Args:
         share: Whether rows of a batch share their common beginnings.
         most: The tokens of a packed row at most, if it has several rows of the batch; None for one packed row a batch.
+        draws: Whether training is known to draw random numbers, whatever [`drops`] finds.
 
     Attributes:
         trained: The tokens of all batches so far that a gradient was computed for, without padding.
@@ -40,6 +41,7 @@ class Packing:
 
     share: bool
     most: int | None = None
+    draws: bool = False
     trained: int = 0
     executed: int = 0
     _last: tuple[list[Any], list[PackedRow]] | None = None
@@ -114,10 +116,14 @@ class Packing:
             )
         warn_once(f"padded: {reason}", f"{type(model).__name__} gets a padded batch: {reason}. (Shown once.)")
 
+    def shares_in_training(self, model: nn.Module) -> bool:
+        """Whether rows share their common beginnings while `model` is trained."""
+        return self.share and not self.draws and not drops(model)
+
     def _drops(self, model: nn.Module) -> bool:
-        """[`drops`] of the model as it was at its first batch: it takes as long as launching a few layers."""
+        """Whether training draws, of the model as it was at its first batch: that takes as long as a few launches."""
         if model not in self._dropping:
-            self._dropping[model] = drops(model)
+            self._dropping[model] = self.draws or drops(model)
         return self._dropping[model]
 
     def _agreed(self, model: nn.Module, rows: int, device: torch.device) -> int:
@@ -172,7 +178,8 @@ def _random(model: nn.Module) -> Iterator[str]:
     """The names under which modules have a rate above 0: that of dropout, or of a router's noise."""
     for module in model.modules():
         for name, value in (*vars(module).items(), *module.named_children()):
-            is_dropout = isinstance(value, nn.Dropout)
-            rate = value.p if is_dropout else value
-            if isinstance(rate, float) and rate > 0 and (is_dropout or "drop" in name or "jitter" in name):
-                yield name
+            is_dropout = isinstance(value, nn.Module) and "dropout" in type(value).__name__.lower()
+            # Adapters of PEFT have a rate each, in a dictionary.
+            rates = [getattr(value, "p", None)] if is_dropout else value.values() if type(value) is dict else [value]
+            if is_dropout or "drop" in name or "jitter" in name:
+                yield from (name for rate in rates if isinstance(rate, float) and rate > 0)

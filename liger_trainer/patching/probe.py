@@ -26,7 +26,7 @@ from liger_trainer.patching.trial import Agreement, Computation, Trial, alike_wi
 
 require(MODULE_CONTENTS)
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -35,6 +35,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+"""The attributes of a module that hold its hooks."""
 
 # Attributes that say nothing of what a module computes.
 _OF_EVERY_MODULE = {*nn.Module().__dict__, "forward", "_is_hf_initialized"}
@@ -190,7 +191,7 @@ def dummy_module(
     """A module of the same class and plain attributes, without hooks, with these contents."""
     # The class's constructor would allocate the real size and draw from the global generator.
     dummy: nn.Module = object.__new__(class_of(module))
-    attributes = {**copies_of_containers(module.__dict__), **{name: type(module.__dict__[name])() for name in _HOOKS}}
+    attributes = {**copies_of_containers(module.__dict__), **{name: type(module.__dict__[name])() for name in HOOKS}}
     attributes.update(_parameters=dict(parameters), _buffers={}, _modules=dict(children), training=training)
     for name in OURS:
         attributes.pop(name, None)

@@ -20,7 +20,14 @@ from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.compat.peft import ADDED_TERMS, RANK_ALLOCATION, adds_loss_of_labels, adds_to_loss, calls_tuner
+from liger_trainer.compat.peft import (
+    ADDED_TERMS,
+    RANK_ALLOCATION,
+    TUNERS,
+    adds_loss_of_labels,
+    adds_to_loss,
+    calls_tuner,
+)
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS
 from liger_trainer.head.warn_once import warn_once
@@ -45,9 +52,9 @@ class AdapterMethodsMixin(SavedWeightsMixin):
 
     def _prepare_adapter_methods(self) -> None:
         """To be called when the model has its final forward."""
-        if not isinstance(self.model, PeftModel):
+        tuner = tuner_of(self.model)
+        if tuner is None:
             return
-        tuner: Any = self.model.base_model
         own_loss = self._has_own_loss or self.label_smoother is not None
         if adds_to_loss(tuner):
             if not calls_tuner(self.model):
@@ -99,9 +106,19 @@ def _computes_its_file(model: Any) -> bool:
     return isinstance(model, PeftModel) and (model.active_peft_config.is_prompt_learning or _allocates(model))
 
 
+def tuner_of(model: Any) -> Any:
+    """PEFT's module between a PEFT model and the model; None for any other, and for prompt learning.
+
+    For that, `base_model` of a PEFT model is the model itself.
+    """
+    (base_tuner,) = require(TUNERS)
+    tuner = model.base_model if isinstance(model, PeftModel) else None
+    return tuner if isinstance(tuner, base_tuner) else None
+
+
 def _allocates(model: Any) -> bool:
     """Whether it is an AdaLoRA model that is trained."""
-    return hasattr(model.base_model, "rankallocator") and available(RANK_ALLOCATION)
+    return hasattr(tuner_of(model), "rankallocator") and available(RANK_ALLOCATION)
 
 
 def _trained(model: Any) -> dict[str, Any]:

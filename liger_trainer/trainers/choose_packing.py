@@ -14,8 +14,11 @@ from liger_trainer.packing.packing import Packing, drops, drops_attention
 from liger_trainer.packing.proof import prove_packing
 from liger_trainer.patching.report import KernelReportRow
 from liger_trainer.trainers.packed_scores import prove_packed_scores
+from liger_trainer.trainers.tried_adapters import TriedAdapters, try_adapters
 
 PADDING_FREE, SHARE_PROMPT = "padding_free", "share_prompt"
+
+_ALIKE = "the same for all that share a prompt"
 
 
 def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | None, list[KernelReportRow]]:
@@ -36,6 +39,8 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
         agreement = prove_packed_scores(base) if base.get_output_embeddings() is None else prove_packing(base)
         reason = agreement.reason
     error = None if agreement is None else agreement.error
+    adapters = TriedAdapters() if reason else try_adapters(model)
+    reason = reason or adapters.mixing
     if reason:
         return None, [KernelReportRow(PADDING_FREE, target, 1, None, error, f"batches stay padded: {reason}")]
     most = getattr(args, "tokens_per_micro_batch", None)
@@ -44,11 +49,13 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     if not may_share or _asked(args, SHARE_PROMPT, SharingFlags) is False:
         return Packing(False, most), rows
     if drops(model):
-        reason = "dropout, such as `lora_dropout`, is on, and would be the same for all that share a prompt"
-        rows.append(KernelReportRow(SHARE_PROMPT, target, 1, None, None, f"not in training: {reason}"))
-    else:
-        rows.append(KernelReportRow(SHARE_PROMPT, target, 1, "common beginnings once", error))
-    return Packing(True, most), rows
+        reason = f"not in training: dropout, such as `lora_dropout`, is on, and would be {_ALIKE}"
+    elif adapters.drawing:
+        when = "" if adapters.always else "not in training: "
+        reason = f"{when}{adapters.drawing}, a layer of its adapters, draws random numbers, which would be {_ALIKE}"
+    shared = KernelReportRow(SHARE_PROMPT, target, 1, "common beginnings once", error)
+    rows.append(KernelReportRow(SHARE_PROMPT, target, 1, None, None, reason) if reason else shared)
+    return Packing(not adapters.always, most, draws=bool(adapters.drawing)), rows
 
 
 def packing_of_reference(
@@ -61,10 +68,13 @@ def packing_of_reference(
         packing: The policy's.
         rows: What the report says about it.
     """
-    agreement = None if packing is None else prove_packing(model)
-    if agreement is None or agreement.equal:
+    if packing is None:
         return packing, rows
-    target, reason = f"{type(model).__name__}, the reference", f"its batches stay padded: {agreement.reason}"
+    agreement = prove_packing(model)
+    why = agreement.reason or try_adapters(model).mixing
+    if not why:
+        return packing, rows
+    target, reason = f"{type(model).__name__}, the reference", f"its batches stay padded: {why}"
     return None, [*rows, KernelReportRow(PADDING_FREE, target, 1, None, agreement.error, reason)]
 
 

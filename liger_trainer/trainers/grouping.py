@@ -17,7 +17,6 @@ import torch
 from transformers import Trainer
 
 from liger_trainer.compat.rebound import forward_calling
-from liger_trainer.packing.packing import drops
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -46,7 +45,7 @@ class GroupedCompletions(_Base):
     @property
     def _shares_prompt(self) -> bool:
         """Whether the forward of a training step computes a shared prompt once."""
-        return self._packing is not None and self._packing.share and not drops(self.model)
+        return self._packing is not None and self._packing.shares_in_training(self.model)
 
     @functools.cached_property
     def _groups_completions(self) -> bool:

@@ -9,6 +9,7 @@ from datasets import Dataset
 from peft import (
     AdaLoraConfig,
     AdaLoraModel,
+    CartridgeConfig,
     LoraConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
@@ -16,14 +17,14 @@ from peft import (
     ShadowConfig,
     get_peft_model,
 )
-from transformers import Trainer, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 from liger_trainer.compat.peft import adds_to_loss
-from liger_trainer.trainers.adapter_methods import added_terms
+from liger_trainer.trainers.adapter_methods import added_terms, tuner_of
 from tests.trainers import parity
 from tests.trainers.builders import causal, dpo, sft
 from tests.trainers.parity import assert_close_weights
-from tests.trainers.tiny import llama, token_rows
+from tests.trainers.tiny import llama, logged, token_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -153,6 +154,38 @@ def test_shadow_s_loss_of_labels_is_trained_with_theirs_alone(kind, trained, tmp
     term = 0.5 * trainer.model.base_model.last_shadow_loss if trained else 0.0
     torch.testing.assert_close(losses[0], losses[1] + term)
     assert ("its term is left out" in caplog.text) is not trained
+
+
+PROMPTS = {
+    "prompt": PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "prefix": PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "encoder": PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM"),
+    "cartridge": CartridgeConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_model_with_prompts_is_no_tuner(name, kind, tmp_path, caplog):
+    """PEFT calls the model itself its `base_model`; GPT-2 has no `model` inside."""
+    logs = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=4, pad_token_id=0))
+        model.generation_config.eos_token_id = 2
+        trainer = parity.build(kind, ours, tmp_path / str(ours), model, peft_config=PROMPTS[name])
+        assert not ours or (tuner_of(trainer.model), trainer._tuner_of_terms) == (None, None)
+        trainer.train()
+        logs.append(logged(trainer))
+    parity.assert_close_logs(logs[1], logs[0], but=["rewards/accuracies"], absolute=parity.OF_DIFFERENCES)
+    assert "its term is left out" not in caplog.text
+
+
+def test_which_modules_are_tuners():
+    model = adalora()
+    assert tuner_of(model) is model.base_model
+    assert tuner_of(model.get_base_model()) is None
+    assert tuner_of(get_peft_model(llama(), PROMPTS["prompt"])) is None
 
 
 def test_a_term_that_peft_adds_in_another_way_is_not_lost_without_a_word(tmp_path, monkeypatch):
