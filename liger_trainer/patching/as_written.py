@@ -144,11 +144,15 @@ def _found(
             found = [(_Part(module, type(module).forward), Inside((), shared))]
         else:
             found = [*_parts(module, live, names, shared)]
+        seen = {id(part.owner) for part, _ in found}
         for _, inside in found:  # grows
-            found += [each for hidden in inside.modules for each in _parts(hidden, (), names, shared)]
+            for hidden in inside.modules:
+                new = [] if id(hidden) in seen else [*_parts_of_called(hidden, names, shared)]
+                seen.update(id(part.owner) for part, _ in new)
+                found += new
         own = len(found)
         for hidden in shared.modules:  # grows
-            found += _parts(hidden, (), names, shared, shared)
+            found += _parts_of_called(hidden, names, shared, shared)
         if shared.names <= names:
             break
         names |= shared.names  # and again, as they may be names of what was left out
@@ -225,7 +229,7 @@ def _changed_inside(
 
 def _said(owner: Any, name: str, found: Any, value: Any) -> str:
     """What a message calls an attribute that is another now."""
-    if name == "__dict__":
+    if name == "__dict__" and isinstance(found, dict):
         return next((key for key in {**value, **found} if found.get(key, owner) is not value.get(key, owner)), name)
     if isinstance(owner, types.CellType):
         return "nonlocal"
@@ -318,9 +322,16 @@ def _parts(
     filled = tuple((name, tuple(pairs)) for name, pairs in contents.items() if pairs)
     yield _Part(owner, kind.forward, tuple(attributes.items()), absent, filled, tuple(others)), inside
     for child in children:
-        (part, held), *inner = _parts(child, (), names, shared, within)
-        yield part._replace(others=((child, "forward", child.forward), *part.others)), held
-        yield from inner
+        yield from _parts_of_called(child, names, shared, within)
+
+
+def _parts_of_called(
+    module: nn.Module, names: frozenset[str], shared: Inside, within: Inside | None = None
+) -> Iterator[tuple[_Part, Inside]]:
+    """As `_parts`, of a module whose forward may be one of its own."""
+    (part, inside), *inner = _parts(module, (), names, shared, within)
+    yield part._replace(others=((module, "forward", module.forward), *part.others)), inside
+    yield from inner
 
 
 def _is_property(kind: type, name: str) -> bool:

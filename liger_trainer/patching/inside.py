@@ -49,8 +49,8 @@ class Inside:
         attributes: The object, the name of the attribute and the value. The value of ``__dict__`` is a copy.
         containers: The name by which each is read, and itself, and a copy.
         globals: The function that reads each, the name and the value.
-        modules: Modules that are in none of `nn.Module`'s dictionaries.
-        arrays: The names of tensors and arrays, whose numbers may change in place.
+        modules: Modules that are in none of `nn.Module`'s dictionaries, without parameters and buffers.
+        arrays: The names of tensors and arrays, whose numbers may change in place, and of other modules.
         names: The names that the functions read that were found.
 
     Args:
@@ -87,9 +87,10 @@ class Inside:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            self.modules.append(value)
             if any(True for _ in (*value.parameters(), *value.buffers())):
                 self.arrays.append(name)
+            else:
+                self.modules.append(value)
         elif isinstance(value, type):
             if not issubclass(value, nn.Module):
                 self._class(value)
@@ -177,7 +178,7 @@ class Inside:
         users = package_of(file.__name__) not in NOT_FOLLOWED
         for name in sorted(self._names & vars(file).keys()):
             value = vars(file)[name]
-            if name[:2] != "__" and (users or isinstance(value, _PLAIN)):
+            if users or isinstance(value, _PLAIN):
                 self._attribute(file, name, name, value)
 
 
