@@ -95,6 +95,13 @@ class Times(nn.Module):
         return x * self.factor
 
 
+class Four(Times):
+    """Another number."""
+
+    def forward(self, x):
+        return x * 4.0
+
+
 class Asked(Norm):
     """Makes up an attribute."""
 
@@ -102,7 +109,7 @@ class Asked(Norm):
         return self.__dict__.get("_made_up", 2.0) if name == "made_up" else super().__getattr__(name)
 
 
-GLOBAL, number = Factor(), 2.0
+GLOBAL, MODULE, number = Factor(), Times(), 2.0
 
 
 def with_default(x, factor=2.0):
@@ -208,6 +215,11 @@ CHANGES = {
         lambda s, x: s.hidden[0](s.normed(x)),
         lambda m, p: m.hidden[0].register_forward_hook(lambda module, args, output: 2 * output),
     ),
+    "another class of a module in a tuple": (
+        lambda s, x: s.hidden[0](s.normed(x)),
+        lambda m, p: setattr(m.hidden[0], "__class__", Four),
+    ),
+    "a global module": (lambda s, x: MODULE(s.normed(x)), lambda m, p: p.setattr(MODULE, "factor", 4.0)),
     "a global": (lambda s, x: GLOBAL(s.normed(x)), lambda m, p: p.setattr(GLOBAL, "value", 4.0)),
     "a method of a global": (lambda s, x: GLOBAL.apply(s.normed(x)), lambda m, p: p.setattr(GLOBAL, "value", 4.0)),
     # Functions.
@@ -365,8 +377,16 @@ def test_what_reads_too_much_is_left_alone():
     assert "reads more than 1000 objects" in row.reason
 
 
-def test_what_is_unread_in_a_config_of_transformers_is_free():
-    model = toy(lambda s, x: s.normed(x) * s.own_config.factor)
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, x: s.normed(x) * s.own_config.factor,
+        lambda s, x: s.normed(x) * s.own_config.factor * s.__dict__["number"],
+    ],
+    ids=["", "where a dictionary is read"],
+)
+def test_what_is_unread_in_a_config_of_transformers_is_free(forward):
+    model = toy(forward)
     apply_liger_kernel(model, LAYERS)
     model.it.own_config.use_cache = model.it.own_config.other = 5
     assert is_as_proved(model.it)
@@ -375,6 +395,8 @@ def test_what_is_unread_in_a_config_of_transformers_is_free():
 def test_what_holds_itself_is_patched():
     factor = Factor()
     factor.itself, factor.inner["all"] = factor, factor.inner
-    model = toy(lambda s, x: s.factor(s.normed(x)), factor=factor)
+    one, other = Times(), Times()
+    one.others, other.others = (other,), (one,)
+    model = toy(lambda s, x: s.factor(s.normed(x)) * s.hidden[0].others[0].factor / 2, factor=factor, hidden=(one,))
     assert apply_liger_kernel(model, LAYERS).applied
     assert is_as_proved(copy.deepcopy(model).it)
