@@ -20,10 +20,18 @@ _numbers = itertools.count()
 
 @functools.cache
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that `code` reads as globals and uses in no other way, such as for attributes."""
-    named = [instruction for instruction in dis.get_instructions(code) if instruction.opcode in dis.hasname]
-    others = {instruction.argval for instruction in named if instruction.opname != "LOAD_GLOBAL"}
-    return tuple(dict.fromkeys(each.argval for each in named if each.argval not in others))
+    """The names that `code` and the functions inside of it read as globals."""
+    names = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    for inner in code.co_consts:
+        names += _global_names(inner) if isinstance(inner, types.CodeType) else ()
+    return tuple(dict.fromkeys(names))
+
+
+@functools.cache
+def _is_global_alone(code: types.CodeType, name: str) -> bool:
+    """Whether `code` itself reads the global `name` and uses the name in no other way, such as for an attribute."""
+    named = [each for each in dis.get_instructions(code) if each.opcode in dis.hasname and each.argval == name]
+    return bool(named) and all(each.opname == "LOAD_GLOBAL" for each in named)
 
 
 def _origin(function: types.FunctionType) -> tuple[types.FunctionType, dict[str, Any]]:
@@ -32,7 +40,7 @@ def _origin(function: types.FunctionType) -> tuple[types.FunctionType, dict[str,
 
 
 def used_globals(function: types.FunctionType) -> dict[str, Any]:
-    """The globals of its module that `function` itself reads, and the values that it finds now."""
+    """The globals of its module that `function`, or a function inside of it, reads, and the values it finds now."""
     original, replaced = _origin(function)
     namespace = original.__globals__
     names = (name for name in _global_names(original.__code__) if name in namespace)
@@ -91,7 +99,7 @@ def forward_calling(forward: Callable, name: str, function: Callable) -> Callabl
     if not isinstance(forward, types.FunctionType):
         return None
     inner = getattr(forward, "__wrapped__", None)
-    if name in used_globals(forward):
+    if name in used_globals(forward) and _is_global_alone(_origin(forward)[0].__code__, name):
         copy = rebound(forward, {name: function})
     else:
         copied = forward_calling(inner, name, function) if inner is not None else None

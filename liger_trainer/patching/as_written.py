@@ -28,7 +28,9 @@ from liger_trainer.context_variables import set_to
 from liger_trainer.head.compiled import never_a_frame
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import triton_drives
-from liger_trainer.patching.reads import Inside, code_reads, globals_of, reads_of
+from liger_trainer.patching.inside import MISSING, Attribute, Inside, found_at
+from liger_trainer.patching.reached import FEW, UnseenError
+from liger_trainer.patching.reads import reads_of
 
 require(FUNCTION_TRANSFORMS)
 require(MODULE_CONTENTS)
@@ -72,8 +74,8 @@ class _Part(NamedTuple):
         attributes: Names and values in its ``__dict__``.
         absent: Names that it did not have, and that the forward of its class, or ours, asks for.
         contents: As `attributes`, for its children, parameters and buffers, by the name of the dictionary.
-        others: Its methods, and what it reads of its attributes, such as a config: whose they are, names and values.
-        containers: Dictionaries, lists and sets that it reads: the name, the container and a copy of its contents.
+        others: Its methods, and what its attributes hold: whose they are, names and values; see [`Inside`].
+        containers: Dictionaries, lists and sets that it reads: the name, the container and a copy.
     """
 
     owner: nn.Module
@@ -81,23 +83,25 @@ class _Part(NamedTuple):
     attributes: _Pairs = ()
     absent: tuple[str, ...] = ()
     contents: tuple[tuple[str, _Pairs], ...] = ()
-    others: tuple[tuple[Any, str, Any], ...] = ()
+    others: tuple[Attribute, ...] = ()
     containers: tuple[tuple[str, Any, Any], ...] = ()
 
 
 class _Record(NamedTuple):
     """The parts, the module first, and the globals that its forward reads: in which function, name, value.
 
-    What is read of these globals is as in a part.
+    What is in these globals, in functions and in classes is as in a part. The first parts, `own` of them, belong to
+    the module; others are found in globals.
     """
 
     parts: tuple[_Part, ...]
+    own: int
     read: tuple[tuple[types.FunctionType, str, Any], ...]
-    others: tuple[tuple[Any, str, Any], ...]
+    others: tuple[Attribute, ...]
     containers: tuple[tuple[str, Any, Any], ...]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
-        return self._replace(parts=copy.deepcopy(self.parts, memo))  # a copy reads the same globals
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:  # a copy reads the same globals
+        return self._replace(parts=(*copy.deepcopy(self.parts[: self.own], memo), *self.parts[self.own :]))
 
 
 def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -> None:
@@ -109,25 +113,58 @@ def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -
         live: Names of the attributes and children that `forward` reads at each call; None for all of them, where it
             runs the code of the class.
     """
-    own: Any = type(module).forward
-    if live is None:
-        parts: tuple[_Part, ...] = (_Part(module, own),)
-        read = list(replaced_globals(forward))
-        functions = tuple(value for *_, value in read)
-    else:
-        parts, read = tuple(_parts(module, live)), []
-        functions = reads_of(type(module)).functions
-    read += [each for function in functions for each in globals_of(function)]
-    names = reads_of(type(module)).names
-    inside = Inside(names.union(*(code_reads(function.__code__)[0] for function, *_ in read)))
-    for _, name, value in read:
-        inside.add(name, value)
-    for part in parts if live is not None else ():
-        for name in reads_of(type(part.owner)).methods:
-            inside.add(name, getattr(type(part.owner), name))
-    read = [*{(function, name): (function, name, value) for function, name, value in read}.values()]
-    read = [each for each in read if not isinstance(each[2], types.ModuleType)]
-    module.__dict__[RECORD] = _Record(parts, tuple(read), tuple(inside.attributes), tuple(inside.containers))
+    module.__dict__[RECORD] = _found(module, [*replaced_globals(forward)] if live is None else [], (), live)[0]
+
+
+def arrays_read(module: nn.Module, forward: Callable) -> list[str]:
+    """The names of the tensors that `forward`, run on `module`, reads which are neither parameters nor buffers.
+
+    Raises:
+        UnseenError: If it reads too much.
+    """
+    insides = _found(module, [], (forward,), ())[1]
+    if any(inside.is_full for inside in insides):
+        raise UnseenError(f"its forward reads more than {FEW} objects, too many to compare at each call")
+    return [name for inside in insides for name in inside.arrays]
+
+
+def _found(
+    module: nn.Module,
+    read: list[tuple[types.FunctionType, str, Any]],
+    functions: tuple[Any, ...],
+    live: tuple[str, ...] | None,
+) -> tuple[_Record, list[Inside]]:
+    """What `module`, these `functions` and globals hold, and where it was found."""
+    names: frozenset[str] = frozenset()
+    while True:
+        shared = Inside(reads_of(type(module)).names | names)
+        for function in (*functions, *(value for *_, value in read)):
+            shared.add_function(function)
+        if live is None:
+            found = [(_Part(module, type(module).forward), Inside((), shared))]
+        else:
+            found = [*_parts(module, live, names, shared)]
+        seen = {id(part.owner) for part, _ in found}
+        for _, inside in found:  # grows
+            for hidden in inside.modules:
+                new = [] if id(hidden) in seen else [*_parts_of_called(hidden, names, shared)]
+                seen.update(id(part.owner) for part, _ in new)
+                found += new
+        own = len(found)
+        for hidden in shared.modules:  # grows
+            found += _parts_of_called(hidden, names, shared, shared)
+        if shared.names <= names:
+            break
+        names |= shared.names  # and again, as they may be names of what was left out
+    parts = tuple(
+        part._replace(others=(*part.others, *inside.attributes), containers=tuple(inside.containers))
+        if inside is not shared
+        else part
+        for part, inside in found
+    )
+    globals_read = {(function, name): (function, name, value) for function, name, value in (*read, *shared.globals)}
+    held = tuple(shared.attributes), tuple(shared.containers)
+    return _Record(parts, own, tuple(globals_read.values()), *held), [shared, *(inside for _, inside in found)]
 
 
 def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
@@ -143,7 +180,7 @@ def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
     known = module.__dict__.get(RECORD)
     if known is None or torch._C._are_functorch_transforms_active():
         return False
-    parts, read, others_read, containers_read = known
+    parts, _, read, others_read, containers_read = known
     if parts[0].owner is not module:  # of a shallow copy
         return False
     for owner, forward, attributes, absent, contents, others, containers in parts:
@@ -178,13 +215,25 @@ def _changed_inside(
 ) -> str | None:
     """The name of the first attribute of other objects, or container, that is another now; None if none is."""
     for owner, name, value in others:
-        found = getattr(owner, name, None)
+        try:
+            found = getattr(owner, name)
+        except Exception:  # what is not there, or a property that raises
+            found = MISSING
         if found is not value and _differ(found, value):
-            return name
+            return _said(owner, name, found, value)
     for name, container, value in containers:
         if _differ(container, value):
             return name
     return None
+
+
+def _said(owner: Any, name: str, found: Any, value: Any) -> str:
+    """What a message calls an attribute that is another now."""
+    if name == "__dict__" and isinstance(found, dict):
+        return next((key for key in {**value, **found} if found.get(key, owner) is not value.get(key, owner)), name)
+    if isinstance(owner, types.CellType):
+        return "nonlocal"
+    return owner.__name__ if isinstance(owner, types.FunctionType) else name
 
 
 never_a_frame(is_as_proved)  # it has no operators
@@ -222,8 +271,18 @@ def _warn(kind: str, name: str, of_owner: str) -> None:
     )
 
 
-def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
-    """`owner`, then its children and theirs, without what is `live` and what its class does not read."""
+def _parts(
+    owner: Any, live: tuple[str, ...], names: frozenset[str], shared: Inside, within: Inside | None = None
+) -> Iterator[tuple[_Part, Inside]]:
+    """`owner`, then its children and theirs, without what is `live` and what its class does not read.
+
+    Args:
+        owner: The module.
+        live: As in [`record`].
+        names: What the functions read that its code calls.
+        shared: Where what it has in common with its copies is looked at.
+        within: Where its attributes are looked at; an own place, if this is None.
+    """
     kind, held = type(owner), owner.__dict__
     read = reads_of(kind)
     known = read.names | read.strings
@@ -236,7 +295,7 @@ def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
         for name, value in held.items()
         if name not in _ALWAYS_THERE
         and name not in (RECORD, *free)
-        and (name in known or name in alone or (read.whole and name[0] != "_"))
+        and (name in known or name in alone or (read.whole and (name[0] != "_" or name in names)))
     }
     # Strings: of `getattr(self, name, default)`.
     absent = tuple(sorted(name for name in {*read.strings, *alone} - {*named, *free} if not hasattr(kind, name)))
@@ -249,17 +308,31 @@ def _parts(owner: Any, live: tuple[str, ...]) -> Iterator[_Part]:
     }
     children = [child for _, child in contents["_modules"] if child is not None]
     # A property is compared as it is in the class, without its value.
-    whose = {name: kind if isinstance(getattr(kind, name), property) else owner for name in read.methods - {*named}}
-    others = [(each, name, getattr(each, name)) for name, each in sorted(whose.items(), key=str)]
-    inside = Inside(known)
+    whose = {name: kind if _is_property(kind, name) else owner for name in read.methods - {*named}}
+    others = [(each, name, found_at(each, name)) for name, each in sorted(whose.items(), key=str)]
+    others += [(base, name, getattr(base, name)) for base, name, _ in read.overridden]
+    inside = within or Inside(known | names, shared)
+    for function in read.functions:
+        shared.add_function(function)
+    for name in read.methods:
+        shared.add(name, getattr(kind, name))
     for name, value in attributes.items():
-        if name in known:
+        if name in known or name in names:
             inside.add(name, value)
-    others += [*((base, name, getattr(base, name)) for base, name, _ in read.overridden), *inside.attributes]
     filled = tuple((name, tuple(pairs)) for name, pairs in contents.items() if pairs)
-    held_inside = tuple(inside.containers)
-    yield _Part(owner, kind.forward, tuple(attributes.items()), absent, filled, tuple(others), held_inside)
+    yield _Part(owner, kind.forward, tuple(attributes.items()), absent, filled, tuple(others)), inside
     for child in children:
-        part, *inner = _parts(child, ())
-        yield part._replace(others=((child, "forward", child.forward), *part.others))
-        yield from inner
+        yield from _parts_of_called(child, names, shared, within)
+
+
+def _parts_of_called(
+    module: nn.Module, names: frozenset[str], shared: Inside, within: Inside | None = None
+) -> Iterator[tuple[_Part, Inside]]:
+    """As `_parts`, of a module whose forward may be one of its own."""
+    (part, inside), *inner = _parts(module, (), names, shared, within)
+    yield part._replace(others=((module, "forward", module.forward), *part.others)), inside
+    yield from inner
+
+
+def _is_property(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), (property, functools.cached_property))

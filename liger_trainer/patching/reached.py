@@ -24,6 +24,8 @@ NOT_OF_PARTS = frozenset(nn.Module().__dict__) - {"training"}
 
 _PLAIN = (type(None), bool, int, float, str)
 _MOST = 10_000
+FEW = 1_000
+"""So many objects are compared at each call."""
 # Their functions and objects keep nothing of a forward, and lead to all that a process holds.
 _FRAMEWORKS = {
     "torch",
@@ -37,12 +39,14 @@ _FRAMEWORKS = {
     "liger_trainer",
 }
 _CODE_OF_OTHERS = sys.stdlib_module_names | _FRAMEWORKS | {"builtins"}
-_NOT_FOLLOWED = _CODE_OF_OTHERS | {"transformers"}
+NOT_FOLLOWED = _CODE_OF_OTHERS | {"transformers"}
 # Objects of these modules hold what others put there.
 _OPEN = {"argparse", "builtins", "collections", "functools", "queue", "transformers", "types", "_thread"}
-_CLOSED = _NOT_FOLLOWED - _OPEN
+_CLOSED = NOT_FOLLOWED - _OPEN
 _METHODS = (types.MethodType, types.BuiltinMethodType, property, classmethod, staticmethod)
-_WRAPPERS = (*_METHODS, functools.partial, functools.cached_property)
+WRAPPERS = (*_METHODS, functools.partial, functools.cached_property)
+WRAPPED = ("__self__", "__func__", "func", "args", "keywords", "fget")
+"""The attributes of [`WRAPPERS`] that hold what they call, and with what."""
 _ABSENT = object()
 
 
@@ -70,6 +74,9 @@ class Reached:
 
     Raises:
         UnseenError: If these are more than 10,000 objects, or if a function registers hooks, which run later.
+
+    Attributes:
+        is_simple: Whether it has found no tensors or arrays but parameters, buffers and inputs, and few objects.
     """
 
     def __init__(self, forward: Callable, module: nn.Module, inputs: Iterable[Any]) -> None:
@@ -82,12 +89,15 @@ class Reached:
             if isinstance(value, torch.Tensor):
                 self._seen.add(id(value))
                 self._attributes("its input.", value)
+        self._given = {id(each) for each in (*inputs, *module.parameters(), *module.buffers())}
+        self.is_simple = True
         for path, part in module.named_modules():
             self._pending.append((path, part))
             for function in (forward, *reads_of(type(part)).functions):
                 self._root(function)
         while self._pending:
             self._look(*self._pending.pop())
+        self.is_simple = self.is_simple and len(self._seen) < FEW
 
     def restore(self) -> list[str]:
         """The names of what changed, after it got back what it held before."""
@@ -121,10 +131,11 @@ class Reached:
         if type(value) in _PLAIN or id(value) in self._seen:
             return
         self._seen.add(id(value))
+        self.is_simple = self.is_simple and (id(value) in self._given or not is_array(value))
         if len(self._seen) > _MOST:
             raise UnseenError(f"its forward reaches more than {_MOST} objects, too many to see whether it sets one")
         if isinstance(value, types.FunctionType):
-            if _package(value.__globals__.get("__name__")) not in _NOT_FOLLOWED:
+            if package_of(value.__globals__.get("__name__")) not in NOT_FOLLOWED:
                 self._function(path, value)
         elif isinstance(value, type):
             self._class(value)
@@ -139,17 +150,16 @@ class Reached:
     def _object(self, path: str, value: Any) -> None:
         if isinstance(value, (*CONTAINERS, tuple, frozenset)):
             self._hold(path, False, functools.partial(_inside, value), functools.partial(_refill, value))
-        if isinstance(value, _WRAPPERS):
-            names = ("__self__", "__func__", "func", "args", "keywords", "fget")
-            self._pending += [(path, getattr(value, name, None)) for name in names]
+        if isinstance(value, WRAPPERS):
+            self._pending += [(path, getattr(value, name, None)) for name in WRAPPED]
         if isinstance(value, types.CellType):
             self._hold(path, False, functools.partial(_of_cell, value), functools.partial(_refill_cell, value))
-        elif _package(type(value).__module__) not in _CLOSED:
+        elif package_of(type(value).__module__) not in _CLOSED:
             self._attributes(f"{path}.", value)
-            if slots := _slots(type(value)):
+            if slots := slots_of(type(value)):
                 read = functools.partial(_of_slots, value, slots)
                 self._hold(f"{path}.", True, read, functools.partial(_set_back, value))
-            if _package(type(value).__module__) not in _NOT_FOLLOWED:
+            if package_of(type(value).__module__) not in NOT_FOLLOWED:
                 self._pending.append((path, type(value)))
 
     def _attributes(self, path: str, value: Any) -> None:
@@ -171,7 +181,7 @@ class Reached:
         self._pending.append((path, type(module)))
 
     def _class(self, kind: type) -> None:
-        if _package(kind.__module__) not in _CODE_OF_OTHERS:
+        if package_of(kind.__module__) not in _CODE_OF_OTHERS:
             self._hold(
                 f"{kind.__name__}.", True, functools.partial(_of_class, kind), functools.partial(_set_back, kind)
             )
@@ -187,7 +197,7 @@ class Reached:
         """Looks at a function of a model, and at what it wraps, wherever they come from."""
         while isinstance(function, types.FunctionType) and id(function) not in self._seen:
             self._seen.add(id(function))
-            if _package(function.__globals__.get("__name__")) not in _FRAMEWORKS:
+            if package_of(function.__globals__.get("__name__")) not in _FRAMEWORKS:
                 self._function(function.__name__, function)
             function = getattr(function, "__wrapped__", None)
 
@@ -200,7 +210,7 @@ class Reached:
         files += [sys.modules[name] for name in names if name in sys.modules]  # imported inside of the function
         while files:
             file = files.pop()
-            if (id(file), id(names)) not in self._files and _package(file.__name__) not in _NOT_FOLLOWED:
+            if (id(file), id(names)) not in self._files and package_of(file.__name__) not in NOT_FOLLOWED:
                 self._files.add((id(file), id(names)))
                 found = self._names(f"{file.__name__}.", names, vars(file))
                 files += [each for each in found.values() if isinstance(each, types.ModuleType)]
@@ -209,7 +219,13 @@ class Reached:
         self._attributes(f"{path}.", function)
 
 
-def _package(name: str | None) -> str:
+def is_array(value: Any) -> bool:
+    """Whether `value` is a tensor or an array, whose numbers may change in place."""
+    return hasattr(type(value), "__array__") and hasattr(type(value), "__setitem__")
+
+
+def package_of(name: str | None) -> str:
+    """The package of the module with this name."""
     return (name or "").partition(".")[0]
 
 
@@ -259,7 +275,8 @@ def _of_class(kind: type) -> dict[str, Any]:
     return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """The names of the slots of `kind` and its bases."""
     slots = [vars(each).get("__slots__", ()) for each in kind.__mro__]
     return [name for each in slots for name in ((each,) if isinstance(each, str) else each) if name[:2] != "__"]
 

@@ -8,18 +8,16 @@ that they hold, to any depth. Then everything gets back what it held.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.compat.rebound import used_globals
-from liger_trainer.patching.reached import NOT_OF_PARTS, Reached, UnseenError
-from liger_trainer.patching.reads import CONTAINERS, holds_arrays, reads_of
+from liger_trainer.patching.as_written import arrays_read
+from liger_trainer.patching.reached import Reached, UnseenError
+from liger_trainer.patching.reads import CONTAINERS
 
-_PLAIN = (type(None), bool, int, float, str)
 _NO_PARAMETER = "which are neither a parameter nor a buffer and may change in place"
 
 
@@ -36,11 +34,13 @@ def run_part(forward: Callable, module: nn.Module, *inputs: torch.Tensor | None)
             that are neither parameters nor buffers: no call could see that they change. Whatever was changed, but the
             numbers of tensors, is as before.
     """
-    _refuse_arrays(forward, module)
     try:
         held = Reached(forward, module, inputs)
+        arrays = [] if held.is_simple else arrays_read(module, forward)
     except UnseenError as error:
         raise SideEffectError(str(error)) from error
+    if arrays:
+        raise SideEffectError(f"its forward reads the numbers of its {arrays[0]}, {_NO_PARAMETER}")
     try:
         result = forward(module, *inputs)
     finally:
@@ -54,22 +54,3 @@ def run_part(forward: Callable, module: nn.Module, *inputs: torch.Tensor | None)
 def copies_of_containers(attributes: dict[str, Any]) -> dict[str, Any]:
     """`attributes` with copies of lists, dictionaries and sets, so that a dummy's forward does not change a model's."""
     return {name: value.copy() if type(value) in CONTAINERS else value for name, value in attributes.items()}
-
-
-def _refuse_arrays(forward: Callable, module: nn.Module) -> None:
-    """Raises for tensors that `forward` reads in attributes of `module` and in globals."""
-    for part in module.modules():
-        for name, value in part.__dict__.items():
-            if name not in NOT_OF_PARTS and _is_array(value):
-                reads = reads_of(type(part))
-                if name in reads.names or name in reads.strings:
-                    raise SideEffectError(f"its forward reads the numbers of its {name}, {_NO_PARAMETER}")
-    while isinstance(forward, types.FunctionType):
-        for name, value in used_globals(forward).items():
-            if not isinstance(value, type) and _is_array(value):
-                raise SideEffectError(f"its forward reads the numbers of the global {name}, {_NO_PARAMETER}")
-        forward = getattr(forward, "__wrapped__", None)  # type: ignore[assignment]
-
-
-def _is_array(value: Any) -> bool:
-    return type(value) not in _PLAIN and holds_arrays(value)

@@ -290,13 +290,21 @@ def said(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records if "since liger_trainer patched" in record.message]
 
 
+def appended_to(values):
+    """A generator that keeps what it gets: a list that a forward can reach would be compared too."""
+    while True:
+        values.append((yield))
+
+
 def test_it_is_said_once_and_what_is_put_back_runs_our_kernel_again(said):
     calls = []  # of the activations, which our kernel does not call
+    counter = appended_to(calls)
+    next(counter)
 
     class Counted(nn.SiLU):
         def forward(self, input):
             if input.dim() == 2:  # the inputs of a proof have more, which would see that this keeps something
-                calls.append(self)
+                counter.send(self)
             return super().forward(input)
 
     model = toys.Toy(a=toys.MLP(act=Counted()), b=toys.MLP(act=Counted()))

@@ -223,7 +223,7 @@ def test_what_is_reported_runs_in_a_subclass_with_a_forward_of_its_own():
     experts = filled(Own(Config()))
     x, index, weights = torch.randn(5, 8), torch.tensor([[0, 3]] * 5), torch.rand(5, 2)
     expected = experts(x, index, weights)
-    assert row_of(experts).applied
     del calls[:]
+    assert row_of(experts).applied
     torch.testing.assert_close(experts(x, index, weights), expected)
     assert calls == []
