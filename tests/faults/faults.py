@@ -590,10 +590,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a longer batch is planned as the recorded one", "ActivationMemory._calls_to_keep",
          r"math\.ceil\(_SHARES \* tokens / recorded\) / _SHARES", "1.0",
          "trainers/test_activation_memory::test_batches_of_other_lengths"),
-        ("TRL's functions stay in the layers", "ActivationMemoryMixin._let_layers_keep",
-         r"kept\.begin\(self\.model_wrapped, self\.state\.global_step\)",
-         "kept.begin(self.model_wrapped if self.state.global_step < 1 else torch.nn.Identity(), "
-         "self.state.global_step)",
+        ("TRL's functions stay in the layers", "ActivationMemory.attach",
+         r"        replace_checkpoints\(", "            replace_checkpoints(",
          "trainers/test_activation_memory::"
          "test_layers_keep_although_trl_gives_them_their_own_functions_back"),
         ("a record of another run is used", "ActivationMemoryMixin._before_resuming",

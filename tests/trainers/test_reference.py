@@ -117,7 +117,7 @@ FINE = {
         "peft_config": lora(use_dora=True), "options": {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}},
     },
     "rank-stabilised": {"peft_config": lora(use_rslora=True), "options": {"bf16": True}},
-    "orthogonal": {"peft_config": lora(init_lora_weights="orthogonal"), "options": {"bf16": True}},
+    "orthogonal in bf16": {"peft_config": lora(init_lora_weights="orthogonal"), "options": {"bf16": True}},
     "dropout": {"model": lambda folder: dropping(folder), "options": {"disable_dropout": False}},
     "dropout in bf16": {
         "model": lambda folder: dropping(folder), "options": {"disable_dropout": False, "bf16": True},

@@ -88,7 +88,9 @@ def test_deferred_logits(options, expected_grad, weights, build):
         if left is not None:
             torch.testing.assert_close(left.detach(), right.detach(), rtol=1e-5, atol=1e-5)
     for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.grad, expected_parameters[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+        theirs = expected_parameters[name].grad  # sums, whose terms may cancel in an element
+        atol = 1e-5 * (1 + theirs.abs().max().item())
+        torch.testing.assert_close(parameter.grad, theirs, rtol=1e-4, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("uniform_gradient", [True, False])
