@@ -15,7 +15,7 @@ from liger_trainer.trainers.choose_packing import packing_of_reference
 from liger_trainer.trainers.tried_adapters import TriedAdapters, try_adapters
 from tests.packing.training import assert_close_gradients, trained
 from tests.quantised import library, quantise
-from tests.trainers.parity import TOLERANCE, assert_close_logs, build, lora
+from tests.trainers.parity import assert_close_logs, build, lora
 from tests.trainers.tiny import llama, logged
 
 pytestmark = pytest.mark.filterwarnings("ignore")
