@@ -215,7 +215,8 @@ class _Copies:
             made.__dict__["_buffers"] = {name: _cloned(each) for name, each in module._buffers.items()}
         made.__dict__.update({name: type(module.__dict__[name])() for name in HOOKS})
         children = {name: None if each is None else self.of(each) for name, each in module._modules.items()}
-        made.__dict__.update(_modules=children, training=self._training)
+        # In evaluation bitsandbytes packs the codes of a base on a CPU in another way, in place.
+        made.__dict__.update(_modules=children, training=self._training or is_base)
         return made
 
     def _noisy(self, weight: torch.Tensor | None) -> torch.Tensor | None:
