@@ -115,8 +115,8 @@ def adds_to_loss(tuner: Any) -> bool:
 
 
 def adds_loss_of_labels(tuner: Any) -> bool:
-    """Whether what the forward of a tuner adds to the loss is a loss of the labels, as in Shadow."""
-    return adds_to_loss(tuner) and mentions(type(tuner).forward, "labels")
+    """Whether what the forward of a tuner that [`adds_to_loss`] adds is a loss of the labels, as in Shadow."""
+    return mentions(type(tuner).forward, "labels")
 
 
 def calls_tuner(model: Any) -> bool:

@@ -279,7 +279,7 @@ def _parts(
     Args:
         owner: The module.
         live: As in [`record`].
-        names: What the functions read that its code calls.
+        names: Names that the functions read which its code calls.
         shared: Where what it has in common with its copies is looked at.
         within: Where its attributes are looked at; an own place, if this is None.
     """

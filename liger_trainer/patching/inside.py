@@ -54,7 +54,7 @@ class Inside:
         names: The names that the functions read that were found.
 
     Args:
-        names: Of attributes.
+        names: Names of attributes.
         shared: Where functions, classes and files are looked at, if elsewhere.
     """
 

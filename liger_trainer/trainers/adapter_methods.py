@@ -95,7 +95,15 @@ class AdapterMethodsMixin(SavedWeightsMixin):
     def _load_trained(self, checkpoint: str) -> bool:
         """Loads what PEFT's own file lacks, if it does and the checkpoint has it."""
         file = Path(checkpoint) / TRAINED_FILE
-        if not _computes_its_file(self.model) or not file.is_file():
+        if not _computes_its_file(self.model):
+            return False
+        if not file.is_file():
+            if sum(weight.requires_grad for weight in self.model.parameters()) > 1:  # a plain prompt is one, and whole
+                logger.warning(
+                    "%s has no %s, as from the stock Trainer or a split model: the adapters go on from PEFT's file, "
+                    "which lacks part of what was trained.",
+                    *(repr(checkpoint), TRAINED_FILE),
+                )
             return False
         _restore(self.model, torch.load(file, map_location=self.args.device, weights_only=True))
         return True

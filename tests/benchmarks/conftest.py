@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.benchmarks import fp8, optimizers, small_llama
+from liger_trainer.benchmarks import fp8, optimizers
 
 WORDS = b"def return self import yield lambda global assert".split()
 
@@ -25,6 +25,6 @@ def small_corpus():
     """In the place of `corpus`, for the tests of a file."""
     text = sentences()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (small_llama, fp8, optimizers):
+        for module in (fp8, optimizers):
             patch.setattr(module, "corpus", lambda: text)
         yield text

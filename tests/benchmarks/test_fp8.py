@@ -32,7 +32,7 @@ def test_runs_of_a_seed_differ_in_the_arithmetic_alone(results):
         assert halves != of_bf16
         for name in IN_FP8:
             losses = results.of(name, seed, "step loss")
-            assert losses[0] == pytest.approx(of_bf16[0], rel=2.5e-3)
+            assert losses[0] == pytest.approx(of_bf16[0], rel=2.5e-3)  # fp8 rounds 128 tokens: up to 1e-3
             assert losses != pytest.approx(of_bf16, rel=1e-6)
             assert 0 < abs(results.score(name, seed, "loss") - results.score(BF16, seed, "loss")) < 0.05
     first, second = (results.of(BF16, seed, "step loss") for seed in (0, 1))

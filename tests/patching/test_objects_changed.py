@@ -14,10 +14,9 @@ from transformers import PretrainedConfig
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.patching.as_written import is_as_proved
-from liger_trainer.patching.binding import is_bound_by_us
 from tests.patching import toys
 from tests.patching.comparisons import LAYERS
-from tests.patching.test_contents_changed import Norm, doubles, norm_with
+from tests.patching.test_contents_changed import Norm, assert_a_change_counts, norm_with
 
 
 class Factor:
@@ -287,13 +286,7 @@ def toy(forward, **more):
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_inside_counts(name, copied, monkeypatch):
     forward, change = CHANGES[name]
-    model = toy(forward)
-    apply_liger_kernel(model, LAYERS)
-    model = copy.deepcopy(model) if copied else model
-    assert is_bound_by_us(model.it)
-    assert is_as_proved(model.it)
-    doubles(model, change, monkeypatch, torch.linspace(-1, 2, 16).view(2, 8))
-    assert not is_as_proved(model.it, tell=False)
+    assert_a_change_counts(toy(forward), change, copied, monkeypatch)
 
 
 class Act:

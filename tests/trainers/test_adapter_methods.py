@@ -20,7 +20,7 @@ from peft import (
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 from liger_trainer.compat.peft import adds_to_loss
-from liger_trainer.trainers.adapter_methods import added_terms, tuner_of
+from liger_trainer.trainers.adapter_methods import TRAINED_FILE, added_terms, tuner_of
 from tests.trainers import parity
 from tests.trainers.builders import causal, dpo, sft
 from tests.trainers.parity import assert_close_weights
@@ -264,6 +264,16 @@ def test_a_resumed_run_has_the_same_prompt(config, tmp_path):
     resumed = causal(tmp_path / "resumed", adapted(), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_close_weights(resumed, whole, tolerance=0)
+
+
+def test_a_checkpoint_without_the_ranks_says_so(tmp_path, caplog):
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    causal(tmp_path, adalora(), **options).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / TRAINED_FILE).unlink()
+    with caplog.at_level(logging.WARNING, "liger_trainer"):
+        causal(tmp_path, adalora(), **options)._load_trained(str(checkpoint))
+    assert f"has no {TRAINED_FILE}" in caplog.text
 
 
 def test_the_best_model_has_its_own_ranks(tmp_path):
