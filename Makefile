@@ -78,12 +78,12 @@ coverage: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet 'coverage>=7.10'
 	$(BIN)/python -m coverage erase
 	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest tests
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m coverage run -m pytest -m kernel tests/kernels
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m coverage run -m pytest -m kernel tests/kernels tests/liger
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
 interpreter: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m kernel tests/kernels
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m kernel tests/kernels tests/liger
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -35,7 +35,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def _help(found: re.Match[str]) -> str:
-    from liger_trainer.cli.parser import make_parser
+    from liger_trainer.tools.cli.parser import make_parser
 
     os.environ["COLUMNS"] = "80"
     parser = make_parser()

@@ -10,7 +10,7 @@ _TRL_TRAINERS = ["CPO", "DPO", "Distillation", "GKD", "GRPO", "KTO", "ORPO", "RL
 
 # Public name -> the module it comes from, imported on first use: `import liger_trainer` itself stays light.
 _EXPORTS = {
-    "AutoLigerKernelForCausalLM": "liger_trainer.auto_model",
+    "AutoLigerKernelForCausalLM": "liger_trainer.liger.auto_model",
     "KernelConfig": "liger_trainer.configs.kernel_config",
     "KernelReport": "liger_trainer.patching.report",
     "KernelReportRow": "liger_trainer.patching.report",
@@ -28,7 +28,6 @@ _EXPORTS = {
 _SUBMODULES = ("functional", "losses", "nn", "optim", "rewards")
 
 if TYPE_CHECKING:
-    from liger_trainer.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.configs.cpo_config import LigerCPOConfig as LigerCPOConfig
     from liger_trainer.configs.distillation_config import LigerDistillationConfig as LigerDistillationConfig
     from liger_trainer.configs.dpo_config import LigerDPOConfig as LigerDPOConfig
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from liger_trainer.configs.sft_config import LigerSFTConfig as LigerSFTConfig
     from liger_trainer.configs.training_arguments import LigerTrainingArguments as LigerTrainingArguments
     from liger_trainer.liger.apply import undo_liger_kernel as undo_liger_kernel
+    from liger_trainer.liger.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.moe.quantized_experts import quantize_experts as quantize_experts

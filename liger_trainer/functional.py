@@ -19,23 +19,23 @@ from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert,
 from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
-from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
-from liger_trainer.kernels.parity.dyt import dyt
-from liger_trainer.kernels.parity.embedding import embedding, embedding_backward_, tied_embedding
-from liger_trainer.kernels.parity.fused_add_layer_norm import fused_add_layer_norm
-from liger_trainer.kernels.parity.fused_add_rms_norm import fused_add_rms_norm
-from liger_trainer.kernels.parity.fused_ce_tvd import fused_ce_tvd
-from liger_trainer.kernels.parity.group_norm import group_norm
-from liger_trainer.kernels.parity.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
-from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div
-from liger_trainer.kernels.parity.modulated_rms_norm import modulated_rms_norm
-from liger_trainer.kernels.parity.multi_token_attention import multi_token_attention
-from liger_trainer.kernels.parity.poly_norm import poly_norm
-from liger_trainer.kernels.parity.softmax import softmax
-from liger_trainer.kernels.parity.sparsemax import sparsemax
 from liger_trainer.kernels.rope.layouts import rope_complex, rope_multimodal, rope_vision
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
+from liger_trainer.liger.operators.clamped_swiglu import clamped_swiglu
+from liger_trainer.liger.operators.dyt import dyt
+from liger_trainer.liger.operators.embedding import embedding, embedding_backward_, tied_embedding
+from liger_trainer.liger.operators.fused_add_layer_norm import fused_add_layer_norm
+from liger_trainer.liger.operators.fused_add_rms_norm import fused_add_rms_norm
+from liger_trainer.liger.operators.fused_ce_tvd import fused_ce_tvd
+from liger_trainer.liger.operators.group_norm import group_norm
+from liger_trainer.liger.operators.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
+from liger_trainer.liger.operators.linear_kl_div import linear_kl_div
+from liger_trainer.liger.operators.modulated_rms_norm import modulated_rms_norm
+from liger_trainer.liger.operators.multi_token_attention import multi_token_attention
+from liger_trainer.liger.operators.poly_norm import poly_norm
+from liger_trainer.liger.operators.softmax import softmax
+from liger_trainer.liger.operators.sparsemax import sparsemax
 from liger_trainer.parallel.router_losses import RouterLosses, load_balancing_loss, router_losses, router_z_loss
 from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,

@@ -13,7 +13,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-FOLDERS = ("kernels", "losses")
+FOLDERS = ("kernels", "liger/losses", "liger/operators")
 """Folders whose tests all run."""
 LEFT_OUT = re.compile("compile|gradcheck|opcheck|one_graph|finite_differences")
 """Of these folders: what takes long, and looks at more than values and gradients."""
@@ -95,9 +95,14 @@ SOME: dict[str, tuple[str, ...]] = {
 """Test functions elsewhere, and a part of the ids of the parameter sets that run; all of them where there is none."""
 
 
+def in_folders(path: Path) -> bool:
+    """Whether a test file is in one of `FOLDERS`."""
+    return path.relative_to(TESTS).as_posix().startswith(tuple(f"{folder}/" for folder in FOLDERS))
+
+
 def is_fast(item: pytest.Item) -> bool:
     """Whether `item` belongs to the fast tests."""
-    if item.path.relative_to(TESTS).parts[0] in FOLDERS:
+    if in_folders(item.path):
         return not LEFT_OUT.search(item.name)
     parts = SOME.get(getattr(item, "originalname", item.name))
     return parts is not None and (not parts or any(part in item.name for part in parts))
@@ -105,7 +110,6 @@ def is_fast(item: pytest.Item) -> bool:
 
 def holds_fast_tests(path: Path) -> bool:
     """Whether a test file is to be read for the fast tests."""
-    folder = path.relative_to(TESTS).parts[0]
-    if folder in FOLDERS or folder.startswith("gpu"):
-        return folder in FOLDERS
+    if in_folders(path) or path.relative_to(TESTS).parts[0].startswith("gpu"):
+        return in_folders(path)
     return any(name in SOME for name in re.findall(r"^def (\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE))

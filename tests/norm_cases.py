@@ -9,7 +9,7 @@ import torch
 
 from liger_trainer import functional
 from liger_trainer.kernels.norms import gated_rms_norm, layer_norm, rms_norm
-from liger_trainer.kernels.parity import (
+from liger_trainer.liger.operators import (
     dyt,
     fused_add_layer_norm,
     fused_add_rms_norm,

@@ -16,7 +16,7 @@ from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear
 from liger_trainer.kernels.head.log_probs import LOG_PROBS_OUTPUTS
 from liger_trainer.kernels.lora.lora_products import Weight
-from liger_trainer.kernels.parity.row_softmax import causal_softmax
+from liger_trainer.liger.operators.row_softmax import causal_softmax
 
 Argument = Callable[[torch.Generator, torch.dtype], torch.Tensor]
 

@@ -17,12 +17,12 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 import liger_trainer
 from liger_trainer.benchmarks import registry
-from liger_trainer.cli.parser import make_parser
-from liger_trainer.comparing.request import Request, values_of
 from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_configs
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.rewards import load_reward_functions
 from liger_trainer.recipe.schema import RewardArguments
+from liger_trainer.tools.cli.parser import make_parser
+from liger_trainer.tools.comparing.request import Request, values_of
 from tests.documents import PAGES, ROOT, anchors, blocks, commands, name, prose, python_blocks
 from tests.forked import torchrun
 from tests.hub import save_hub

@@ -58,16 +58,6 @@ def test_types_hold_across_folders():
     assert flag == "bool", run.stdout
 
 
-def test_only_the_command_line_imports_the_command_line():
-    for folder in ("kernels", "callbacks", "configs", "benchmarks", "liger_trainer"):
-        for path in (ROOT / folder).rglob("*.py"):
-            if "cli" in path.parts or path.name == "__main__.py":
-                continue
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                imported = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_trainer.cli")
-                assert not imported, path.relative_to(ROOT)
-
-
 def product_modules():
     """Every module of the product by its name; the sweeps, which the wheel leaves out, too."""
     files = [path for folder in ("liger_trainer", *FOLDERS) for path in (ROOT / folder).rglob("*.py")]
@@ -103,6 +93,69 @@ def test_imports_have_no_circle():
         for name in free:  # they import a circle and are no part of one
             del left[name]
     assert not left, f"in circles or between two: {sorted(left)}"
+
+
+FACES = re.compile(r"liger_trainer(\.(functional|hub_kernels|nn|losses(\..*)?|__main__))?")
+"""Modules with public names, which the core does not import."""
+WINGS = {"liger", "integrations", "benchmarks", "tools"}
+
+
+def room_of(module, modules):
+    """The row of docs/architecture.md for a module: a folder, or a file beside the folders."""
+    if FACES.fullmatch(module):
+        return "a face"
+    _, first, *more = module.split(".")
+    if not more and modules[module].parent.name == "liger_trainer":
+        return f"{first}.py"
+    return f"kernels/{more[0]}" if first == "kernels" and len(more) > 1 else first
+
+
+def table_of_rooms():
+    """Room -> (rooms that it may import, libraries; None for any), in the order of the page."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = {}
+    for name, allowed, libraries in re.findall(r"^\| `([\w/.]+?)/?` \|.*\| (.*) \| (.*) \|$", page, re.MULTILINE):
+        rooms = set(allowed.split(", ")) - {"–"}
+        if "the core" in rooms:
+            rooms = rooms - {"the core"} | rows.keys() - WINGS | {"a face"}
+        rows[name] = (rooms, None if libraries == "any" else set(libraries.split(", ")) - {"–"})
+    return rows
+
+
+def test_rooms_import_the_rooms_of_their_row():
+    modules, rows = product_modules(), table_of_rooms()
+    found = {room: set() for room in rows}
+    for module, path in modules.items():
+        room = room_of(module, modules)
+        if room != "a face":
+            found[room] |= {room_of(name, modules) for name in imports(path, modules)} - {room}
+    for room, (allowed, libraries) in rows.items():
+        assert found[room] <= allowed, f"{room} imports {sorted(found[room] - allowed)}, which its row does not name"
+        if libraries is not None:
+            assert allowed == found[room], f"the row of {room} names {sorted(allowed - found[room])}, not imported"
+
+
+def test_folders_are_not_in_a_circle_and_the_core_imports_no_wing():
+    above = {"a face"}
+    for room, (allowed, libraries) in table_of_rooms().items():
+        assert allowed <= above, f"{room} may import {sorted(allowed - above)}, which does not stand above it"
+        assert (libraries is None) == (room in WINGS)
+        assert room in WINGS or not allowed & {*WINGS, "a face"}, room
+        above.add(room)
+    assert above > WINGS
+
+
+def test_rooms_import_the_libraries_of_their_row():
+    modules, rows = product_modules(), table_of_rooms()
+    found = {room: set() for room in (*rows, "a face")}
+    for module, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            found[room_of(module, modules)].update(name.split(".")[0] for name in names)
+    for room, (_, libraries) in rows.items():
+        if libraries is not None:
+            assert found[room] - sys.stdlib_module_names - {"liger_trainer"} == libraries, room
 
 
 def test_subpackages_come_from_the_source_tree():

@@ -357,6 +357,9 @@ def test_a_recipe_that_is_not_there():
 
 
 def test_importing_the_command_is_quick():
-    heavy = "import sys, liger_trainer.cli.parser; print(sorted({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    heavy = (
+        "import sys, liger_trainer.tools.cli.parser\n"
+        "print(sorted({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", heavy], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

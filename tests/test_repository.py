@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from liger_trainer.cli.parser import make_parser
+from liger_trainer.tools.cli.parser import make_parser
 from tests.release_check import BESIDE, FOLDERS
 
 ROOT = Path(__file__).parents[1]

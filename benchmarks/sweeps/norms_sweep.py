@@ -17,15 +17,15 @@ from unittest import mock
 
 import torch
 
-import liger_trainer.kernels.parity.fused_add_rms_norm  # noqa: F401 (registers its operator)
+import liger_trainer.liger.operators.fused_add_rms_norm  # noqa: F401 (registers its operator)
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.records import Machine
-from liger_trainer.kernels.norms import launch
+from liger_trainer.kernels import rows as launch
 from liger_trainer.kernels.norms import layer_norm as ln
 from liger_trainer.kernels.norms import rms_norm as rms
-from liger_trainer.kernels.norms.launch import NormConfig
 from liger_trainer.kernels.norms.layer_norm import layer_norm_reference
 from liger_trainer.kernels.norms.rms_norm import rms_norm_reference
+from liger_trainer.kernels.rows import NormConfig
 
 DEVICE = torch.device("cuda")
 CLOCK = Device(DEVICE)

@@ -15,8 +15,8 @@ import torch
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.functional import qk_norm_rope, rms_norm, rope
-from liger_trainer.kernels.norms.launch import NormConfig
 from liger_trainer.kernels.rope import qk_norm_rope as qk_norm_rope_module
+from liger_trainer.kernels.rows import NormConfig
 
 FORWARD = itertools.product((16, 32, 64), (4, 8))  # rows, warps
 BACKWARD = [  # rows, warps, stages, programs a multiprocessor

@@ -13,8 +13,8 @@ from liger_trainer.kernels.attention.attention_kernel import (
     query_gradients_kernel,
 )
 from liger_trainer.kernels.head.logit_rows import transform_factors
-from liger_trainer.kernels.norms.launch import device_limits
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns
+from liger_trainer.kernels.rows import device_limits
 from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2, on_device
 
 

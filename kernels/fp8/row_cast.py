@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.norms.launch import MAX_HIDDEN_SIZE, as_rows, forward_tiles
+from liger_trainer.kernels.rows import MAX_HIDDEN_SIZE, as_rows, forward_tiles
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
 E4M3 = torch.float8_e4m3fn

@@ -20,7 +20,8 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
-from liger_trainer.kernels.norms.launch import (
+from liger_trainer.kernels.operator import operator
+from liger_trainer.kernels.rows import (
     NormConfig,
     as_row_values,
     as_rows,
@@ -35,7 +36,6 @@ from liger_trainer.kernels.norms.launch import (
     number_of_groups,
     runs_on_triton,
 )
-from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
 
 ACTIVATIONS = ("silu", "sigmoid")

@@ -28,7 +28,8 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_second_deriva
 from liger_trainer.kernels.fp8.linear import has_fp8
 from liger_trainer.kernels.fp8.row_cast import codes_of, empty_cast, magnitude, scale_of
 from liger_trainer.kernels.fp8.shared_cast import drop, may_share, share
-from liger_trainer.kernels.norms.launch import (
+from liger_trainer.kernels.operator import operator
+from liger_trainer.kernels.rows import (
     NormConfig,
     as_row_values,
     as_rows,
@@ -42,7 +43,6 @@ from liger_trainer.kernels.norms.launch import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
-from liger_trainer.kernels.norms.launch import NormConfig, check_arguments, column_sum, fit_config
 from liger_trainer.kernels.norms.rms_norm import check_casting, output_dtype, rms_norm, rms_norm_reference
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
 from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference, runs_on_triton
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns, table_strides
+from liger_trainer.kernels.rows import NormConfig, check_arguments, column_sum, fit_config
 from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, use_triton
 
 

@@ -31,3 +31,14 @@ def is_gradient_hooked(module: nn.Module) -> bool:
     """Whether a backward hook needs the gradient of the output of `module`, which must then exist."""
     of_all = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     return bool(module._backward_hooks or module._backward_pre_hooks or of_all)
+
+
+def outputs_are_unhooked(*projections: nn.Module) -> bool:
+    """Whether nobody but the MLP sees the projections' outputs, so that the backward may write over them."""
+    return not any(is_output_hooked(projection) for projection in projections)
+
+
+def is_linear_without_bias(projection: nn.Module) -> bool:
+    """Whether scaling what goes in is scaling what comes out, with nobody looking on."""
+    plain = isinstance(projection, nn.Linear) and projection.bias is None
+    return plain and not projection._forward_hooks and not projection._forward_pre_hooks

@@ -169,7 +169,7 @@ EXPERT_EXCHANGE = Feature(
     ),
     needed=False,
     since="5.23",
-    canary="liger_trainer.canaries:expert_exchange",
+    canary="liger_trainer.tools.canaries:expert_exchange",
 )
 
 SPLIT_HEAD = Feature(
@@ -184,7 +184,7 @@ SPLIT_HEAD = Feature(
         "self, input_layouts, output_layouts, use_local_output",
     ),
     needed=False,
-    canary="liger_trainer.canaries:split_head",
+    canary="liger_trainer.tools.canaries:split_head",
 )
 
 LOAD_BALANCING = Feature(
@@ -195,7 +195,7 @@ LOAD_BALANCING = Feature(
     ),
     Private("transformers.models.mixtral.modeling_mixtral:MixtralForCausalLM.forward", uses="load_balancing_loss_func"),
     needed=False,
-    canary="liger_trainer.canaries:load_balancing_loss",
+    canary="liger_trainer.tools.canaries:load_balancing_loss",
 )
 
 PLANNED_ATTENTION = Feature(
@@ -221,7 +221,7 @@ GENERATION_STEPS = Feature(
         "self, input_ids, next_sequence_length, ...",
     ),
     needed=False,
-    canary="liger_trainer.canaries:cache_of_a_step",
+    canary="liger_trainer.tools.canaries:cache_of_a_step",
 )
 
 MASK_FUNCTIONS = Feature(
@@ -252,7 +252,7 @@ RECOGNISED_MASKS = Feature(
     ),
     Private("transformers.masking_utils:create_chunked_causal_mask", "config, inputs_embeds, attention_mask, ..."),
     needed=False,
-    canary="liger_trainer.canaries:masks",
+    canary="liger_trainer.tools.canaries:masks",
 )
 
 ROTARY_FUNCTION = Feature(
@@ -260,7 +260,7 @@ ROTARY_FUNCTION = Feature(
     Private("transformers.models.llama.modeling_llama:apply_rotary_pos_emb", "q, k, cos, sin, ..."),
     Private("transformers.models.llama.modeling_llama:LlamaAttention.forward", uses="apply_rotary_pos_emb"),
     needed=False,
-    canary="liger_trainer.canaries:rotary_function",
+    canary="liger_trainer.tools.canaries:rotary_function",
 )
 
 ATTENTION = Feature(
@@ -269,7 +269,7 @@ ATTENTION = Feature(
     Private("transformers:PreTrainedModel._supports_sdpa"),
     Private("transformers.masking_utils:sdpa_mask", "batch_size, q_length, kv_length, ..."),
     needed=False,
-    canary="liger_trainer.canaries:attention",
+    canary="liger_trainer.tools.canaries:attention",
 )
 
 DEFAULT_ATTENTION = Feature(
@@ -299,12 +299,12 @@ CHECKPOINTED_LAYERS = Feature(
     "keeping activations by `activation_memory`",
     Private("transformers.modeling_layers:GradientCheckpointingLayer.gradient_checkpointing"),
     Private("transformers:PreTrainedModel._set_gradient_checkpointing", uses="_gradient_checkpointing_func"),
-    canary="liger_trainer.canaries:checkpointed_layer",
+    canary="liger_trainer.tools.canaries:checkpointed_layer",
 )
 
 STACKED_EXPERTS = Feature(
     "the experts of a mixture of experts as one operator",
     Private("transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward", "self, hidden_states, ..."),
     needed=False,
-    canary="liger_trainer.canaries:experts",
+    canary="liger_trainer.tools.canaries:experts",
 )

@@ -28,7 +28,7 @@ MODULES: dict[str, dict[str, str]] = {
         }
         for name in ("CPO", "DPO", "GRPO", "JSD", "KTO", "ORPO", "SimPO")
     },
-    "chunked_loss.functional": {"liger_trainer.losses.functional": "*"},
+    "chunked_loss.functional": {"liger_trainer.liger.losses.functional": "*"},
     "chunked_loss.fused_linear_distillation": {
         "liger_trainer.liger.distillation_base": "LigerFusedLinearDistillationBase"
     },
@@ -72,7 +72,7 @@ MODULES: dict[str, dict[str, str]] = {
     "ops.tvd": {_FUNCTIONS: "LigerTVDLossFunction"},
     "ops.utils": {_HELPERS: "compare_version ensure_contiguous infer_device is_hip"},
     "ops.vocab_parallel_cross_entropy": {_FUNCTIONS: "LigerVocabParallelCEFunction"},
-    "transformers.auto_model": {"liger_trainer.auto_model": "AutoLigerKernelForCausalLM"},
+    "transformers.auto_model": {"liger_trainer.liger.auto_model": "AutoLigerKernelForCausalLM"},
     "transformers.cross_entropy": {_NN: "LigerCrossEntropyLoss"},
     "transformers.dyt": {_NN: "LigerDyT"},
     "transformers.experimental.embedding": {_NN: "LigerEmbedding"},

@@ -2,15 +2,15 @@
 
 They are modules, called with the weight of the head and the hidden states before it; the logits never exist as a whole,
 and the gradients of a head that is trained come with the forward in three matmuls. `liger_trainer.losses.functional`
-has them as functions. The formulas by themselves are in `liger_trainer.losses.preference_formulas`.
+has them as functions. The formulas by themselves are in `liger_trainer.liger.losses.preference_formulas`.
 
 Arguments that only steer how Liger's losses work inside (`compiled`, `chunk_size`) are accepted and have no effect.
 `logits_memory`, the last argument of the constructors, is ours.
 """
 
-from liger_trainer.losses.grpo import LigerFusedLinearGRPOLoss
-from liger_trainer.losses.kto import LigerFusedLinearKTOLoss
-from liger_trainer.losses.preference import (
+from liger_trainer.liger.losses.grpo import LigerFusedLinearGRPOLoss
+from liger_trainer.liger.losses.kto import LigerFusedLinearKTOLoss
+from liger_trainer.liger.losses.preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearORPOLoss,

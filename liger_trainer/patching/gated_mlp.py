@@ -29,12 +29,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.compat.hooks import is_linear_without_bias, outputs_are_unhooked
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
-from liger_trainer.nn.mlp import is_linear_without_bias, outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave

@@ -2,7 +2,7 @@
 
 A model with `use_kernels` gives the library's forwards to its instances whenever it changes between training and
 evaluation. It would give them to ours too, so it is kept from that. And it may ask for ours:
-`liger_trainer/hub_kernels/` has layers for it.
+`liger_trainer/integrations/hub_kernels/` has layers for it.
 """
 
 from __future__ import annotations

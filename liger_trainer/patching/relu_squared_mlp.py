@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from liger_trainer.compat.hooks import outputs_are_unhooked
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
-from liger_trainer.nn.mlp import outputs_are_unhooked
 from liger_trainer.patching.as_written import serves_as_written
 from liger_trainer.patching.binding import bind_forward, call_like
 from liger_trainer.patching.finding import Finding, reason_to_leave

@@ -77,4 +77,4 @@ PUBLISHED = {
     "google/gemma-3-4b-it": _GEMMA_3_4B,
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
 }
-"""Hub id to configuration; `tests/cli/test_plan.py` compares the numbers of parameters with the published ones."""
+"""Hub id to configuration; `tests/tools/cli/test_plan.py` compares the parameter counts with the published ones."""

@@ -7,7 +7,7 @@ import pytest
 
 from liger_trainer.benchmarks import registry
 from liger_trainer.benchmarks.records import Run
-from liger_trainer.cli import main
+from liger_trainer.tools.cli import main
 
 MINE = """
 from liger_trainer.benchmarks.registry import provider

@@ -5,7 +5,7 @@ import pytest
 from liger_trainer.benchmarks import longest
 from liger_trainer.benchmarks.records import LongestRecord, Run, TrainingRecord
 from liger_trainer.benchmarks.training import OUT_OF_MEMORY, Task
-from liger_trainer.cli import main
+from liger_trainer.tools.cli import main
 
 TASK = Task("tiny", trainer="dpo", batch=1, length=1024, steps=2, lora=4)
 

@@ -23,7 +23,7 @@ from liger_trainer.benchmarks.training_providers import (
     training_provider,
 )
 from liger_trainer.benchmarks.training_step import Steps, run
-from liger_trainer.cli import main
+from liger_trainer.tools.cli import main
 from tests.quantised import library
 
 MINE = """

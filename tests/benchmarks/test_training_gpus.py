@@ -9,8 +9,8 @@ from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.report import sweep
 from liger_trainer.benchmarks.training import OUT_OF_MEMORY, ProcessError, Task, TrainingProcess, launch_command
 from liger_trainer.benchmarks.training_step import run
-from liger_trainer.cli import main
 from liger_trainer.recipe.file import shipped_configs
+from liger_trainer.tools.cli import main
 
 # accelerate has FSDP on accelerators alone, so its processes pretend to have some.
 AS_ON_GPUS = """

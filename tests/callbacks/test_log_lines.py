@@ -5,7 +5,7 @@ import json
 import pytest
 
 from liger_trainer.callbacks.log_lines import log_line
-from liger_trainer.cli import main
+from liger_trainer.tools.cli import main
 
 DPO = {
     "loss": 0.693147,

@@ -17,10 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from liger_trainer import canaries
 from liger_trainer.attention import masks
-from liger_trainer.cli.doctor import private_names
 from liger_trainer.compat import features, private
 from liger_trainer.compat import transformers as declared
 from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require, tried
+from liger_trainer.tools.cli.doctor import private_names
 
 FEATURES = [feature for feature in features() if feature.canary]
 identifier = pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.canary.rpartition(":")[2])
@@ -235,7 +235,7 @@ def test_what_raises_is_a_change_too(monkeypatch):
     problem = tried(declared.RECOGNISED_MASKS)
     assert problem.startswith("trying it raises AttributeError: ")
     with pytest.raises(ImportError, match=r"trying it raises AttributeError: .*, which liger_trainer needs for tests"):
-        require(Feature("tests", Private("transformers:Trainer"), canary="liger_trainer.canaries:masks"))
+        require(Feature("tests", Private("transformers:Trainer"), canary="liger_trainer.tools.canaries:masks"))
 
 
 def test_a_canary_runs_in_the_middle_of_a_forward(monkeypatch):
@@ -250,4 +250,4 @@ def test_a_canary_runs_in_the_middle_of_a_forward(monkeypatch):
 @pytest.mark.parametrize("named", [name for name, value in vars(declared).items() if isinstance(value, Feature)])
 def test_a_canary_is_a_function_of_ours(named):
     canary = getattr(declared, named).canary
-    assert canary is None or callable(getattr(canaries, canary.removeprefix("liger_trainer.canaries:")))
+    assert canary is None or callable(getattr(canaries, canary.removeprefix("liger_trainer.tools.canaries:")))

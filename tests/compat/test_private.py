@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from liger_trainer.cli.doctor import private_names
 from liger_trainer.compat import LIBRARIES, features
 from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require
+from liger_trainer.tools.cli.doctor import private_names
 from tests.compat import versions
 
 ROOT = Path(__file__).parents[2]

@@ -96,7 +96,10 @@ def run(which: str, libraries: list[str], keep: list[str], reuse: bool, whole: b
     runs: list[tuple[dict[str, str], tuple[str, ...]]] = [({}, tests)]
     if whole:
         spread = ("-n", "2", "--dist", "loadfile")
-        runs = [({}, (*spread, "tests")), ({"TRITON_INTERPRET": "1"}, (*spread, "-m", "kernel", "tests/kernels"))]
+        runs = [
+            ({}, (*spread, "tests")),
+            ({"TRITON_INTERPRET": "1"}, (*spread, "-m", "kernel", "tests/kernels", "tests/liger")),
+        ]
     for variables, chosen in runs:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
         command = [str(python), "-m", "pytest", *chosen, *arguments]

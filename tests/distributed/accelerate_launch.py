@@ -89,7 +89,7 @@ def as_launched(
 ) -> forked.Done:
     """Runs `work(*arguments)` in forked processes: as many, and in the environment, as `accelerate launch FLAGS` would.
 
-    `tests/cli/test_launch.py` and `tests/cli/test_faults.py` run the command itself.
+    `tests/tools/cli/test_launch.py` and `tests/tools/cli/test_faults.py` run the command itself.
     """
     start, variables = _launched(flags)
     return start(work, *arguments, environment={**variables, "DS_ACCELERATOR": "cpu", **(environment or {})})

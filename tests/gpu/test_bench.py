@@ -3,7 +3,7 @@
 import pytest
 
 from liger_trainer.benchmarks.records import Run
-from liger_trainer.cli import main
+from liger_trainer.tools.cli import main
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,8 @@
 import pytest
 
 from liger_trainer.recipe.file import accelerate_config
-from tests.cli.runs import checkpoints
-from tests.cli.test_faults import launched
+from tests.tools.cli.runs import checkpoints
+from tests.tools.cli.test_faults import launched
 from tests.trainers.test_two_process_faults import assert_all_act_alike, folders
 from tests.trainers.test_two_process_faults import run as run_script
 

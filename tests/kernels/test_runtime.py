@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_trainer.kernels import runtime
-from liger_trainer.kernels.norms.launch import device_limits
+from liger_trainer.kernels.rows import device_limits
 
 
 def tensor_on(device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -9,12 +9,12 @@ import torch
 from transformers import Trainer
 
 from liger_trainer.callbacks.non_finite import _skips_on_device
-from liger_trainer.cli import main
 from liger_trainer.optim import LigerAdamW, adamw_state_dict
+from liger_trainer.tools.cli import main
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError
-from tests.cli.runs import EIGHT_STEPS, write_recipe
 from tests.forked import torchrun
 from tests.optim.stored import as_stored
+from tests.tools.cli.runs import EIGHT_STEPS, write_recipe
 from tests.trainers.builders import causal, dpo, losses_and_norms, sft
 from tests.trainers.tiny import llama, token_rows
 

@@ -25,7 +25,7 @@ from transformers.utils import kernel_config as config_of_transformers
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.head import warn_once
-from liger_trainer.hub_kernels import folder, layers
+from liger_trainer.integrations.hub_kernels import folder, layers
 from liger_trainer.patching import gated_mlp, rotations
 from liger_trainer.patching import norm_forwards as norms
 from liger_trainer.patching.binding import is_bound_by_us
@@ -234,7 +234,9 @@ def test_what_the_library_demands_of_a_layer(name):
 
 
 def test_the_folder_is_imported_as_the_library_imports_it():
-    described = json.loads((importlib.resources.files("liger_trainer.hub_kernels") / "metadata.json").read_text())
+    described = json.loads(
+        (importlib.resources.files("liger_trainer.integrations.hub_kernels") / "metadata.json").read_text()
+    )
     assert described.keys() == {"id", "name", "version", "license", "python-depends", "backend"}
     spec = importlib.util.spec_from_file_location(described["id"], f"{folder()}/__init__.py")
     module = importlib.util.module_from_spec(spec)

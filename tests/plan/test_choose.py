@@ -2,12 +2,12 @@
 
 import pytest
 
-from liger_trainer.plan.choose import gpus_that_fit, least, make_plan, written_setting
 from liger_trainer.plan.estimate import estimate
-from liger_trainer.plan.inputs import read_inputs
-from liger_trainer.plan.report import changed_keys, command, memory_table
 from liger_trainer.plan.settings import Setting
 from liger_trainer.recipe.file import RecipeError, find_recipe
+from liger_trainer.tools.planning.choose import gpus_that_fit, least, make_plan, written_setting
+from liger_trainer.tools.planning.inputs import read_inputs
+from liger_trainer.tools.planning.report import changed_keys, command, memory_table
 
 GB = 10**9
 

@@ -14,10 +14,7 @@ from liger_trainer.benchmarks.registry import Data
 from liger_trainer.kernels.moe.experts import moe_experts
 from liger_trainer.patching.moe.expert_parallel import run_exchanged
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
-from liger_trainer.plan.choose import make_plan, written_setting
 from liger_trainer.plan.estimate import _head, estimate
-from liger_trainer.plan.inputs import read_inputs
-from liger_trainer.plan.report import command, recommendation, way
 from liger_trainer.plan.running import _strategy
 from liger_trainer.plan.settings import Setting, candidates, exchanged_bytes, relative_cost
 from liger_trainer.plan.splitting import held
@@ -25,6 +22,9 @@ from liger_trainer.recipe import load_recipe
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
 from liger_trainer.recipe.model import check_model, make_config, model_kwargs
 from liger_trainer.recipe.published_configs import PUBLISHED
+from liger_trainer.tools.planning.choose import make_plan, written_setting
+from liger_trainer.tools.planning.inputs import read_inputs
+from liger_trainer.tools.planning.report import command, recommendation, way
 from tests.plan.cases import counted, moment, run_of
 from tests.plan.test_experts import CHOSEN, ELEMENTS, HIDDEN, INTERMEDIATE, QWEN, saved_bytes
 

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from liger_trainer.plan.choose import activation_memory_rows, make_plan, written_setting
 from liger_trainer.plan.estimate import estimate, kept, largest_activation_memory, moments
-from liger_trainer.plan.inputs import read_inputs
 from liger_trainer.plan.kept import Result, attended_tokens, keep, layer_results, most
-from liger_trainer.plan.report import activation_memory_table, changed_keys
 from liger_trainer.plan.settings import Setting, relative_cost
 from liger_trainer.recipe.file import RecipeError
+from liger_trainer.tools.planning.choose import activation_memory_rows, make_plan, written_setting
+from liger_trainer.tools.planning.inputs import read_inputs
+from liger_trainer.tools.planning.report import activation_memory_table, changed_keys
 from tests.plan.cases import GIB, counted, moment, run_of
 
 RUN = run_of("llama3-8b", 4096)

@@ -10,7 +10,7 @@ import torch
 
 from liger_trainer.kernels.attention import attention_launch
 from liger_trainer.kernels.attention.attention_launch import Tile, backward, forward, row_dots
-from liger_trainer.kernels.norms.launch import DeviceLimits
+from liger_trainer.kernels.rows import DeviceLimits
 from tests.accuracy import seeded_randn
 from tests.aot import compile_launch, recorded_launches
 

@@ -10,7 +10,7 @@ from liger_trainer.kernels.attention import attention_launch
 from liger_trainer.kernels.attention.attention import attention, attention_reference
 from liger_trainer.kernels.attention.attention_launch import Tile
 from liger_trainer.kernels.attention.plan import dense
-from liger_trainer.kernels.norms.launch import DeviceLimits
+from liger_trainer.kernels.rows import DeviceLimits
 from tests.accuracy import seeded_randn
 from tests.aot import compile_launch, recorded_launches
 from tests.calls import saved_tensors

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.head.linear_jsd import linear_cosine_distance, linear_jsd, linear_jsd_reference, linear_kl
-from liger_trainer.kernels.parity.linear_kl_div import linear_kl_div, linear_kl_div_reference
+from liger_trainer.liger.operators.linear_kl_div import linear_kl_div, linear_kl_div_reference
 from tests.device import assert_no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     EXAMPLES,

@@ -15,7 +15,7 @@ from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_jsd import linear_jsd
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.matmul import fp32_reductions
-from liger_trainer.kernels.parity.linear_grouped_loss import linear_grouped_loss
+from liger_trainer.liger.operators.linear_grouped_loss import linear_grouped_loss
 
 BF16 = "allow_bf16_reduced_precision_reduction"
 FP16 = "allow_fp16_reduced_precision_reduction"

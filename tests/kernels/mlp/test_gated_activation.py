@@ -20,7 +20,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from liger_trainer.kernels.mlp import gated_activation as operators
 from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused, geglu_fused_reference, geglu_reference
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
-from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
+from liger_trainer.liger.operators.clamped_swiglu import clamped_swiglu, clamped_swiglu_reference
 from tests.accuracy import assert_no_worse, in_float64, result_and_gradients, seeded_randn, value_and_gradients
 from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.device import peak_memory

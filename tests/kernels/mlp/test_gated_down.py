@@ -16,7 +16,7 @@ from liger_trainer.kernels.mlp.gated_down import geglu_down, geglu_down_referenc
 from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.kernels.mlp.swiglu import swiglu
-from liger_trainer.kernels.parity.clamped_swiglu import clamped_swiglu
+from liger_trainer.liger.operators.clamped_swiglu import clamped_swiglu
 from tests.accuracy import assert_no_worse, result_and_gradients
 from tests.accuracy import seeded_randn as randn
 from tests.aot import compile_launch, on_targets, recorded_launches

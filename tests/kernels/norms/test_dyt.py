@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from liger_trainer.kernels.parity import dyt as dyt_module
-from liger_trainer.kernels.parity.dyt import dyt, dyt_reference
+from liger_trainer.liger.operators import dyt as dyt_module
+from liger_trainer.liger.operators.dyt import dyt, dyt_reference
 from tests.accuracy import assert_as_accurate
 
 

@@ -20,16 +20,16 @@ from liger_trainer.functional import (
     poly_norm,
     rms_norm,
 )
+from liger_trainer.kernels import rows as launch_module
 from liger_trainer.kernels import runtime
 from liger_trainer.kernels.norms import gated_rms_norm as gated_rms_norm_module
-from liger_trainer.kernels.norms import launch as launch_module
 from liger_trainer.kernels.norms import layer_norm as layer_norm_module
 from liger_trainer.kernels.norms import rms_norm as rms_norm_module
-from liger_trainer.kernels.parity import dyt as dyt_module
-from liger_trainer.kernels.parity import group_norm as group_norm_module
-from liger_trainer.kernels.parity import group_norm_kernels
-from liger_trainer.kernels.parity import modulated_rms_norm as modulated_rms_norm_module
-from liger_trainer.kernels.parity import poly_norm as poly_norm_module
+from liger_trainer.liger.operators import dyt as dyt_module
+from liger_trainer.liger.operators import group_norm as group_norm_module
+from liger_trainer.liger.operators import group_norm_kernels
+from liger_trainer.liger.operators import modulated_rms_norm as modulated_rms_norm_module
+from liger_trainer.liger.operators import poly_norm as poly_norm_module
 from tests import aot
 from tests.accuracy import assert_as_accurate
 from tests.device import peak_memory

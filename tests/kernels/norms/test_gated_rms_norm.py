@@ -13,10 +13,10 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from liger_trainer.functional import gated_rms_norm, layer_norm
+from liger_trainer.kernels import rows as launch
 from liger_trainer.kernels.norms import gated_rms_norm as module
-from liger_trainer.kernels.norms import launch
 from liger_trainer.kernels.norms.gated_rms_norm import ACTIVATIONS, CASTINGS, gated_rms_norm_reference
-from liger_trainer.kernels.norms.launch import NormConfig
+from liger_trainer.kernels.rows import NormConfig
 from tests.accuracy import assert_as_accurate, result_and_gradients
 
 MODELS = {  # the module for rows of 48, and its options here

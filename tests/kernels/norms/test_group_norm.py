@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.parity import group_norm as group_norm_module
-from liger_trainer.kernels.parity.group_norm import group_norm, group_norm_reference
+from liger_trainer.liger.operators import group_norm as group_norm_module
+from liger_trainer.liger.operators.group_norm import group_norm, group_norm_reference
 from tests.accuracy import assert_as_accurate
 
 

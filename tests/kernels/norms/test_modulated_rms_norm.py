@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from liger_trainer.kernels.norms.launch import NormConfig
 from liger_trainer.kernels.norms.rms_norm import rms_norm_reference
-from liger_trainer.kernels.parity import modulated_rms_norm as modulated_rms_norm_module
-from liger_trainer.kernels.parity.modulated_rms_norm import modulated_rms_norm
+from liger_trainer.kernels.rows import NormConfig
+from liger_trainer.liger.operators import modulated_rms_norm as modulated_rms_norm_module
+from liger_trainer.liger.operators.modulated_rms_norm import modulated_rms_norm
 from tests.accuracy import assert_as_accurate
 
 SHAPES = {  # shape of x: shapes of scale and shift, and the same as they broadcast

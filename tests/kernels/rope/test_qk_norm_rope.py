@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.qwen3 import modeling_qwen3
 
-from liger_trainer.kernels.norms.launch import NormConfig
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.kernels.rope import qk_norm_rope as module
 from liger_trainer.kernels.rope.qk_norm_rope import (
@@ -21,6 +20,7 @@ from liger_trainer.kernels.rope.qk_norm_rope import (
 )
 from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
 from liger_trainer.kernels.rope.rope import rope
+from liger_trainer.kernels.rows import NormConfig
 from tests.accuracy import assert_no_worse
 from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.device import peak_memory

@@ -1,0 +1,206 @@
+"""The GRPO family over a head: policy losses whose logits exist one chunk of tokens at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from liger_trainer.functional import grpo_loss_from_log_probs
+from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.liger.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
+from liger_trainer.liger.nn.options import OptionsModule
+from liger_trainer.liger.nn.policy import items_per_process
+from liger_trainer.liger.operators.grpo_loss import check_policy_options, token_weights
+from liger_trainer.liger.operators.linear_grouped_loss import linear_grouped_loss
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class LigerFusedLinearGRPOLoss(OptionsModule):
+    """GRPO, DAPO, BNPO, Dr. GRPO, LUSPO, CISPO, SAPO and VESPO over a head.
+
+    The formulas are those of [`liger_trainer.functional.grpo_loss_from_log_probs`].
+
+    Args:
+        beta: Factor of the KL penalty.
+        compiled: No effect.
+        use_ref_model: Whether there is a reference for the penalty. Without one it is 0, as is its gradient.
+        chunk_size: No effect: chunks are planned by memory.
+        epsilon_low: Lower clipping distance.
+        epsilon_high: Upper clipping distance; for "cispo" the upper bound of the ratio itself.
+        loss_type: "grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo" or "vespo".
+        max_completion_length: Length that "dr_grpo" divides by; by default that of the batch with its padding.
+        importance_sampling_level: "token", or "sequence" for the first five loss types.
+        sapo_temperature_pos: Temperature of "sapo" for positive advantages, above 0.
+        sapo_temperature_neg: For the others.
+        temperature: Divides the logits of policy and reference, above 0.
+        delta: Upper bound of an unclipped ratio, above 0; for the first five loss types.
+        use_bias_correction_kl: Multiplies the KL penalty by the ratio.
+        vespo_k_pos: Shape of "vespo" for advantages of at least 0.
+        vespo_lambda_pos: Rate for these.
+        vespo_k_neg: Shape for the others.
+        vespo_lambda_neg: Rate for the others.
+        logits_memory: Bytes of logits at a time, 1 GiB by default. A head that is trained costs three matmuls; four
+            where the loss couples the tokens of a completion ("vespo", or ratios of sequences) whose logits do not fit.
+
+    Raises:
+        ValueError: For an option that is not allowed or does not fit the loss type.
+    """
+
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    logits_memory: int = LOGITS_MEMORY
+
+    def __post_init__(self) -> None:
+        check_policy_options(
+            self.loss_type,
+            self.importance_sampling_level,
+            self.delta,
+            self.sapo_temperature_pos,
+            self.sapo_temperature_neg,
+        )
+        super().__post_init__()
+
+    def forward(
+        self,
+        _input: torch.Tensor,
+        lin_weight: torch.Tensor,
+        selected_token_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        advantages: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ref_per_token_logps: torch.Tensor | None = None,
+        old_per_token_logps: torch.Tensor | None = None,
+        ref_input: torch.Tensor | None = None,
+        ref_weight: torch.Tensor | None = None,
+        ref_bias: torch.Tensor | None = None,
+        vllm_is_ratio: torch.Tensor | None = None,
+        num_items_in_batch: int | float | torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The loss of completions.
+
+        Args:
+            _input: `(batch, tokens, hidden)`, such that a position predicts the token at its place.
+            lin_weight: `(vocab, hidden)`.
+            selected_token_ids: `(batch, tokens)`.
+            attention_mask: `(batch, tokens)`, 0 where a token does not count, whatever the other tensors hold there.
+            advantages: `(batch,)`, `(batch, 1)` or `(batch, tokens)`. A NaN among those of tokens that count makes the
+                loss NaN.
+            bias: `(vocab,)`.
+            ref_per_token_logps: `(batch, tokens)` of the reference, at the same temperature.
+            old_per_token_logps: `(batch, tokens)` of the policy that sampled; by default the policy itself.
+            ref_input: `(batch, tokens, hidden)` of the reference model, read where `ref_per_token_logps` is None.
+            ref_weight: `(vocab, hidden)`, its head, which gets no gradient.
+            ref_bias: `(vocab,)`.
+            vllm_is_ratio: `(batch,)`, `(batch, 1)` or `(batch, tokens)`, corrects for a sampler that was not the old
+                policy.
+            num_items_in_batch: Tokens of the whole batch, over all processes, which divides "dapo", "cispo" and
+                "vespo"; by default it is counted.
+
+        Returns:
+            The loss, and a tuple without a gradient: the mean KL penalty, unless `beta` is 0, and the share of the
+            tokens that count whose ratio is clipped.
+
+        Raises:
+            ValueError: For a shape or dtype that is not allowed, or where the reference is missing.
+        """
+        check_sequences(_input, selected_token_ids, "_input", "selected_token_ids")
+        batch, length = selected_token_ids.shape
+        check_shape("attention_mask", attention_mask, (batch, length))
+        check_shape("advantages", advantages, (batch,), (batch, 1), (batch, length))
+        check_shape("ref_per_token_logps", ref_per_token_logps, (batch, length))
+        check_shape("old_per_token_logps", old_per_token_logps, (batch, length))
+        check_shape("vllm_is_ratio", vllm_is_ratio, (batch,), (batch, 1), (batch, length))
+        mask = attention_mask != 0
+        labels = torch.where(mask, selected_token_ids, IGNORE_INDEX)
+        reference = None
+        if self.beta != 0.0 and self.use_ref_model:
+            reference = ref_per_token_logps
+            if reference is None:
+                reference = reference_log_probs(
+                    *(ref_input, ref_weight, ref_bias, labels, IGNORE_INDEX, self.temperature, self.logits_memory)
+                )
+        tokens = {
+            "advantages": advantages.view(batch, -1),
+            "completion_mask": mask,
+            "old_log_probs": old_per_token_logps,
+            "ref_log_probs": reference,
+            "sampling_ratio": None if vllm_is_ratio is None else vllm_is_ratio.view(batch, -1),
+        }
+        items = None
+        if self.loss_type in ("dapo", "cispo", "vespo"):
+            items = items_per_process(num_items_in_batch, mask, selected_token_ids)
+        dtype = torch.float64 if _input.dtype == torch.float64 else torch.float32
+        weights = token_weights(mask, self.loss_type, self.max_completion_length, items, dtype)
+        couples_tokens = self.importance_sampling_level == "sequence" or self.loss_type == "vespo"
+        row = length if couples_tokens else 1  # tokens that the formula sees as a completion
+        parts = {**tokens, "weights": weights.expand(batch, 1)}
+        if not couples_tokens:
+            parts = {name: _by_token(tensor, length) for name, tensor in parts.items()}
+
+        def formula(log_probs: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+            some = slice(start // row, stop // row)
+            part = {name: None if tensor is None else tensor[some] for name, tensor in parts.items()}
+            factors = part.pop("weights")
+            return (self._policy_loss(log_probs.view(-1, row), part, "none").loss * factors).sum()
+
+        result = linear_grouped_loss(
+            _input.reshape(-1, _input.shape[-1]),
+            lin_weight,
+            labels.reshape(-1),
+            formula,
+            group=row,
+            normalizer=1.0 / weights.amax(),
+            bias=bias,
+            ignore_index=IGNORE_INDEX,
+            temperature=self.temperature,
+            logits_memory=self.logits_memory,
+        )
+        with torch.no_grad():
+            seen = self._policy_loss(result.log_probs.view(batch, length), tokens, "mean")
+        return result.loss, ((seen.clipped,) if seen.kl is None else (seen.kl, seen.clipped))
+
+    def _policy_loss(self, log_probs: torch.Tensor, tokens: dict[str, Any], reduction: str) -> Any:
+        """`grpo_loss_from_log_probs` of completions; `tokens` are its tensors, by name."""
+        if tokens["ref_log_probs"] is None:
+            tokens = {**tokens, "ref_log_probs": log_probs.detach()}
+        return grpo_loss_from_log_probs(
+            log_probs,
+            **tokens,
+            loss_type=self.loss_type,
+            importance_sampling_level=self.importance_sampling_level,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            delta=self.delta,
+            beta=self.beta,
+            use_bias_correction_kl=self.use_bias_correction_kl,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_k_pos=self.vespo_k_pos,
+            vespo_lambda_pos=self.vespo_lambda_pos,
+            vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg,
+            reduction=reduction,
+        )
+
+
+def _by_token(tensor: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """`(batch, 1)` or `(batch, length)` as `(batch * length, 1)`: every token a completion of its own."""
+    return None if tensor is None else tensor.expand(-1, length).reshape(-1, 1)

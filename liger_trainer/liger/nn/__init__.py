@@ -1,0 +1,1 @@
+"""Liger's modules and losses; `liger_trainer.nn` has their names."""

@@ -1,0 +1,1 @@
+"""Operators that Liger and QuACK offer and no trainer here runs."""

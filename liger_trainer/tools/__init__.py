@@ -1,0 +1,1 @@
+"""What surrounds training: the command line, planning, diagnosis, comparing and export."""

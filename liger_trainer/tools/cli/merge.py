@@ -1,0 +1,92 @@
+"""``liger-trainer merge``: a run's adapters in the weights of their base model, proved to be the same model."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.errors import UserError
+from liger_trainer.tools.cli.quiet import quiet_libraries
+from liger_trainer.tools.export.gguf import TYPES, convert, find_converter
+
+if TYPE_CHECKING:
+    from liger_trainer.tools.export.merging import Proof
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "merge",
+        help="merge a run's adapters into its model",
+        description="Writes a plain transformers model with the adapters of a run in its weights, and proves that it "
+        "computes the logits of the adapted model.",
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="the output folder of a run, a checkpoint, or a folder with adapters"
+    )
+    parser.add_argument(
+        "--output_dir",
+        metavar="DIR",
+        help="an empty or a new folder for the model; default: `merged` in RUN, or `merged-checkpoint-N` beside it",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the saved weights; default: that of the base model")
+    parser.add_argument("--base_model", metavar="MODEL", help="the base model, if it is not where the adapters say")
+    parser.add_argument("--gguf", choices=TYPES, help="write a GGUF file too, with llama.cpp's converter")
+    parser.add_argument(
+        "--llama_cpp", metavar="DIR", help="a checkout of llama.cpp; default: the converter on the PATH"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.set_defaults(function=lambda arguments, _: merge(arguments))
+
+
+def merge(arguments: Namespace) -> int:
+    """Merges the run ``arguments.run``; returns the exit code.
+
+    Raises:
+        UserError: if it cannot be merged, or the merged model is not the adapted one.
+    """
+    if arguments.llama_cpp is not None and arguments.gguf is None:
+        raise UserError("`--llama_cpp` is given without `--gguf`; name the type, such as `--gguf q8_0`.")
+    converter = find_converter(arguments.llama_cpp) if arguments.gguf is not None else None
+    quiet_libraries()
+    import torch
+
+    from liger_trainer.tools.export.merging import merge as merge_run
+    from liger_trainer.tools.export.saved_run import find_run
+
+    run = find_run(arguments.run, arguments.base_model, arguments.trust_remote_code)
+    folder = Path(arguments.output_dir) if arguments.output_dir else _default_folder(Path(arguments.run))
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    proof = merge_run(run, folder, dtype)
+    for line in _lines(proof):
+        print(line)
+    print(f"The merged model is in {folder}.")
+    if converter is not None:
+        print(f"The GGUF file is {convert(converter, folder, arguments.gguf)}.")
+    return 0
+
+
+def _default_folder(run: Path) -> Path:
+    """A folder in the run's; a checkpoint's own folder may be deleted by `save_total_limit`."""
+    if run.resolve().name.startswith("checkpoint-"):
+        return run.resolve().parent / f"merged-{run.resolve().name}"
+    return run / "merged"
+
+
+def _lines(proof: Proof) -> list[str]:
+    lines = [
+        f"Proved on random tokens: merging changes the logits by {proof.merged:.0e} of their size in fp32, and saving "
+        f"by {proof.saved:.1e}, where the rounding of the weights explains {proof.limit:.1e}; the adapters change them "
+        f"by {proof.effect:.1e}."
+    ]
+    if proof.effect == 0:
+        lines.append("The adapters change nothing: they are as they were before training.")
+    elif proof.effect < proof.saved:
+        lines.append(
+            "Rounding changes the logits by more than the adapters do, so little of the training is left; "
+            "`--dtype float32` keeps it."
+        )
+    return lines

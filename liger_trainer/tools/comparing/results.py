@@ -1,0 +1,160 @@
+"""The results of a comparison, as JSON and as a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+import statistics
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from liger_trainer._version import __version__
+from liger_trainer.pages import curves, page, paragraph, section, table
+from liger_trainer.tools.comparing.request import Request
+from liger_trainer.tools.comparing.side import AGAIN, OURS, SIDES, STOCK, Measured
+from liger_trainer.tools.comparing.verdict import FACTOR, RULE, Difference, Verdict, relative_norms
+
+NAMES = {STOCK: "stock", AGAIN: "stock, other sums", OURS: "ours"}
+"""The runs as a reader sees them."""
+JSON_FILE, PAGE_FILE = "comparison.json", "comparison.html"
+_SHOWN = 40  # parts of the model on the page; all are in the JSON file
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Everything that a comparison found.
+
+    Args:
+        request: What was compared.
+        title: The recipe and its trainer.
+        runs: What each of `SIDES` has measured.
+        verdict: The verdict.
+        notes: What was done otherwise than in the recipe, as sentences.
+    """
+
+    request: Request
+    title: str
+    runs: dict[str, Measured]
+    verdict: Verdict
+    notes: list[str]
+
+    @property
+    def headline(self) -> str:
+        """The verdict as a sentence."""
+        return "Ours agrees with stock." if self.verdict.agrees else "Ours differs from stock."
+
+
+def tokens_per_second(run: Measured) -> float:
+    """The median of the steps after the first, which compiles and allocates; without generation."""
+    rates = [tokens / seconds for tokens, seconds in zip(run.tokens, run.seconds)]
+    return statistics.median(rates[1:] or rates)
+
+
+def write_json(found: Comparison) -> Path:
+    """Writes all numbers into the request's folder; those that are not finite as null."""
+    request, verdict = found.request, found.verdict
+    content = {
+        "recipe": request.recipe,
+        "options": list(request.options),
+        "steps": request.steps,
+        "smoke": request.smoke,
+        "verdict": verdict.word,
+        "reasons": list(verdict.reasons),
+        "rule": RULE,
+        "factor": FACTOR,
+        "notes": found.notes,
+        "differences": [
+            {**dataclasses.asdict(one), "ratio": one.ratio, "agrees": one.agrees}
+            for one in (*verdict.curves, *verdict.parts)
+        ],
+        "runs": {
+            side: {**dataclasses.asdict(run), "tokens_per_second": tokens_per_second(run)}
+            for side, run in found.runs.items()
+        },
+        "versions": {"liger_trainer": __version__, **{one: version(one) for one in ("torch", "transformers", "trl")}},
+    }
+    file = request.folder / JSON_FILE
+    file.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return file
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_page(found: Comparison) -> Path:
+    """Writes the page into the request's folder: it loads nothing and runs no script."""
+    verdict, runs = found.verdict, found.runs
+    command = ["liger-trainer", "compare", found.request.recipe, "--steps", str(found.request.steps)]
+    command += [*(["--smoke"] if found.request.smoke else []), *found.request.options]
+    sections = [
+        section("Verdict", *map(paragraph, (found.headline, *verdict.reasons, RULE))),
+        section("Curves", *_curves(runs)),
+        section("Differences", table(DIFFERENCE_HEADER, [difference_row(one) for one in verdict.curves])),
+        section(
+            "Gradients at the first step",
+            paragraph("Each part's difference from stock, relative to the norm of stock's gradient."),
+            table(DIFFERENCE_HEADER, [difference_row(one) for one in verdict.parts[:_SHOWN]]),
+        ),
+        section("Speed and memory", table(COST_HEADER, cost_rows(runs)), *map(paragraph, cost_notes(runs))),
+        section("How it was compared", *map(paragraph, (shlex.join(command), *found.notes))),
+        section("What runs in ours", table(("component", "target", "count", "kernel"), runs[OURS].kernels)),
+    ]
+    file = found.request.folder / PAGE_FILE
+    file.write_text(page(f"Stock and ours: {found.title}", sections), encoding="utf-8")
+    return file
+
+
+def _curves(runs: dict[str, Measured]) -> list[str]:
+    stock, others = runs[STOCK], {NAMES[side]: runs[side] for side in (AGAIN, OURS)}
+
+    def numbered(values: list[float]) -> list[tuple[float, float]]:
+        return [(float(step), value) for step, value in enumerate(values, start=1)]
+
+    losses = {NAMES[side]: numbered(runs[side].loss) for side in SIDES}
+    norms = {NAMES[side]: numbered(runs[side].grad_norm) for side in SIDES}
+    of_loss = {name: [abs(one - right) for one, right in zip(run.loss, stock.loss)] for name, run in others.items()}
+    of_norm = {name: relative_norms(run, stock) for name, run in others.items()}
+    return [
+        curves("Loss", losses),
+        curves("Gradient norm", norms),
+        curves("Loss, difference from stock", {name: numbered(values) for name, values in of_loss.items()}),
+        curves("Gradient norm, relative difference", {name: numbered(values) for name, values in of_norm.items()}),
+    ]
+
+
+DIFFERENCE_HEADER = ("of", "step", "ours", "stock, other sums", f"times the noise (at most {FACTOR})")
+
+
+def difference_row(one: Difference) -> tuple[str, ...]:
+    """The cells of a difference, under `DIFFERENCE_HEADER`."""
+    mark = "" if one.agrees else "  differs"
+    return one.name, str(one.step), f"{one.ours:.1e}", f"{one.noise:.1e}", f"{one.ratio:.3g}{mark}"
+
+
+COST_HEADER = ("run", "tokens/s", "peak memory (GiB)", "device")
+
+
+def cost_rows(runs: dict[str, Measured]) -> list[tuple[str, ...]]:
+    """The cells of each run, under `COST_HEADER`."""
+    return [
+        (NAMES[side], f"{tokens_per_second(run):,.0f}", f"{run.peak_memory_gib:.2f}", run.device)
+        for side, run in runs.items()
+    ]
+
+
+def cost_notes(runs: dict[str, Measured]) -> list[str]:
+    """What a reader of `cost_rows` should know."""
+    notes = [f"The run `{NAMES[AGAIN]}` sums each linear layer's products in two halves, which takes time of its own."]
+    if runs[STOCK].generated:
+        notes.append("Generation is not in the tokens/s; it is in the peak memory of the first stock run alone.")
+    if runs[STOCK].device == "cpu":
+        notes.append("On a CPU, memory is that of the whole process, with the libraries.")
+    return notes

@@ -1,0 +1,74 @@
+"""What is checked: the keys of a recipe, or of a model as if it were one, and the configuration of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe, shipped_recipes
+from liger_trainer.recipe.load import check_values
+from liger_trainer.recipe.model import config_of_values
+from liger_trainer.recipe.smoke import shrink
+from liger_trainer.tools.planning.inputs import build_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+POLICY = ("grpo", "rloo")
+"""Trainers whose answers are generated, so that the data has no labels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A recipe, or a model that is going to be fine-tuned.
+
+    Args:
+        source: The recipe's file, or the model, for messages.
+        values: All keys of the recipe, checked; for a model, those of ``trainer: "sft"`` with that model.
+        config: The configuration of the model.
+        is_model: Whether a model was given, and no recipe.
+    """
+
+    source: Path
+    values: Mapping[str, Any]
+    config: PreTrainedConfig
+    is_model: bool
+
+    @cached_property
+    def model_and_dtype(self) -> tuple[Any, Any]:
+        """The model on the meta device, with its adapters, and the dtype of its weights.
+
+        Raises:
+            RecipeError: if it cannot be built.
+        """
+        try:
+            return build_on_meta(self.values, self.config)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise RecipeError(f"{self.source}: {first_line(error)}") from error
+
+    def having(self, **settings: Any) -> Case:
+        """The same case with other values."""
+        return dataclasses.replace(self, values={**self.values, **settings})
+
+
+def read_case(name: str, overrides: Sequence[str] = (), smoke: bool = False) -> Case:
+    """Reads a recipe or a model's configuration; no weights.
+
+    Args:
+        name: A YAML file, the name of a shipped recipe, or a model: a Hub id, a folder or a ``config.json``.
+        overrides: Command-line options, the keys of a recipe, which win over the file.
+        smoke: Whether to take the tiny model and the generated data of ``--smoke``.
+
+    Raises:
+        RecipeError: for any mistake; the message names the key, the file and what is allowed.
+    """
+    is_model = Path(name).suffix not in (".yaml", ".yml") and (name not in shipped_recipes() or Path(name).exists())
+    source = Path(name) if is_model else find_recipe(name)
+    written = {"trainer": "sft", "model_name_or_path": name} if is_model else read_recipe(source)
+    values, given = check_values(written, overrides, source)
+    if smoke:
+        values = shrink(values, given)
+    return Case(source, values, config_of_values(values, source, packaged=True), is_model)

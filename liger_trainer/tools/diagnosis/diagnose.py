@@ -1,0 +1,120 @@
+"""All checks of a case, and what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from liger_trainer.tools.diagnosis.adapters import tied_adapters
+from liger_trainer.tools.diagnosis.case import POLICY, Case
+from liger_trainer.tools.diagnosis.ends import no_end
+from liger_trainer.tools.diagnosis.fp8 import idle_fp8
+from liger_trainer.tools.diagnosis.labels import (
+    cut_answers,
+    few_labels,
+    left_out,
+    placeholders,
+    two_beginnings,
+    without_label,
+)
+from liger_trainer.tools.diagnosis.low_bit import low_bit_base
+from liger_trainer.tools.diagnosis.packing import leaks
+from liger_trainer.tools.diagnosis.rates import rounded
+from liger_trainer.tools.diagnosis.sample import Sample, read_sample
+from liger_trainer.tools.diagnosis.sampling import sampling
+from liger_trainer.tools.diagnosis.trap import CannotCheckError, Trap
+
+OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
+    "dtype and learning rate": rounded,
+    "adapters on tied weights": tied_adapters,
+    "weights in 8 bits and fewer": low_bit_base,
+    "packing": leaks,
+    "sampling": sampling,
+    "fp8": idle_fp8,
+}
+OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
+    "rows left out": left_out,
+    "rows without a label": without_label,
+    "labelled share": few_labels,
+    "answers cut off": cut_answers,
+    "image tokens": placeholders,
+    "two beginnings": two_beginnings,
+}
+_NEEDS: dict[str, tuple[str, ...]] = {"packing": ("sft",), "sampling": POLICY}  # trainers, where not all
+
+# What a model without a recipe is tried with: settings that are traps for some models.
+_TRIED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("dtype and learning rate", {"dtype": "bfloat16", "optim": "adamw_torch_fused", "learning_rate": 1e-5}),
+    ("adapters on tied weights", {"use_peft": True, "lora_modules_to_save": ["lm_head"]}),
+    ("packing", {"packing": True}),
+)
+
+
+@dataclasses.dataclass
+class Diagnosis:
+    """What was found.
+
+    Args:
+        traps: What is wrong with the recipe or the model.
+        notes: What would be wrong with other settings, for a model without a recipe.
+        checked: The names of the checks that looked.
+        unchecked: The names of those that could not, with the reasons.
+    """
+
+    traps: list[Trap] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    checked: list[str] = dataclasses.field(default_factory=list)
+    unchecked: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def look(self, name: str, check: Callable[..., list[Trap]], *arguments: Any) -> None:
+        """Runs a check, and notes what it found or why it could not look."""
+        try:
+            self.traps += check(*arguments)
+        except CannotCheckError as error:
+            self.unchecked[name] = str(error)
+        else:
+            self.checked.append(name)
+
+
+def diagnose(case: Case) -> Diagnosis:
+    """Runs all checks that concern `case`.
+
+    Raises:
+        RecipeError: for a mistake that training would refuse too.
+    """
+    found = Diagnosis()
+    for name, check in OF_SETTINGS.items():
+        if case.values["trainer"] in _NEEDS.get(name, (case.values["trainer"],)):
+            found.look(name, check, case)
+    if case.is_model:
+        _try_settings(case, found)
+    _look_at_data(case, found)
+    return found
+
+
+def _look_at_data(case: Case, found: Diagnosis) -> None:
+    try:
+        sample = read_sample(case)
+    except CannotCheckError as error:
+        found.unchecked["the data, its labels and the end of an answer"] = str(error)
+        return
+    if case.values["trainer"] != "reward":  # which scores an answer, and writes none
+        found.look("the end of an answer", no_end, case, sample)
+    labels = f"{', '.join(OF_LABELS)} in the first {sample.rows} rows"
+    if case.values["trainer"] in POLICY:
+        found.unchecked["labels"] = "the answers are generated"
+    elif not sample.rows:
+        found.unchecked["labels"] = "no data is named; give a recipe, or `--data_files` or `--dataset_name`"
+    else:
+        found.look(labels, lambda: [trap for check in OF_LABELS.values() for trap in check(case, sample)])
+
+
+def _try_settings(case: Case, found: Diagnosis) -> None:
+    for name, settings in _TRIED:
+        try:
+            traps = OF_SETTINGS[name](case.having(**settings))
+        except (CannotCheckError, ValueError):  # such as a head of another name, to which no adapter goes
+            continue
+        asked = ", ".join(f"`{key}: {value}`" for key, value in settings.items())
+        found.notes += [f"With {asked}: {trap}" for trap in traps if trap not in found.traps]

@@ -1,0 +1,292 @@
+"""Merges the adapters of a run into their base model, and proves that the result is the same model.
+
+All is computed in fp32 and rounded once, to the dtype that is saved. PEFT merges; what it gets wrong is prepared
+before: a head that is tied to the embedding gets a weight of its own, since both would get the adapter of one, and with
+`ensure_weight_tying` twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from liger_trainer.errors import UserError
+from liger_trainer.head.lm_head import trained_rows_of
+from liger_trainer.recipe.file import first_line
+from liger_trainer.tools.export.proof import distances, logits_of, random_rows, tolerance
+from liger_trainer.tools.export.saved_run import (
+    SavedRun,
+    add_adapter,
+    copy_processor,
+    load_model,
+    load_tokenizer,
+    read_base_config,
+    stop_at_end_of_turn,
+)
+from liger_trainer.trainers.checkpoints.whole import out_of_room
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("liger_trainer")
+
+
+class MergeError(UserError):
+    """A merged model that is not the adapted one, or adapters that cannot be merged; the text is the whole message."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """How far the merged model's logits are from the adapted model's, relative to the size of the logits.
+
+    Attributes:
+        merged: The largest distance of a position, with the merged weights in fp32.
+        saved: The median distance of the positions, with the model loaded from the folder.
+        limit: The largest `saved` that rounding to the saved dtype explains.
+        effect: The median distance of the adapted model from its base.
+    """
+
+    merged: float
+    saved: float
+    limit: float
+    effect: float
+
+
+def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Callable[[str], Any] = print) -> Proof:
+    """Writes the model of `run`, with its adapters merged, into `folder`, with tokenizer or processor.
+
+    Args:
+        run: A run.
+        folder: An empty folder, or one that does not exist; it exists only after the proof.
+        dtype: The dtype of the saved weights; by default that of the base model or, if it is quantised, that which it
+            was trained with.
+        say: Gets a line for each step.
+
+    Raises:
+        MergeError: if the merged model does not compute what the adapted one does.
+        UserError: if something cannot be loaded or written, or `folder` is not empty.
+    """
+    if run.adapter is None or run.adapter.is_prompt_learning:
+        kind = "a whole model" if run.adapter is None else f"adapters of the kind {_kind(run.adapter)}"
+        raise MergeError(f"{str(run.folder)!r} holds {kind}, and nothing that could be added to a model's weights.")
+    unfinished = _unfinished(folder)
+    try:
+        proof = _merge_into(unfinished, run, dtype or _dtype_of(run), say)
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except Exception as error:
+        if not out_of_room(error):
+            raise
+        raise UserError(f"The merged model could not be written: {first_line(error)} Give another folder.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return proof
+
+
+def _unfinished(folder: Path) -> Path:
+    """A new folder beside `folder`, in which the model is written until it is proved.
+
+    Raises:
+        UserError: if `folder` exists and is not an empty folder, if an interrupted merge has left something, or if no
+            folder can be made there.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"`--output_dir` {str(folder)!r} exists and is not an empty folder; give another one.")
+    unfinished = folder.absolute().with_name(f"{folder.absolute().name}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(
+            f"{str(unfinished)!r} is left of a merge that was interrupted, or that is running; delete it, or give "
+            "another `--output_dir`."
+        ) from None
+    except OSError as error:
+        raise UserError(f"{str(unfinished)!r} cannot be created: {error.strerror}; give an `--output_dir`.") from error
+    return unfinished
+
+
+def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[str], Any]) -> Proof:
+    say(_what_is_merged(run, dtype))
+    base = load_model(run, torch.float32)
+    tokenizer = load_tokenizer(run)
+    if tokenizer is None:
+        say("Neither the run nor its base model has a tokenizer; the merged model is saved without one.")
+    elif base.config.get_text_config().pad_token_id is None:
+        base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    adapted = add_adapter(run, base, torch.float32)
+    rows = random_rows(base, set(getattr(tokenizer, "all_special_ids", ())))
+    trained = trained_tokens(run.adapter)[: rows.numel()]
+    rows.view(-1)[: len(trained)] = torch.tensor(trained, dtype=rows.dtype)
+    expected = logits_of(adapted, rows)
+    with adapted.disable_adapter():
+        effect = distances(expected, logits_of(adapted, rows)).median().item()
+    merged: Any = merged_model(adapted)
+    in_fp32 = _check_merged(expected, logits_of(merged, rows), merged)
+    _round(merged, dtype)
+    merged.save_pretrained(folder)
+    if merged.can_generate():
+        stop_at_end_of_turn(merged, tokenizer)  # transformers would save changes of valid configurations only
+        merged.generation_config.to_json_file(folder / "generation_config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    copy_processor(run, folder)
+    saved, limit = _check_saved(expected, merged, folder, rows, dtype, run.trust_remote_code)
+    return Proof(in_fp32, saved, limit, effect)
+
+
+def _dtype_of(run: SavedRun) -> torch.dtype:
+    config = read_base_config(run)
+    named = run.quantization.dtype if run.quantization is not None else config.dtype or config.get_text_config().dtype
+    named = named or "float32"
+    return getattr(torch, named) if isinstance(named, str) else named
+
+
+def _what_is_merged(run: SavedRun, dtype: torch.dtype) -> str:
+    assert run.adapter is not None
+    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {_name(dtype)}"
+    if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
+        line += "; the base was quantised for training, and is merged as its dequantised weights"
+    return f"{line}."
+
+
+def merged_model(adapted: PeftModel) -> PreTrainedModel:
+    """The base of `adapted`, in place, with the adapters in its weights, and without anything of PEFT.
+
+    Raises:
+        MergeError: if this kind of adapter has no weights to add to those of the base.
+    """
+    base: Any = adapted.get_base_model()
+    configs = {id(one): one for one in (base.config, base.config.get_text_config())}.values()
+    tied = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
+    _untie(base)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT advises to do what is done here
+            merged: Any = adapted.merge_and_unload()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise MergeError(
+            f"Adapters of the kind {_kind(adapted.active_peft_config)} cannot be merged into this model: "
+            f"{first_line(error)} Load the run with `PeftModel.from_pretrained` instead."
+        ) from error
+    _tie_equal(merged, tied)
+    return merged
+
+
+def trained_tokens(adapter: Any) -> list[int]:
+    """The ids whose rows of the embedding were trained alone (``trainable_token_indices``)."""
+    named = getattr(adapter, "trainable_token_indices", None) or []
+    return sorted({id for ids in (named.values() if isinstance(named, dict) else [named]) for id in ids})
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(adapter: Any) -> str:
+    return str(getattr(adapter.peft_type, "value", adapter.peft_type))
+
+
+def _ends(model: Any) -> tuple[Any, Any]:
+    """The embedding and the head of a model, without the adapters on them; None where it has none."""
+    found = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            end = getattr(model, get)()
+        except (AttributeError, NotImplementedError):
+            end = None
+        end = trained_rows_of(end)
+        found.append(getattr(end, "base_layer", end))
+    return found[0], found[1]
+
+
+def _untie(base: Any) -> None:
+    """Gives a head that is tied to the embedding a weight of its own."""
+    embedding, head = _ends(base)
+    own = None if head is None else head._parameters.get("weight")  # a copy that PEFT saves has a weight of its own
+    if own is not None and own is getattr(embedding, "weight", None):
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _tie_equal(merged: Any, tied: Sequence[Any]) -> None:
+    """Ties head and embedding again if they are still equal; else their configurations, `tied`, say that they are not.
+
+    They are equal if no adapter was on either of them, or, with `ensure_weight_tying`, the same one on both.
+    """
+    embedding, head = _ends(merged)
+    if not tied or head is None or embedding is None:
+        return
+    equal = torch.equal(head.weight, embedding.weight)
+    if equal:
+        head.weight = embedding.weight
+    for config in tied:
+        config.tie_word_embeddings = equal
+
+
+def _layers(model: Any) -> int:
+    return int(getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1)
+
+
+def _check_merged(expected: torch.Tensor, found: torch.Tensor, merged: Any) -> float:
+    """The largest distance of a position; with weights in fp32 there is hardly any rounding, so none may differ."""
+    distance, limit = distances(expected, found).max().item(), tolerance(torch.float32, _layers(merged))
+    if not distance <= limit:  # NaN too
+        raise MergeError(
+            f"The merged model is not the adapted one: its logits differ by {distance:.1e} of their size, where fp32 "
+            f"arithmetic explains {limit:.1e}. Nothing was saved. Load the run with `PeftModel.from_pretrained`, or "
+            "serve the adapters as they are."
+        )
+    return distance
+
+
+def _round(merged: Any, dtype: torch.dtype) -> None:
+    """Rounds the weights of `merged` to `dtype`, in place; buffers, such as routing biases, keep theirs."""
+    for name, parameter in merged.named_parameters():
+        parameter.data = parameter.data.to(dtype)
+        if not parameter.data.isfinite().all():
+            raise MergeError(
+                f"The weight {name} has values that are not finite in {_name(dtype)}; give another `--dtype`. Nothing "
+                "was saved."
+            )
+
+
+def _check_saved(
+    expected: torch.Tensor, merged: Any, folder: Path, rows: torch.Tensor, dtype: torch.dtype, trusted: bool
+) -> tuple[float, float]:
+    """Loads `folder` and compares every weight with that of `merged`, and the logits with those of the adapted model.
+
+    The logits are computed in fp32 from the rounded weights, so that only these differ. The median position is
+    compared, as rounding may send a token to another expert; the weights are compared one by one.
+    """
+    loaded, report = type(merged).from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, trust_remote_code=trusted
+    )
+    weights, saved = merged.state_dict(), loaded.state_dict()
+    wrong = sorted({*report["missing_keys"], *report["unexpected_keys"], *(weights.keys() ^ saved.keys())})
+    wrong = wrong or [name for name in weights if not torch.equal(weights[name].to(saved[name].dtype), saved[name])]
+    if wrong:
+        raise MergeError(
+            f"The saved model does not load as it was merged: {len(wrong)} weights differ, such as {wrong[0]}. Nothing "
+            "was kept of it. transformers cannot write this architecture faithfully; load the run with "
+            "`PeftModel.from_pretrained` instead."
+        )
+    del weights
+    merged.to("meta")  # frees its memory
+    found = logits_of(loaded.eval().float(), rows)
+    distance, limit = distances(expected, found).median().item(), tolerance(dtype, _layers(loaded))
+    if not distance <= limit:
+        raise MergeError(
+            f"The saved model is not the adapted one: its logits differ by {distance:.1e} of their size, where the "
+            f"rounding of the weights to {_name(dtype)} explains {limit:.1e}. Nothing was kept of it; try another "
+            "`--dtype`."
+        )
+    return distance, limit

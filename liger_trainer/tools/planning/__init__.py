@@ -1,0 +1,1 @@
+"""The `plan` command: reads a recipe, chooses settings that fit, and reports them."""

@@ -1,0 +1,104 @@
+"""Adapters on published bases in 8 bits and fewer are merged into the dequantised weights, or the base is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.quantizers import auto
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from liger_trainer.errors import UserError
+from liger_trainer.tools.export.merging import merge
+from liger_trainer.tools.export.saved_run import find_run, load_model
+from tests.low_bit import dense, write_fp8, write_mxfp4, write_unscaled
+from tests.tiny_models import TINY_MODELS
+from tests.trainers.tiny import tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+IDS = torch.arange(3, 35)[None]
+
+
+def run_on(folder, base):
+    """Random adapters on the base in `folder`, as a run saves them."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted.save_pretrained(folder / "run")
+    file = folder / "run" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(folder / "base")}))
+    tokenizer().save_pretrained(folder / "run")
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("write", [write_fp8, write_mxfp4])
+def test_adapters_are_merged_into_the_dequantised_weights(write, tmp_path):
+    expected = write(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")  # a CPU dequantises it
+    for name, value in (expected or {}).items():
+        torch.testing.assert_close(base.get_parameter(name), value, rtol=2**-7, atol=0)
+    adapted = run_on(tmp_path, base)
+    merge(find_run(str(tmp_path / "run")), tmp_path / "merged", torch.float32, lambda line: None)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
+    assert not hasattr(found.config, "quantization_config")
+    assert {value.dtype for value in found.parameters()} == {torch.float32}
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, adapted.float()(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+class _HalvedConfig(QuantizationConfigMixin):
+    """Of a format that dequantises while it loads, and whose quantizer cannot do so afterwards."""
+
+    def __init__(self, dequantize=False, **kwargs):
+        self.quant_method, self.dequantize = "halved", dequantize
+
+    def get_loading_attributes(self):
+        return {"dequantize": self.dequantize}
+
+
+class _HalvedQuantizer(HfQuantizer):
+    """As that of compressed-tensors: it stays with the model that it has dequantised."""
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for module in model.modules():
+            if self.quantization_config.dequantize and isinstance(module, nn.Linear):
+                module.weight.data *= 2
+
+    def is_serializable(self):
+        return False
+
+    is_trainable = True
+
+
+def test_a_format_that_dequantises_while_it_loads_and_not_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "halved", _HalvedConfig)
+    monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "halved", _HalvedQuantizer)
+    monkeypatch.setattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES", (_HalvedConfig,))
+    model = TINY_MODELS["llama"]()
+    model.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "halved"}}))
+    run_on(tmp_path, TINY_MODELS["llama"]())
+    found = load_model(find_run(str(tmp_path / "run")), "auto")
+    assert getattr(found, "hf_quantizer", None) is None
+    assert not hasattr(found.config, "quantization_config")
+    layer, before = found.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.up_proj
+    assert torch.equal(layer.weight, 2 * before.weight)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [({"quant_method": "modelopt"}, "Unknown quantization type, got modelopt"), (None, "scales were not loaded")],
+)
+def test_codes_without_scales_are_refused(quantization, message, tmp_path):
+    write_unscaled(tmp_path / "base", torch.float8_e4m3fn, quantization)
+    run_on(tmp_path, dense())
+    with pytest.raises(UserError, match=message):
+        merge(find_run(str(tmp_path / "run")), tmp_path / "merged", torch.float32, lambda line: None)
+    assert not (tmp_path / "merged").exists()
