@@ -2,7 +2,7 @@
 
 import sys
 
-from liger_trainer.tools.cli import main, run_recipe_file
+from liger_trainer.cli import main, run_recipe_file
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1].endswith((".yaml", ".yml")):

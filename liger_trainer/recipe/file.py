@@ -11,7 +11,7 @@ import yaml
 
 from liger_trainer.errors import UserError
 
-LAUNCH_LINE = 'if __import__("liger_trainer.tools.cli").cli.run_yaml(globals()): pass'
+LAUNCH_LINE = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass'
 """The line that makes a recipe runnable as Python; to YAML it is a key, which `read_recipe` drops."""
 
 
