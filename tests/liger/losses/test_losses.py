@@ -17,8 +17,8 @@ from torch import nn
 import liger_trainer
 from liger_trainer import losses
 from liger_trainer import nn as modules
-from liger_trainer.liger.operators.linear_grouped_loss import GroupedLoss
 from liger_trainer.liger.losses import functional, grpo, kto, pairs
+from liger_trainer.liger.operators.linear_grouped_loss import GroupedLoss
 from tests.accuracy import errors
 from tests.liger.losses.cases import (
     ALL_AT_ONCE,
