@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.activation import GATED, SILU, Activation, GatedActivation, scalars_of
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.lora import lora_gated_kernels
@@ -53,8 +54,7 @@ from liger_trainer.kernels.lora.lora_products import (
 )
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes, output_placeholder
-from liger_trainer.kernels.mlp.geglu import activation_name, geglu, geglu_fused, geglu_reference
-from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_reference
+from liger_trainer.kernels.mlp.glu import glu, glu_reference
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import use_triton
 
@@ -117,7 +117,7 @@ def lora_down_product(
         updates = _updates(z, added_b, added_scalings)
         lora_gated_kernels.launch_forward(rows_of(gate), rows_of(up), rows_of(h), updates, activation, scalars[2])
     else:
-        gated.launch_forward(gate, up, h, activation, scalars, False)
+        gated.launch_forward(gate, up, h, GatedActivation(activation, scalars))
     adapters = products.adapters_of(lora_a, lora_b, masks, scalings)
     with torch.autocast(gate.device.type, enabled=False):
         rows = rows_of(h)
@@ -296,12 +296,12 @@ def lora_down(
         ValueError: For another activation, for a limit with GELU, or if shapes or devices do not fit.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
-    name = _activation(activation, limit)
+    row = _activation(activation, limit)
     gate, up = as_autocast(gate), as_autocast(up)
     takes = kernel_takes(gate, up, down.weight.shape, down.bias, inplace_backward)
     if not takes or not down.adapters:
-        return lora_linears(_product(gate, up, activation, limit, inplace_backward), [down])[0]
-    return _down(gate, up, down, name, limit, inplace_backward)
+        return lora_linears(glu(gate, up, row, limit=limit, inplace_backward=inplace_backward), [down])[0]
+    return _down(gate, up, down, row.name, limit, inplace_backward)
 
 
 def _down(
@@ -327,7 +327,7 @@ def _down(
         *(statistics, layouts),
         [0.0 if adapter is None else float(adapter.scaling) for adapter in added],
         [float(adapter.scaling) for adapter in adapters],
-        *(activation, gated.scalars(limit=limit)),
+        *(activation, scalars_of(limit=limit)),
     )
     return lora_down_product(lora_down_save(*operands, inplace_backward), *operands)
 
@@ -362,7 +362,7 @@ def lora_mlp(
     if not _is_added_later(x, gate, up, down):
         pre, multiplied = lora_linears(x, [gate, up])
         return lora_down(pre, multiplied, down, activation, limit=limit, inplace_backward=True)
-    name = _activation(activation, limit)
+    row = _activation(activation, limit)
     for layer in (gate, up):  # the operator sees no B, and the elementwise kernels take the bounds of B from W
         check_adapters(x, layer)
     adapters = [next(iter(layer.adapters), None) for layer in (gate, up)]
@@ -370,7 +370,7 @@ def lora_mlp(
     layers = [LoRALayer(gate.weight, gate.bias), LoRALayer(up.weight, up.bias), LoRALayer(stacked)]
     pre, multiplied, z = lora_linears_operator(x, layers)
     kernel_takes(pre, multiplied, down.weight.shape, down.bias, False)  # checks the shapes
-    return _down(pre, multiplied, down, name, limit, True, z, adapters)
+    return _down(pre, multiplied, down, row.name, limit, True, z, adapters)
 
 
 def _is_added_later(x: torch.Tensor, gate: LoRALayer, up: LoRALayer, down: LoRALayer) -> bool:
@@ -392,33 +392,19 @@ def lora_mlp_reference(
     limit: float | None = None,
 ) -> torch.Tensor:
     """`lora_mlp` in plain torch, with a derivative of every order."""
-    _activation(activation, limit)
+    row = _activation(activation, limit)
     pre, multiplied = lora_linears_reference(x, [gate, up])
-    if activation == "silu":
-        h = swiglu_reference(pre, multiplied, limit=limit)
-    else:
-        h = geglu_reference(pre, multiplied, activation)
-    return lora_linears_reference(h, [down])[0]
+    return lora_linears_reference(glu_reference(pre, multiplied, row, limit=limit), [down])[0]
 
 
-def _activation(activation: str, limit: float | None) -> str:
-    """The name that the kernels have for the activation."""
-    if activation == "silu":
-        return activation
-    if activation not in ("tanh", "none"):
-        raise ValueError(f"`activation` is {activation!r}; it must be 'silu', 'tanh' or 'none'.")
-    if limit is not None:
-        raise ValueError(f"`limit` is {limit!r}, but only 'silu' takes one; the activation is GELU ({activation!r}).")
-    return activation_name(activation)
-
-
-def _product(
-    gate: torch.Tensor, up: torch.Tensor | None, activation: str, limit: float | None, inplace: bool
-) -> torch.Tensor:
-    if activation != "silu":
-        if up is None:
-            return geglu_fused(gate, activation, inplace_backward=inplace)
-        return geglu(gate, up, activation, inplace_backward=inplace)
-    if up is None:
-        return swiglu_fused(gate, limit=limit, inplace_backward=inplace)
-    return swiglu(gate, up, limit=limit, inplace_backward=inplace)
+def _activation(activation: str, limit: float | None) -> Activation:
+    """The row of the activation."""
+    row = GATED.get(activation)
+    if row is None:
+        *names, last = map(repr, GATED)
+        raise ValueError(f"`activation` is {activation!r}; it must be {', '.join(names)} or {last}.")
+    if limit is not None and row is not SILU:
+        raise ValueError(
+            f"`limit` is {limit!r}, but only 'silu' takes one; the activation is {row.title} ({activation!r})."
+        )
+    return row

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.kernels.activation import SILU, Activation, GatedActivation, scalars_of
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.fp8.linear import (
@@ -43,8 +44,7 @@ from liger_trainer.kernels.fp8.linear import (
 from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.kernels.fp8.shared_cast import drop
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference
-from liger_trainer.kernels.mlp.swiglu import swiglu_reference
+from liger_trainer.kernels.mlp.glu import gelu_of, glu_reference
 from liger_trainer.kernels.operator import operator
 
 
@@ -88,13 +88,14 @@ def gated_down(
     fp8: str | None,
 ) -> torch.Tensor:
     """``h @ weight.T + bias``, whose gradient goes to `placeholder`."""
+    options = GatedActivation(activation, scalars, interleaved=interleaved)
     if fp8 is not None:
         drop()  # the cast of what gate and up were computed from
         if products_of(fp8).output[0] is Scaling.ROWS:
-            cast = gated.cast_of_h(gate, up, activation, scalars, interleaved)
+            cast = gated.cast_of_h(gate, up, options)
             return product_of_cast(cast, weight, bias, fp8).view(placeholder.shape)
     h = gated.empty_h(gate, up)
-    gated.launch_forward(gate, up, h, activation, scalars, interleaved)
+    gated.launch_forward(gate, up, h, options)
     if fp8 is not None:
         return product(h, weight, bias, fp8, shares=False)
     return F.linear(h, weight, bias)
@@ -174,6 +175,35 @@ def kernel_takes(
     return takes
 
 
+def glu_down(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    limit: float | None = None,
+    inplace_backward: bool = False,
+    fp8: Fp8Mode | None = None,
+) -> torch.Tensor:
+    """`swiglu_down` with any row of the table of activations."""
+    gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
+    if not kernel_takes(gate, up, weight.shape, bias, inplace_backward):
+        h = glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
+        return _linear(h, weight, bias, fp8)
+    if fp8 is not None and not takes_fp8(gate, weight):
+        fp8 = None
+    options = activation.name, scalars_of(gate_multiplier, down_multiplier, limit), False
+    placeholder = gated_down_save(gate, up, weight, bias, *options, inplace_backward, fp8)
+    return gated_down(placeholder, gate, up, weight, bias, *options, fp8)
+
+
+def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp8: Fp8Mode | None) -> torch.Tensor:
+    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
+
+
 def swiglu_down(
     gate: torch.Tensor,
     up: torch.Tensor | None,
@@ -211,18 +241,12 @@ def swiglu_down(
         ValueError: If shapes or devices do not fit, or `inplace_backward` is set while `gate` and `up` share memory.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
-    gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
-    if kernel_takes(gate, up, weight.shape, bias, inplace_backward):
-        values = gated.scalars(gate_multiplier, down_multiplier, limit)
-        return _operators(gate, up, weight, bias, "silu", values, inplace_backward, fp8)
-    return swiglu_down_reference(
-        gate,
-        up,
-        weight,
-        bias,
+    return glu_down(
+        *(gate, up, weight, bias, SILU),
         gate_multiplier=gate_multiplier,
         down_multiplier=down_multiplier,
         limit=limit,
+        inplace_backward=inplace_backward,
         fp8=fp8,
     )
 
@@ -255,27 +279,7 @@ def geglu_down(
         ValueError: As `swiglu_down`, and if `approximate` is neither of the two.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
-    activation = activation_name(approximate)
-    gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
-    if kernel_takes(gate, up, weight.shape, bias, inplace_backward):
-        return _operators(gate, up, weight, bias, activation, gated.scalars(), inplace_backward, fp8)
-    return geglu_down_reference(gate, up, weight, bias, approximate, fp8)
-
-
-def _operators(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    inplace_backward: bool,
-    fp8: Fp8Mode | None,
-) -> torch.Tensor:
-    if fp8 is not None and not takes_fp8(gate, weight):
-        fp8 = None
-    placeholder = gated_down_save(gate, up, weight, bias, activation, scalars, False, inplace_backward, fp8)
-    return gated_down(placeholder, gate, up, weight, bias, activation, scalars, False, fp8)
+    return glu_down(gate, up, weight, bias, gelu_of(approximate), inplace_backward=inplace_backward, fp8=fp8)
 
 
 def swiglu_down_reference(
@@ -290,9 +294,7 @@ def swiglu_down_reference(
     fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """`swiglu_down` in plain torch, which saves the product."""
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    h = swiglu_reference(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier, limit=limit)
-    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
+    return _linear(glu_reference(gate, up, SILU, gate_multiplier, down_multiplier, limit), weight, bias, fp8)
 
 
 def geglu_down_reference(
@@ -304,6 +306,4 @@ def geglu_down_reference(
     fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """`geglu_down` in plain torch, which saves the product."""
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    h = geglu_reference(gate, up, approximate)
-    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
+    return _linear(glu_reference(gate, up, gelu_of(approximate)), weight, bias, fp8)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.kernels.activation import activation_and_derivative
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.mlp.gated_activation import launch_config, overwrites_saved
 from liger_trainer.kernels.operator import operator
@@ -22,16 +23,12 @@ from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, tl, trit
 
 
 @triton.jit
-def _relu(x):
-    return tl.where(x < 0.0, 0.0, x)  # not tl.maximum, which would turn a NaN into 0
-
-
-@triton.jit
 def _forward_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
-    positive = _relu(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
-    tl.store(y_ptr + offsets, (positive * positive).to(y_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    y, _ = activation_and_derivative(x, "relu_squared")
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -40,8 +37,9 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    positive = _relu(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
-    tl.store(dx_ptr + offsets, (2.0 * positive * dy).to(dx_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    _, derivative = activation_and_derivative(x, "relu_squared")
+    tl.store(dx_ptr + offsets, (derivative * dy).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch(kernel: Any, *tensors: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.activation import IDENTITY, GatedActivation
 from liger_trainer.kernels.autograd import (
     input_gradients,
     pass_to_placeholder,
@@ -35,7 +36,7 @@ from liger_trainer.kernels.autograd import (
     where_needed,
 )
 from liger_trainer.kernels.moe import expert_lora as lora
-from liger_trainer.kernels.moe.activation import IDENTITY, Activation, activate, activation_gradients_
+from liger_trainer.kernels.moe.activation import activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import grouped_rows, grouped_weight_gradient, rows_of_choices
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
 from liger_trainer.kernels.moe.token_rows import combine_rows
@@ -182,7 +183,7 @@ def _placeholder(
 ) -> torch.Tensor:
     """A placeholder for the block's output, (T, H), whose gradient it turns into those of the operands.
 
-    Its elements share one element of memory. The last four arguments are an `Activation`.
+    Its elements share one element of memory. The last four arguments are a `GatedActivation`.
     """
     return pre.new_zeros(()).expand(top_k_weights.shape[0], weight.shape[2 if transposed else 1])
 
@@ -210,7 +211,7 @@ def moe_down(
 ) -> torch.Tensor:
     """The output (T, H), ``sum over j of w_tj (act(pre_r) @ W_e^T + b_e)``; its gradient goes to `placeholder`."""
     rows = ExpertRows(*expert_rows)
-    h = activate(pre, Activation(activation, scalars, gated, interleaved))
+    h = activate(pre, GatedActivation(activation, scalars, gated, interleaved))
     term = lora.forward_term(h, lora.stacked(lora_a, lora_b, scalings, h.dtype), rows)
     y = grouped_rows(h, weight, rows, transposed=transposed, bias=bias, extra=term)
     return combine_rows(y, rows, top_k_weights.shape[1], top_k_weights)
@@ -257,7 +258,7 @@ def _down_backward_(
     term = lora.backward_term(douts, adapters, rows, top_k)
     dh = grouped_rows(douts, weight, rows, top_k=top_k, transposed=not transposed, extra=term)
     dweights, weighted_h = activation_gradients_(
-        *(dpre, dh, pre, top_k_weights, rows, Activation(activation, scalars, gated, interleaved)),
+        *(dpre, dh, pre, top_k_weights, rows, GatedActivation(activation, scalars, gated, interleaved)),
         need_h=need_weight or need_a or need_b,
     )
     # The routing weight is part of h here, as dO does not contain it.
