@@ -259,7 +259,7 @@ def test_half_precision_is_no_worse_than_eager(case, dtype, device):
 
 
 @pytest.mark.kernel
-@activations
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])  # which torch computes without a rounding inside
 def test_forward_rounds_where_the_model_does(activation, device):
     dtype = torch.bfloat16
     function, reference = PAIRS[activation]
