@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 # Transformers' names of the losses in which a label belongs to its own position, and not to the one before it.
 _OWN_TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")

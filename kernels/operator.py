@@ -6,6 +6,9 @@ a small model the GPU waits for the host. So the function is called at once when
 
 Autograd functions do not look into lists. So theirs is given all arguments as one, which it passes on, and beside it
 the tensors among them, those of lists too, for which it returns the gradients.
+
+Options that travel together are one argument, a named tuple, which follows all tensors. torch knows its fields as so
+many arguments; the function, its fake and its derivative get the tuple.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 
@@ -37,28 +40,74 @@ class Operator(Generic[R]):
         derivative: The autograd function that calls and differentiates `function`; None if it has no derivative.
         tensors: Which arguments are tensors, or None in place of one.
         lists: Which arguments are lists of tensors.
+        records: Which arguments are named tuples, and their classes.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
-        self.custom = torch.library.custom_op(name, function, mutates_args=mutates)
-        self.register_fake = self.custom.register_fake
+        hints = get_type_hints(function)
+        kinds = [hints[name] for name in inspect.signature(function).parameters]
+        self.records = {place: kind for place, kind in enumerate(kinds) if hasattr(kind, "_fields")}
+        flat = self._flat_function(function)
+        self.custom = torch.library.custom_op(name, flat, mutates_args=mutates)
         self.name = name
         self.function = function
         self.derivative: type[torch.autograd.Function] | None = None
         parameters = inspect.signature(function).parameters
         self.defaults = tuple(parameter.default for parameter in parameters.values())
         self.mutated = [place for place, name in enumerate(parameters) if name in mutates]
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
-        kinds = [re.search(rf"Tensor(\S*) {name}\b", schema) for name in parameters]
-        self.tensors = [place for place, kind in enumerate(kinds) if kind and "[]" not in kind[1]]
-        self.lists = [place for place, kind in enumerate(kinds) if kind and "[]" in kind[1]]
+        schema = torch.library.infer_schema(flat, mutates_args=mutates)
+        found = [re.search(rf"Tensor(\S*) {name}\b", schema) for name in parameters]
+        self.tensors = [place for place, kind in enumerate(found) if kind and "[]" not in kind[1]]
+        self.lists = [place for place, kind in enumerate(found) if kind and "[]" in kind[1]]
         self.returns_list = schema.endswith("-> Tensor[]")
+        assert all(place > max(self.tensors + self.lists) for place in self.records)
+
+    def _flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with the fields of named tuples as arguments."""
+        if not self.records:
+            return function
+
+        def flat(*values: Any) -> Any:
+            return function(*self._grouped(values))
+
+        parameters = []
+        hints = get_type_hints(function)
+        for place, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+            kind = self.records.get(place)
+            fields = {name: hints.get(name)} if kind is None else get_type_hints(kind)
+            parameters += [parameter.replace(name=field, annotation=hint) for field, hint in fields.items()]
+        flat.__signature__ = inspect.Signature(parameters, return_annotation=hints.get("return"))  # type: ignore[attr-defined]
+        return flat
+
+    def _grouped(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of the function out of those of the schema."""
+        arguments = list(values)
+        for place, kind in self.records.items():
+            stop = place + len(kind._fields)
+            arguments[place:stop] = [kind(*arguments[place:stop])]
+        return tuple(arguments)
+
+    def of_schema(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of the schema out of those of the function."""
+        if not self.records:
+            return tuple(arguments)
+        grouped = ((value if place in self.records else (value,)) for place, value in enumerate(arguments))
+        return tuple(itertools.chain.from_iterable(grouped))
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives the operator its function for tensors without memory, as `torch.library.register_fake`."""
+        return self.custom.register_fake(lambda *values: fake(*self._grouped(values)))
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, Any, Any], None] | None = None
     ) -> None:
         """Gives the operator its derivative, as `torch.library.register_autograd`."""
-        self.custom.register_autograd(backward, setup_context=setup_context)
+
+        def setup_of_schema(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+            if setup_context is not None:
+                setup_context(ctx, self._grouped(inputs), output)
+
+        self.custom.register_autograd(backward, setup_context=setup_of_schema)
 
         def forward(ctx: Any, arguments: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
@@ -80,7 +129,7 @@ class Operator(Generic[R]):
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """The function's result, recorded for autograd if an input needs a gradient."""
         if kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            return self.custom(*args, **kwargs)
+            return self.custom(*self.of_schema(args), **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"`{self.name}` was called inside a transform of torch.func, such as grad or vmap, which it does not "
@@ -94,11 +143,11 @@ class Operator(Generic[R]):
             if tensor is None:
                 continue
             if type(tensor) not in _PLAIN or tensor.is_meta:
-                return self.custom(*args)
+                return self.custom(*self.of_schema(args))
             recorded = recorded or tensor.requires_grad
         if recorded and torch.is_grad_enabled():
             if self.derivative is None:
-                return self.custom(*args)  # whose backward is an error
+                return self.custom(*self.of_schema(args))  # whose backward is an error
             output: Any = self.derivative.apply(arguments, *tensors)
             if self.returns_list:
                 output = list(output)
@@ -139,7 +188,7 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
         mutates: The arguments that it writes to. Such an operator has no derivative.
 
     Returns:
-        A decorator. All arguments of its function are annotated, as for `torch.library`.
+        A decorator. All arguments of its function are annotated, as for `torch.library`, or as named tuples.
     """
     return lambda function: Operator(name, function, mutates)
 

@@ -43,7 +43,8 @@ from liger_trainer.kernels.head.logit_rows import (
     transform_factors,
     transform_logits,
 )
-from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard
+from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 _LARGEST_BOUND = 60.0  # of log2(e) * |z| under a soft-cap: exp(z - cap) stays well above fp32's smallest number
@@ -272,7 +273,7 @@ def _launch_rows(
     gradient: torch.Tensor | None,
     target: torch.Tensor,
     stats: RowStats,
-    options: RowOptions,
+    options: LossOptions,
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     coefficient: torch.Tensor | None,
@@ -352,7 +353,7 @@ def row_statistics_(
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: RowStats,
-    options: RowOptions,
+    options: LossOptions,
     bias: torch.Tensor | None = None,
     class_weights: torch.Tensor | None = None,
     coefficient: torch.Tensor | None = None,
@@ -385,7 +386,7 @@ def row_gradient_(
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: RowStats,
-    options: RowOptions,
+    options: LossOptions,
     coefficient: torch.Tensor,
     bias: torch.Tensor | None = None,
     class_weights: torch.Tensor | None = None,
@@ -416,7 +417,7 @@ def row_partials_(
     logits: torch.Tensor,
     target: torch.Tensor,
     partials: torch.Tensor,
-    options: RowOptions,
+    options: LossOptions,
     shard: Shard,
     bias: torch.Tensor | None = None,
     width: int | None = None,

@@ -13,7 +13,7 @@ its upstream gradient: it saves two fp32 numbers a token and recomputes the logi
 
 Bytes moved besides the matmuls' own, b bytes an element: 2 to 3 N*V*b for the row kernel and 2*V*H*b for each chunk
 after the first, to accumulate dW. If the buffer holds few tokens, the first chunk is larger than the others and lies in
-the memory that dW fills later (`logits_in_weight_gradient`). Memory: one chunk of logits, dX, dW. Saved for backward:
+the memory that dW fills later (`large_first_chunk`). Memory: one chunk of logits, dX, dW. Saved for backward:
 dX, dW and dbias.
 
 Ignored tokens take no elementwise work, but their rows stay in the matmuls: to leave them out, the host has to know a
@@ -37,19 +37,27 @@ from liger_trainer.kernels.head.cross_entropy import (
     with_outputs,
 )
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_rows, chunk_spans, logits_buffer
-from liger_trainer.kernels.head.logits_in_weight_gradient import plan_panels, run_panels
-from liger_trainer.kernels.head.loss_arguments import (
+from liger_trainer.kernels.head.head_chunks import (
+    HeadGradients,
+    Needs,
+    allocate_gradients,
+    chunk_rows,
+    chunk_spans,
+    logits_buffer,
+)
+from liger_trainer.kernels.head.large_first_chunk import plan_panels, run_panels
+from liger_trainer.kernels.head.loss_options import (
+    LossOptions,
     check_labels_on_cpu,
     check_linear,
     check_options,
     checked_class_weights,
+    compute_dtype,
     inverse_normalizer,
 )
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, compute_dtype
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
+from liger_trainer.kernels.head.token_statistics import RowStats
+from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv
 
@@ -65,7 +73,7 @@ def _run_chunks(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
-    options: RowOptions,
+    options: LossOptions,
     logits_memory: int,
     stats: RowStats,
     coefficient: torch.Tensor | None,
@@ -78,56 +86,32 @@ def _run_chunks(
     """
     check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
     tokens, vocab_size = hidden.shape[0], weight.shape[0]
-    rows = chunk_rows(hidden, weight, logits_memory, needs.weight)
-    d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
-    if tokens == 0:
-        return d_hidden, d_weight.zero_(), d_bias.zero_()
-    buffer = logits_buffer(hidden, weight, rows)
-    panels = plan_panels(hidden, weight, rows) if needs.weight and class_weights is None else None
+    rows = chunk_rows(hidden, weight, logits_memory, needs.weight_gradient)
+    panels = plan_panels(hidden, weight, rows) if needs.weight_gradient and class_weights is None else None
     begin = 0 if panels is None else panels.tokens
-    chunks = cdiv(tokens - begin, rows) + (panels is not None)
-    weight_sum = WeightGradientSum(d_weight, chunks) if needs.weight else None
-    bias_sum = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden))
+    gradients = HeadGradients(hidden, weight, bias, needs, cdiv(tokens - begin, rows) + (panels is not None))
+    if tokens == 0:
+        return gradients.finish()
+    buffer = logits_buffer(hidden, weight, rows)
+
+    def upstream(start: int, stop: int) -> torch.Tensor | None:
+        return coefficient[start:stop] if coefficient is not None and coefficient.dim() else coefficient
+
     with fp32_reductions(weight):
         if panels is not None:
-            assert coefficient is not None
-            assert weight_sum is not None
-            run_panels(
-                panels,
-                hidden[:begin],
-                weight,
-                target[:begin],
-                bias,
-                options,
-                stats.rows(0, begin),
-                coefficient[:begin] if coefficient.dim() else coefficient,
-                recompute,
-                buffer,
-                d_hidden[:begin] if needs.hidden else None,
-                weight_sum,
-                bias_sum if needs.bias else None,
-            )
+            found, factor = stats.rows(0, begin), upstream(0, begin)
+            assert factor is not None
+            run_panels(panels, target[:begin], bias, options, found, factor, recompute, buffer, gradients)
         for start, stop in chunk_spans(begin, tokens, rows):
-            part, labels, found = hidden[start:stop], target[start:stop], stats.rows(start, stop)
-            upstream = coefficient[start:stop] if coefficient is not None and coefficient.dim() else coefficient
-            logits = torch.mm(part, weight.t(), out=buffer[: stop - start, :vocab_size])
+            labels, found, factor = target[start:stop], stats.rows(start, stop), upstream(start, stop)
+            logits = torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start, :vocab_size])
             if recompute:
-                assert upstream is not None
-                row_gradient_(logits, labels, found, options, upstream, bias, class_weights, width=buffer.shape[1])
+                assert factor is not None
+                row_gradient_(logits, labels, found, options, factor, bias, class_weights, width=buffer.shape[1])
             else:
-                row_statistics_(logits, labels, found, options, bias, class_weights, upstream, buffer.shape[1])
-            # With an upstream gradient, `logits` now holds the gradient of the logits.
-            if needs.hidden:
-                matmul_into(d_hidden[start:stop], logits, weight)
-            if weight_sum is not None:
-                weight_sum.add(logits, part)
-            if needs.bias:
-                bias_sum += logits.sum(0, dtype=bias_sum.dtype)
-            del logits
-    del buffer
-    if weight_sum is not None:
-        weight_sum.finish()
-    return d_hidden, d_weight, d_bias.copy_(bias_sum)
+                row_statistics_(logits, labels, found, options, bias, class_weights, factor, buffer.shape[1])
+            gradients.add(start, stop, logits)  # which are their gradient by now, if one is needed
+    return gradients.finish()
 
 
 @operator("liger_trainer::linear_cross_entropy_forward")
@@ -139,22 +123,13 @@ def loss_and_gradients(
     class_weights: torch.Tensor | None,
     scale: torch.Tensor,
     expected: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
     entropy: bool,
     predicted: bool,
-    hidden_gradient: bool,
-    weight_gradient: bool,
-    bias_gradient: bool,
+    needs: Needs,
 ) -> _LossAndGradients:
     """The loss times `scale`, its gradients times `expected`, and nll, lse, entropy and predicted of `RowStats`."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
     coefficient = scale * expected
     gradients = _run_chunks(
@@ -164,21 +139,15 @@ def loss_and_gradients(
 
 
 @loss_and_gradients.register_fake
-def _(
-    hidden, weight, target, bias, class_weights, scale, expected,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory,
-    entropy, predicted, hidden_gradient, weight_gradient, bias_gradient,
-):  # fmt: skip
+def _(hidden, weight, target, bias, class_weights, scale, expected, options, logits_memory, entropy, predicted, needs):
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     return (stats.loss.new_empty(()), *allocate_gradients(hidden, weight, bias, needs), *stats[1:])
 
 
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
     *_, expected = inputs[:7]  # the tensors
-    *_, hidden_gradient, weight_gradient, bias_gradient = inputs
+    *_, ctx.needs = inputs
     _loss, d_hidden, d_weight, d_bias, *_ = output
-    ctx.needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
@@ -203,19 +172,13 @@ def _rows(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
     entropy: bool,
     predicted: bool,
 ) -> _Statistics:
     """The `RowStats` of every token, without gradients."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    needs = Needs(hidden=False, weight=False, bias=False)
+    needs = Needs(hidden_gradient=False, weight_gradient=False, bias_gradient=False)
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
     _run_chunks(
         hidden, weight, target, bias, class_weights, options, logits_memory, stats, None, needs, recompute=False
@@ -224,10 +187,7 @@ def _rows(
 
 
 @_rows.register_fake
-def _(
-    hidden, weight, target, bias, class_weights,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory, entropy, predicted,
-):  # fmt: skip
+def _(hidden, weight, target, bias, class_weights, options, logits_memory, entropy, predicted):
     return (*RowStats.allocate(hidden, target.numel(), entropy, predicted),)
 
 
@@ -241,20 +201,11 @@ def _rows_backward(
     class_weights: torch.Tensor | None,
     nll: torch.Tensor,
     lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
-    hidden_gradient: bool,
-    weight_gradient: bool,
-    bias_gradient: bool,
+    needs: Needs,
 ) -> _Gradients:
     """dX, dW and dbias for the upstream gradients `grad` of the token losses, from recomputed logits."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     stats = RowStats.of_backward(nll, lse)
     return _run_chunks(
         hidden, weight, target, bias, class_weights, options, logits_memory, stats, grad, needs, recompute=True
@@ -262,16 +213,12 @@ def _rows_backward(
 
 
 @_rows_backward.register_fake
-def _(
-    grad, hidden, weight, target, bias, class_weights, nll, lse,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory,
-    hidden_gradient, weight_gradient, bias_gradient,
-):  # fmt: skip
-    return allocate_gradients(hidden, weight, bias, Needs(hidden_gradient, weight_gradient, bias_gradient))
+def _(grad, hidden, weight, target, bias, class_weights, nll, lse, options, logits_memory, needs):
+    return allocate_gradients(hidden, weight, bias, needs)
 
 
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
-    hidden, weight, target, bias, class_weights, *ctx.options, _, _ = inputs
+    hidden, weight, target, bias, class_weights, ctx.options, ctx.logits_memory, _, _ = inputs
     _, nll, lse, _, _ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
@@ -283,8 +230,8 @@ def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch
         return input_gradients(ctx)
     refuse_double_backward("linear_cross_entropy")
     hidden_gradient, weight_gradient, _, bias_gradient, *_ = ctx.needs_input_grad
-    needs = (hidden_gradient, weight_gradient, bias_gradient)
-    gradients = _rows_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
+    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
+    gradients = _rows_backward(grad, *ctx.saved_tensors, ctx.options, ctx.logits_memory, needs)
     d_hidden, d_weight, d_bias = where_needed(needs, *gradients)
     return input_gradients(ctx, d_hidden, d_weight, None, d_bias)
 
@@ -349,7 +296,7 @@ def linear_cross_entropy(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
     hidden, weight, bias = head_as_autocast(hidden, weight, bias)
     check_linear(hidden, weight, target, bias, logits_memory)
@@ -360,13 +307,13 @@ def linear_cross_entropy(
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     needs = Needs.of(hidden, weight, bias)
     if reduction == "none" or not any(needs):
-        stats = RowStats(*_rows(flat, weight, labels, bias, class_weights, *options, logits_memory, *extras))
+        stats = RowStats(*_rows(flat, weight, labels, bias, class_weights, options, logits_memory, *extras))
         return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
     scale = inverse_normalizer(labels, ignore_index, reduction, num_items, compute_dtype(hidden))
     normalised = reduction == "mean" or num_items is not None
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, *tokens = loss_and_gradients(
-        flat, weight, labels, bias, class_weights, scale, expected, *options, logits_memory, *extras, *needs
+        flat, weight, labels, bias, class_weights, scale, expected, options, logits_memory, *extras, needs
     )
     return with_outputs(loss, outputs, RowStats(tokens[0], *tokens), target, options, scale)
 

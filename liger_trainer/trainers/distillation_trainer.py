@@ -18,7 +18,7 @@ from liger_trainer.configs.distillation_config import LigerDistillationConfig
 from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.trainers.teacher import TeacherMixin
 
 create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)

@@ -28,7 +28,7 @@ from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
 from liger_trainer.head.context import context_of, forward_context, token_observer
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.binding import is_ours
 from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 _NOTHING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "completion_mask": 0, "KL_completion_mask": 0}
 """What a trainer takes labels from, each for a forward of its own, and the value where there is none."""

@@ -12,7 +12,7 @@ from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
 from liger_trainer.head.fused_loss import head_log_probs
 from liger_trainer.kernels.head.log_probs import log_probs
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 _KERNEL_NAMES = {
     "entropy": "entropy",

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.kernels.autograd import input_gradients
 from liger_trainer.kernels.operator import operator
 
 
@@ -225,6 +227,68 @@ def test_a_single_gradient_needs_no_tuple():
     x = torch.randn(3, requires_grad=True)
     negative(x).sum().backward()
     assert torch.equal(x.grad, -torch.ones(3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Named tuples
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    slope: float
+    offset: float | None
+
+
+class Power(NamedTuple):
+    exponent: int
+
+
+@operator("liger_trainer_tests::of_records")
+def of_records(x: torch.Tensor, line: Line, name: str, power: Power) -> torch.Tensor:
+    """``(slope * x + offset) ** exponent``."""
+    assert type(line) is Line
+    assert type(power) is Power
+    assert name == "name"
+    return (line.slope * x + (line.offset or 0.0)) ** power.exponent
+
+
+@of_records.register_fake
+def _(x, line, name, power):
+    assert type(line) is Line
+    return x.new_empty(x.shape)
+
+
+def _save_records(ctx, inputs, output):
+    x, ctx.line, _, ctx.power = inputs
+    ctx.save_for_backward(x)
+
+
+def _gradient_of_records(ctx, gradient):
+    (x,), (slope, offset), (exponent,) = ctx.saved_tensors, ctx.line, ctx.power
+    return input_gradients(ctx, gradient * exponent * slope * (slope * x + (offset or 0.0)) ** (exponent - 1))
+
+
+of_records.register_autograd(_gradient_of_records, setup_context=_save_records)
+
+
+def test_torch_sees_the_fields_of_named_tuples():
+    schema = torch.ops.liger_trainer_tests.of_records.default._schema
+    assert [argument.name for argument in schema.arguments] == ["x", "slope", "offset", "name", "exponent"]
+
+
+@pytest.mark.parametrize("offset", [None, 0.5])
+def test_named_tuples_in_every_way_of_calling(offset):
+    def call(x):
+        return of_records(x, Line(3.0, offset), "name", Power(2))
+
+    for function in (call, lambda x: call(x.as_subclass(Marked)), torch.compile(call, backend="aot_eager")):
+        x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+        result = function(x)
+        result.sum().backward()
+        torch.testing.assert_close(torch.Tensor(result), (3.0 * x + (offset or 0.0)) ** 2)
+        torch.testing.assert_close(x.grad, 6.0 * (3.0 * x + (offset or 0.0)))
+    leaf = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(of_records.custom, (leaf, 3.0, offset, "name", 2))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

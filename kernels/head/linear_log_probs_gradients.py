@@ -1,4 +1,4 @@
-"""The gradients of log-probabilities and entropies over an LM head, for upstream gradients that come later.
+"""The gradients of log-probabilities and entropies over an LM head, which depend on upstream gradients that come later.
 
 The gradient of a row of logits needs the upstream gradient of its token, which only the backward knows. The logits of
 the last tokens were retained by the forward; those of all others are recomputed here, one chunk at a time:
@@ -8,6 +8,18 @@ the last tokens were retained by the forward; those of all others are recomputed
                                 dX_c = Z @ W           dW += Z.T @ X_c          dbias += sum of the rows of Z, fp32
 
 `attach_gradients` makes a loss and entropies that are already known differentiable in this way.
+
+`log_probs_with_gradients` is for an expected upstream gradient. A loss that weighs all tokens alike gives every
+log-probability the same upstream gradient, one number. The forward is then that of `linear_cross_entropy`, which
+computes dX, dW and dbias as well: three matmuls, two for a frozen head. The backward has two cases:
+
+    one number   it returns these gradients, rescaled if the number is not the expected one (`rescale`)
+    any other    it recomputes the logits, as above: three matmuls more, two for a frozen head
+
+An upstream gradient of the entropies is the second case, and the host knows whether there is one. The gradient of a sum
+is the first: autograd expands it, so its strides show that it is one number. For all others the values decide, and
+reading them makes the host wait for the device. Saved for backward: the gradients, and for the second case the inputs
+and three fp32 numbers a token.
 """
 
 from __future__ import annotations
@@ -19,12 +31,21 @@ import torch.distributed as dist
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COLLECTIVES
-from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
+from liger_trainer.kernels.autograd import input_gradients, one_number, refuse_double_backward, where_needed
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_
-from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_spans, saturating_chunk_rows
-from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, Shard, compute_dtype
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
+from liger_trainer.kernels.head.head_chunks import (
+    HeadGradients,
+    Needs,
+    allocate_gradients,
+    chunk_spans,
+    logits_buffer,
+    saturating_chunk_rows,
+)
+from liger_trainer.kernels.head.linear_cross_entropy import loss_and_gradients
+from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
+from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels.head.token_statistics import RowStats, Shard
+from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept
 
@@ -43,7 +64,7 @@ def _run_chunks(
     bias: torch.Tensor | None,
     stats: RowStats,
     retained: torch.Tensor,
-    options: RowOptions,
+    options: LossOptions,
     logits_memory: int,
     shard: Shard,
     needs: Needs,
@@ -55,23 +76,20 @@ def _run_chunks(
     it they are only read, one chunk at a time.
     """
     tokens, vocab_size = hidden.shape[0], weight.shape[0]
-    d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
     if tokens == 0:
-        return d_hidden, d_weight.zero_(), d_bias.zero_()
+        return HeadGradients(hidden, weight, bias, needs, 0).finish()
     others = tokens - retained.shape[0]
-    rows = saturating_chunk_rows(hidden[:others] if overwrite else hidden, weight, logits_memory, needs.weight)
+    rows = saturating_chunk_rows(hidden[:others] if overwrite else hidden, weight, logits_memory, needs.weight_gradient)
     spans = [*chunk_spans(others, tokens, tokens if overwrite else rows), *chunk_spans(0, others, rows)]
+    gradients = HeadGradients(hidden, weight, bias, needs, len(spans))
     buffer = retained
     if not overwrite or (others > 0 and retained.shape[0] < rows):
         buffer = hidden.new_empty(min(rows, tokens), retained.shape[1])
-    weight_sum = WeightGradientSum(d_weight, len(spans)) if needs.weight else None
-    bias_sum = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden))
     with fp32_reductions(weight):
         for start, stop in spans:
-            part = hidden[start:stop]
             logits = gradient = buffer[: stop - start, :vocab_size]
             if start < others:
-                torch.mm(part, weight.t(), out=logits)
+                torch.mm(hidden[start:stop], weight.t(), out=logits)
             else:
                 logits = retained[start - others : stop - others, :vocab_size]
                 gradient = logits if overwrite else gradient
@@ -87,15 +105,8 @@ def _run_chunks(
                 entropy_coefficient=None if grad_entropy is None else grad_entropy[start:stop],
                 shard=shard,
             )
-            if needs.hidden:
-                matmul_into(d_hidden[start:stop], gradient, weight)
-            if weight_sum is not None:
-                weight_sum.add(gradient, part)
-            if needs.bias:
-                bias_sum += gradient.sum(0, dtype=bias_sum.dtype)
-    if weight_sum is not None:
-        weight_sum.finish()
-    return d_hidden, d_weight, d_bias.copy_(bias_sum)
+            gradients.add(start, stop, gradient)
+    return gradients.finish()
 
 
 @operator("liger_trainer::linear_rows_gradients")
@@ -110,23 +121,13 @@ def _gradients(
     lse: torch.Tensor,
     entropy: torch.Tensor,
     retained: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
-    vocab_start: int,
-    vocab_size: int,
-    hidden_gradient: bool,
-    weight_gradient: bool,
-    bias_gradient: bool,
+    shard: Shard,
+    needs: Needs,
 ) -> _Gradients:
     """dX, dW and dbias for upstream gradients of the token losses and, unless None, of the entropies."""
-    stats, shard = RowStats.of_backward(nll, lse, entropy), Shard(vocab_start, vocab_size)
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
+    stats = RowStats.of_backward(nll, lse, entropy)
     return _run_chunks(
         grad, grad_entropy, hidden, weight, target, bias, stats, retained, options, logits_memory, shard, needs,
         overwrite=False,
@@ -135,11 +136,9 @@ def _gradients(
 
 @_gradients.register_fake
 def _(
-    grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory, vocab_start, vocab_size,
-    hidden_gradient, weight_gradient, bias_gradient,
-):  # fmt: skip
-    return allocate_gradients(hidden, weight, bias, Needs(hidden_gradient, weight_gradient, bias_gradient))
+    grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, options, logits_memory, shard, needs
+):
+    return allocate_gradients(hidden, weight, bias, needs)
 
 
 def recomputed_gradients(
@@ -153,7 +152,7 @@ def recomputed_gradients(
     lse: torch.Tensor,
     entropy: torch.Tensor,
     retained: torch.Tensor,
-    options: RowOptions,
+    options: LossOptions,
     logits_memory: int,
     shard: Shard,
     needs: Needs,
@@ -171,8 +170,8 @@ def recomputed_gradients(
     # Tracing passes subclasses of Tensor; the operator then stands in the graph.
     if graph_is_kept() or type(given) is not torch.Tensor:
         computed = _gradients(
-            grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, *options, logits_memory,
-            *shard, *needs,
+            grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, options, logits_memory,
+            shard, needs,
         )  # fmt: skip
     else:
         computed = _run_chunks(
@@ -194,15 +193,9 @@ def attach_gradients(
     lse: torch.Tensor,
     entropy: torch.Tensor,
     retained: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
-    vocab_start: int,
-    vocab_size: int,
+    shard: Shard,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`loss` and `entropy`, which are already known, as differentiable functions of hidden, weight and bias.
@@ -215,8 +208,7 @@ def attach_gradients(
 
 @attach_gradients.register_fake
 def _(
-    loss, unit_gradient, hidden, weight, target, bias, nll, lse, entropy, retained,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory, vocab_start, vocab_size,
+    loss, unit_gradient, hidden, weight, target, bias, nll, lse, entropy, retained, options, logits_memory, shard,
     group,
 ):  # fmt: skip
     return torch.empty_like(loss), torch.empty_like(entropy)
@@ -224,11 +216,9 @@ def _(
 
 def _attach_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     _loss, *tensors = inputs[:10]
-    *options, logits_memory, vocab_start, vocab_size, group = inputs[10:]
+    ctx.options, ctx.logits_memory, ctx.shard, ctx.group = inputs[10:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
-    ctx.options, ctx.logits_memory = RowOptions(*options), logits_memory
-    ctx.shard, ctx.group = Shard(vocab_start, vocab_size), group
 
 
 def _attach_backward(
@@ -260,3 +250,94 @@ def _scaled_rows(rows: torch.Tensor, factor: torch.Tensor, valid: torch.Tensor, 
 
 
 attach_gradients.register_autograd(_attach_backward, setup_context=_attach_setup)
+
+
+def log_probs_with_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: LossOptions,
+    logits_memory: int,
+    entropy: bool,
+    predicted: bool,
+    needs: Needs,
+    expected_grad: float | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies, both differentiable, and predicted ids of `(N, H)` hidden states; each `(N,)`.
+
+    Entropies and ids are empty if not asked for; `expected_grad` is that of `linear_log_probs`.
+    """
+    one = torch.ones((), dtype=compute_dtype(hidden), device=hidden.device)
+    with torch.no_grad():
+        expected = expected_gradient(expected_grad, one, hidden.dtype, normalised=False)
+        _, d_hidden, d_weight, d_bias, nll, lse, entropies, ids = loss_and_gradients(
+            hidden, weight, target, bias, None, one, expected, options, logits_memory, entropy, predicted, needs
+        )
+    log_probs, entropies = _ExpectedGradient.apply(
+        hidden, weight, bias, target, options, logits_memory, nll, lse, entropies, expected, d_hidden, d_weight, d_bias
+    )
+    return log_probs, entropies, ids
+
+
+class _ExpectedGradient(torch.autograd.Function):
+    """Log-probabilities and entropies, already known, as differentiable functions of hidden, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        options: LossOptions,
+        logits_memory: int,
+        nll: torch.Tensor,
+        lse: torch.Tensor,
+        entropy: torch.Tensor,
+        expected: torch.Tensor,
+        d_hidden: torch.Tensor,
+        d_weight: torch.Tensor,
+        d_bias: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, target, nll, lse, entropy, expected, d_hidden, d_weight, d_bias)
+        ctx.options, ctx.logits_memory = options, logits_memory
+        return 0.0 - nll, entropy.clone()
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, target, nll, lse, entropy, expected, *computed = ctx.saved_tensors
+        needs = Needs(*ctx.needs_input_grad[:3])
+        gradients: list[torch.Tensor | None] = [None, None, None]
+        number = None
+        if grad is not None and grad_entropy is None:
+            number = one_number(grad)
+            if number is None:
+                number = number_by_values(grad, target != ctx.options.ignore_index)
+        if number is not None:
+            wanted = list(where_needed(needs, *computed))
+            gradients = rescaled_gradients(wanted, -number, expected, "linear_log_probs")
+        elif grad is not None or grad_entropy is not None:
+            gradients = recomputed_gradients(
+                None if grad is None else -grad, grad_entropy,
+                hidden, weight, target, bias, nll, lse, entropy, logits_buffer(hidden, weight, 0),
+                ctx.options, ctx.logits_memory, Shard(0, weight.shape[0]), needs,
+            )  # fmt: skip
+        return input_gradients(ctx, *gradients)
+
+
+def number_by_values(grad: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
+    """The value that `grad` has wherever `valid`, 0-d; None if there are several. The host waits for the device.
+
+    It is also None while a CUDA graph is captured, which forbids waiting.
+    """
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    low = grad.masked_fill(~valid, float("inf")).amin()
+    high = grad.masked_fill(~valid, float("-inf")).amax()
+    if not low >= high:  # NaN too
+        return None
+    return torch.where(low > high, 0.0, high)  # without a valid token low is inf and high is -inf
