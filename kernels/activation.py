@@ -142,25 +142,35 @@ class GatedActivation(NamedTuple):
     """An activation with its options, in the order in which operators take them.
 
     Args:
-        name: Name of a row of `ACTIVATIONS`.
-        scalars: Multipliers of the gate and of the product, the clamps' limit and the offset of up (`scalars_of`).
-        gated: Whether there are gate and up, rather than the activation's input alone.
+        activation: Name of a row of `ACTIVATIONS`.
+        scalars: Multipliers of the gate and of the product, the clamps' limit and the offset of up.
         interleaved: Whether the columns of gate and up alternate.
     """
 
-    name: str
+    activation: str
     scalars: Sequence[float]
-    gated: bool = True
     interleaved: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        activation: str,
+        gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+        limit: float | None = None,
+        up_offset: float = 0.0,
+        interleaved: bool = False,
+    ) -> GatedActivation:
+        """With numbers of any kind; no limit is infinity."""
+        bound = math.inf if limit is None else float(limit)
+        return cls(activation, [float(gate_multiplier), float(down_multiplier), bound, float(up_offset)], interleaved)
+
+    @property
+    def limit(self) -> float:
+        """The clamps' limit, infinity without clamps."""
+        return self.scalars[2]
 
     @property
     def constants(self) -> dict[str, Any]:
         """The constants of kernels."""
-        return {"ACTIVATION": self.name, "CLAMP": self.scalars[2] < math.inf, "INTERLEAVED": self.interleaved}
-
-
-def scalars_of(
-    gate_multiplier: float = 1.0, down_multiplier: float = 1.0, limit: float | None = None, up_offset: float = 0.0
-) -> list[float]:
-    """The scalars of a `GatedActivation`; no limit is infinity."""
-    return [float(gate_multiplier), float(down_multiplier), math.inf if limit is None else float(limit), up_offset]
+        return {"ACTIVATION": self.activation, "CLAMP": self.limit < math.inf, "INTERLEAVED": self.interleaved}

@@ -7,8 +7,8 @@ a small model the GPU waits for the host. So the function is called at once when
 Autograd functions do not look into lists. So theirs is given all arguments as one, which it passes on, and beside it
 the tensors among them, those of lists too, for which it returns the gradients.
 
-Options that travel together are one argument, a named tuple, which follows all tensors. torch knows its fields as so
-many arguments; the function, its fake and its derivative get the tuple.
+Arguments that travel together are one argument of the function, a named tuple. torch knows its fields as so many
+arguments: function, fake and `setup_context` get the tuple, a backward returns the gradients of the fields.
 """
 
 from __future__ import annotations
@@ -38,29 +38,28 @@ class Operator(Generic[R]):
     Attributes:
         custom: The `torch.library.custom_op`, which dispatches.
         derivative: The autograd function that calls and differentiates `function`; None if it has no derivative.
-        tensors: Which arguments are tensors, or None in place of one.
-        lists: Which arguments are lists of tensors.
-        records: Which arguments are named tuples, and their classes.
+        records: Which arguments of the function are named tuples, and their classes.
+        tensors: Which arguments of torch's are tensors, or None in place of one.
+        lists: Which of them are lists of tensors.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
-        hints = get_type_hints(function)
-        kinds = [hints[name] for name in inspect.signature(function).parameters]
-        self.records = {place: kind for place, kind in enumerate(kinds) if hasattr(kind, "_fields")}
+        signature = inspect.signature(function, eval_str=True)
+        kinds = enumerate(parameter.annotation for parameter in signature.parameters.values())
+        self.records = {place: kind for place, kind in kinds if hasattr(kind, "_fields")}
         flat = self._flat_function(function)
         self.custom = torch.library.custom_op(name, flat, mutates_args=mutates)
         self.name = name
         self.function = function
         self.derivative: type[torch.autograd.Function] | None = None
-        parameters = inspect.signature(function).parameters
-        self.defaults = tuple(parameter.default for parameter in parameters.values())
+        self.defaults = tuple(parameter.default for parameter in signature.parameters.values())
+        parameters = inspect.signature(flat).parameters
         self.mutated = [place for place, name in enumerate(parameters) if name in mutates]
         schema = torch.library.infer_schema(flat, mutates_args=mutates)
         found = [re.search(rf"Tensor(\S*) {name}\b", schema) for name in parameters]
         self.tensors = [place for place, kind in enumerate(found) if kind and "[]" not in kind[1]]
         self.lists = [place for place, kind in enumerate(found) if kind and "[]" in kind[1]]
         self.returns_list = schema.endswith("-> Tensor[]")
-        assert all(place > max(self.tensors + self.lists) for place in self.records)
 
     def _flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` with the fields of named tuples as arguments."""
@@ -70,13 +69,15 @@ class Operator(Generic[R]):
         def flat(*values: Any) -> Any:
             return function(*self._grouped(values))
 
+        signature = inspect.signature(function, eval_str=True)
         parameters = []
-        hints = get_type_hints(function)
-        for place, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
-            kind = self.records.get(place)
-            fields = {name: hints.get(name)} if kind is None else get_type_hints(kind)
-            parameters += [parameter.replace(name=field, annotation=hint) for field, hint in fields.items()]
-        flat.__signature__ = inspect.Signature(parameters, return_annotation=hints.get("return"))  # type: ignore[attr-defined]
+        for place, parameter in enumerate(signature.parameters.values()):
+            if place in self.records:
+                fields = get_type_hints(self.records[place]).items()
+                parameters += [parameter.replace(name=name, annotation=hint) for name, hint in fields]
+            else:
+                parameters.append(parameter)
+        flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return flat
 
     def _grouped(self, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -87,12 +88,14 @@ class Operator(Generic[R]):
             arguments[place:stop] = [kind(*arguments[place:stop])]
         return tuple(arguments)
 
-    def of_schema(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    def of_schema(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of the schema out of those of the function."""
         if not self.records:
-            return tuple(arguments)
-        grouped = ((value if place in self.records else (value,)) for place, value in enumerate(arguments))
-        return tuple(itertools.chain.from_iterable(grouped))
+            return arguments
+        values = list(arguments)
+        for place in reversed(self.records):
+            values[place : place + 1] = arguments[place]
+        return tuple(values)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Gives the operator its function for tensors without memory, as `torch.library.register_fake`."""
@@ -109,12 +112,12 @@ class Operator(Generic[R]):
 
         self.custom.register_autograd(backward, setup_context=setup_of_schema)
 
-        def forward(ctx: Any, arguments: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
+        def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
             # Autograd lets nobody write to a view that was made in here.
             one = isinstance(output, torch.Tensor)
             output = _no_view(output) if one else type(output)(map(_no_view, output))
-            ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], arguments)
+            ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], self.of_schema(arguments))
             if setup_context is not None:
                 setup_context(ctx, arguments, output)
             return tuple(output) if self.returns_list else output
@@ -137,24 +140,25 @@ class Operator(Generic[R]):
                 "liger_trainer.functional has a `_reference`."
             )
         arguments = args + self.defaults[len(args) :]
-        tensors = self._flat(arguments)
+        values = self.of_schema(arguments)
+        tensors = self._flat(values)
         recorded = False
         for tensor in tensors:
             if tensor is None:
                 continue
             if type(tensor) not in _PLAIN or tensor.is_meta:
-                return self.custom(*self.of_schema(args))
+                return self.custom(*values)
             recorded = recorded or tensor.requires_grad
         if recorded and torch.is_grad_enabled():
             if self.derivative is None:
-                return self.custom(*self.of_schema(args))  # whose backward is an error
+                return self.custom(*values)  # whose backward is an error
             output: Any = self.derivative.apply(arguments, *tensors)
             if self.returns_list:
                 output = list(output)
             return output
         result = self.function(*arguments)
         for place in self.mutated:
-            _note_change(arguments[place])
+            _note_change(values[place])
         return result
 
     def _flat(self, values: Sequence[Any]) -> list[Any]:

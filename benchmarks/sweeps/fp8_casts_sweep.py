@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.kernels.activation import GatedActivation, scalars_of
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.mlp import gated_activation as gated
@@ -51,7 +51,7 @@ def norms(device: Device, hidden: int, with_residual: bool) -> None:
 def activations(device: Device, activation: str, columns: int) -> None:
     """A gated activation, which writes a byte an element in place of two."""
     gate, up, h = (torch.randn(ROWS, columns, device=device.device, dtype=torch.bfloat16) for _ in range(3))
-    options = GatedActivation(activation, scalars_of())
+    options = GatedActivation.of(activation)
 
     def alone() -> None:
         gated.launch_forward(gate, up, h, options)

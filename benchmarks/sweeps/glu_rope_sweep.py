@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.records import Machine
-from liger_trainer.kernels.activation import GatedActivation, scalars_of
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.rope import rope_kernel
 from liger_trainer.kernels.rope.rope import rope_reference
@@ -117,7 +117,7 @@ def sweep_gated(top: int) -> None:
         dh, h = torch.randn(2, rows, cols, device="cuda", dtype=torch.bfloat16).unbind(0)
         last = [x[-64:].double().requires_grad_() for x in (gate, up)]
         act = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
-        exact, options = act(last[0]) * last[1], GatedActivation(activation, scalars_of())
+        exact, options = act(last[0]) * last[1], GatedActivation.of(activation)
         gradients = torch.autograd.grad(exact, last, dh[-64:].double())
         for direction, run, arguments, outputs, right in (
             ("forward", gated_activation.launch_forward, (gate, up, h), (h,), (exact.detach(),)),

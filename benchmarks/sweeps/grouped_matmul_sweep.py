@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
-from liger_trainer.kernels.activation import GatedActivation, scalars_of
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.moe.activation import activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
@@ -90,12 +90,12 @@ def main() -> None:
             )
         show(name, flops, times)
     weights, dpre = torch.rand(tokens, TOP_K, device="cuda"), torch.empty_like(pre)
-    silu = GatedActivation("silu", scalars_of())
+    silu = GatedActivation.of("silu")
     beside: dict[str, float] = {
         "sort": milliseconds(sort_by_expert, index, EXPERTS),
         "repeat": milliseconds(repeat_rows, x, rows, TOP_K),
         "activation": milliseconds(activate, pre, silu),
-        "its gradient": milliseconds(activation_gradients_, dpre, h, pre, weights, rows, silu, True),
+        "its gradient": milliseconds(activation_gradients_, dpre, h, pre, weights, rows, silu, True, True),
         "combine": milliseconds(combine_rows, repeated, rows, TOP_K, weights),
     }
     print(", ".join(f"{name} {time:.3f}" for name, time in beside.items()))

@@ -24,7 +24,7 @@ labelled rows alone (`liger_trainer/head/labelled_rows.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,12 +67,26 @@ _Statistics = tuple[_T, _T, _T, _T, _T]  # the fields of `RowStats`
 _LossAndGradients = tuple[_T, _T, _T, _T, _T, _T, _T, _T]  # the loss, `_Gradients`, all but the first of `_Statistics`
 
 
+class HeadInputs(NamedTuple):
+    """What the loss is computed from.
+
+    Args:
+        hidden: (N, H), contiguous.
+        weight: (V, H).
+        target: (N,).
+        bias: (V,), or None.
+        class_weights: (V,), or None.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    bias: torch.Tensor | None
+    class_weights: torch.Tensor | None = None
+
+
 def _run_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
+    inputs: HeadInputs,
     options: LossOptions,
     logits_memory: int,
     stats: RowStats,
@@ -84,6 +98,7 @@ def _run_chunks(
 
     `coefficient` is the upstream gradient of the token losses, 0-d or `(N,)`; None if no gradient is needed.
     """
+    hidden, weight, target, bias, class_weights = inputs
     check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
     tokens, vocab_size = hidden.shape[0], weight.shape[0]
     rows = chunk_rows(hidden, weight, logits_memory, needs.weight_gradient)
@@ -116,11 +131,7 @@ def _run_chunks(
 
 @operator("liger_trainer::linear_cross_entropy_forward")
 def loss_and_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
+    inputs: HeadInputs,
     scale: torch.Tensor,
     expected: torch.Tensor,
     options: LossOptions,
@@ -130,23 +141,20 @@ def loss_and_gradients(
     needs: Needs,
 ) -> _LossAndGradients:
     """The loss times `scale`, its gradients times `expected`, and nll, lse, entropy and predicted of `RowStats`."""
-    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
+    stats = RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted)
     coefficient = scale * expected
-    gradients = _run_chunks(
-        hidden, weight, target, bias, class_weights, options, logits_memory, stats, coefficient, needs, recompute=False
-    )
+    gradients = _run_chunks(inputs, options, logits_memory, stats, coefficient, needs, recompute=False)
     return (stats.loss.sum() * scale, *gradients, *stats[1:])
 
 
 @loss_and_gradients.register_fake
-def _(hidden, weight, target, bias, class_weights, scale, expected, options, logits_memory, entropy, predicted, needs):
-    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    return (stats.loss.new_empty(()), *allocate_gradients(hidden, weight, bias, needs), *stats[1:])
+def _(inputs, scale, expected, options, logits_memory, entropy, predicted, needs):
+    stats = RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted)
+    return (stats.loss.new_empty(()), *allocate_gradients(inputs.hidden, inputs.weight, inputs.bias, needs), *stats[1:])
 
 
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
-    *_, expected = inputs[:7]  # the tensors
-    *_, ctx.needs = inputs
+    _, _, expected, *_, ctx.needs = inputs
     _loss, d_hidden, d_weight, d_bias, *_ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
@@ -167,11 +175,7 @@ loss_and_gradients.register_autograd(_forward_backward, setup_context=_forward_s
 
 @operator("liger_trainer::linear_cross_entropy_rows")
 def _rows(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
+    inputs: HeadInputs,
     options: LossOptions,
     logits_memory: int,
     entropy: bool,
@@ -179,26 +183,20 @@ def _rows(
 ) -> _Statistics:
     """The `RowStats` of every token, without gradients."""
     needs = Needs(hidden_gradient=False, weight_gradient=False, bias_gradient=False)
-    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    _run_chunks(
-        hidden, weight, target, bias, class_weights, options, logits_memory, stats, None, needs, recompute=False
-    )
+    stats = RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted)
+    _run_chunks(inputs, options, logits_memory, stats, None, needs, recompute=False)
     return (*stats,)
 
 
 @_rows.register_fake
-def _(hidden, weight, target, bias, class_weights, options, logits_memory, entropy, predicted):
-    return (*RowStats.allocate(hidden, target.numel(), entropy, predicted),)
+def _(inputs, options, logits_memory, entropy, predicted):
+    return (*RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted),)
 
 
 @operator("liger_trainer::linear_cross_entropy_rows_backward")
 def _rows_backward(
     grad: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
+    inputs: HeadInputs,
     nll: torch.Tensor,
     lse: torch.Tensor,
     options: LossOptions,
@@ -207,22 +205,20 @@ def _rows_backward(
 ) -> _Gradients:
     """dX, dW and dbias for the upstream gradients `grad` of the token losses, from recomputed logits."""
     stats = RowStats.of_backward(nll, lse)
-    return _run_chunks(
-        hidden, weight, target, bias, class_weights, options, logits_memory, stats, grad, needs, recompute=True
-    )
+    return _run_chunks(inputs, options, logits_memory, stats, grad, needs, recompute=True)
 
 
 @_rows_backward.register_fake
-def _(grad, hidden, weight, target, bias, class_weights, nll, lse, options, logits_memory, needs):
-    return allocate_gradients(hidden, weight, bias, needs)
+def _(grad, inputs, nll, lse, options, logits_memory, needs):
+    return allocate_gradients(inputs.hidden, inputs.weight, inputs.bias, needs)
 
 
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
-    hidden, weight, target, bias, class_weights, ctx.options, ctx.logits_memory, _, _ = inputs
+    head, ctx.options, ctx.logits_memory, _, _ = inputs
     _, nll, lse, _, _ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(hidden, weight, target, bias, class_weights, nll, lse)
+    ctx.save_for_backward(*head, nll, lse)
 
 
 def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
@@ -231,7 +227,8 @@ def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch
     refuse_double_backward("linear_cross_entropy")
     hidden_gradient, weight_gradient, _, bias_gradient, *_ = ctx.needs_input_grad
     needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
-    gradients = _rows_backward(grad, *ctx.saved_tensors, ctx.options, ctx.logits_memory, needs)
+    *head, nll, lse = ctx.saved_tensors
+    gradients = _rows_backward(grad, HeadInputs(*head), nll, lse, ctx.options, ctx.logits_memory, needs)
     d_hidden, d_weight, d_bias = where_needed(needs, *gradients)
     return input_gradients(ctx, d_hidden, d_weight, None, d_bias)
 
@@ -307,13 +304,13 @@ def linear_cross_entropy(
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     needs = Needs.of(hidden, weight, bias)
     if reduction == "none" or not any(needs):
-        stats = RowStats(*_rows(flat, weight, labels, bias, class_weights, options, logits_memory, *extras))
+        stats = RowStats(*_rows(HeadInputs(flat, weight, labels, bias, class_weights), options, logits_memory, *extras))
         return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
     scale = inverse_normalizer(labels, ignore_index, reduction, num_items, compute_dtype(hidden))
     normalised = reduction == "mean" or num_items is not None
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, *tokens = loss_and_gradients(
-        flat, weight, labels, bias, class_weights, scale, expected, options, logits_memory, *extras, needs
+        HeadInputs(flat, weight, labels, bias, class_weights), scale, expected, options, logits_memory, *extras, needs
     )
     return with_outputs(loss, outputs, RowStats(tokens[0], *tokens), target, options, scale)
 

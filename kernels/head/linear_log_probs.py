@@ -39,7 +39,7 @@ from liger_trainer.kernels.head.head_chunks import (
     retained_rows,
     saturating_chunk_rows,
 )
-from liger_trainer.kernels.head.linear_log_probs_gradients import attach_gradients, log_probs_with_gradients
+from liger_trainer.kernels.head.linear_log_probs_gradients import HeadRows, attach_gradients, log_probs_with_gradients
 from liger_trainer.kernels.head.log_probs import (
     LOG_PROBS_OUTPUTS,
     LogProbsOutput,
@@ -213,10 +213,8 @@ def linear_log_probs(
             flat, weight, labels, bias, options, logits_memory, retain, *asked, frozen_head
         )
     if any(needs):
-        nll, entropy = attach_gradients(
-            nll, unit_gradient, flat, weight, labels, bias, nll, lse, entropy, retained, options, logits_memory,
-            Shard(0, weight.shape[0]), "",
-        )  # fmt: skip
+        rows = HeadRows(flat, weight, labels, bias, nll, lse, entropy, retained)
+        nll, entropy = attach_gradients(nll, unit_gradient, rows, options, logits_memory, Shard(0, weight.shape[0]), "")
     return log_probs_with_outputs(
         0.0 - nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
     )

@@ -24,7 +24,7 @@ and three fp32 numbers a token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from liger_trainer.kernels.head.head_chunks import (
     logits_buffer,
     saturating_chunk_rows,
 )
-from liger_trainer.kernels.head.linear_cross_entropy import loss_and_gradients
+from liger_trainer.kernels.head.linear_cross_entropy import HeadInputs, loss_and_gradients
 from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import RowStats, Shard
@@ -55,15 +55,34 @@ if dist.is_available():
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dX, dW and dbias, empty if not needed
 
 
+class HeadRows(NamedTuple):
+    """A head and its tokens, with the statistics of their logits.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        target: (N,).
+        bias: (V,), or None.
+        nll: (N,), as the other statistics.
+        lse: See `RowStats`.
+        entropy: See `RowStats`; empty if it has no gradient.
+        retained: The logits of the last tokens, each row padded.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    bias: torch.Tensor | None
+    nll: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor
+    retained: torch.Tensor
+
+
 def _run_chunks(
     grad: torch.Tensor,
     grad_entropy: torch.Tensor | None,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    stats: RowStats,
-    retained: torch.Tensor,
+    rows: HeadRows,
     options: LossOptions,
     logits_memory: int,
     shard: Shard,
@@ -75,16 +94,18 @@ def _run_chunks(
     With `overwrite`, the retained logits become their gradient, and their memory then serves the other chunks. Without
     it they are only read, one chunk at a time.
     """
+    hidden, weight, target, bias, nll, lse, entropy, retained = rows
+    stats = RowStats.of_backward(nll, lse, entropy)
     tokens, vocab_size = hidden.shape[0], weight.shape[0]
     if tokens == 0:
         return HeadGradients(hidden, weight, bias, needs, 0).finish()
     others = tokens - retained.shape[0]
-    rows = saturating_chunk_rows(hidden[:others] if overwrite else hidden, weight, logits_memory, needs.weight_gradient)
-    spans = [*chunk_spans(others, tokens, tokens if overwrite else rows), *chunk_spans(0, others, rows)]
+    step = saturating_chunk_rows(hidden[:others] if overwrite else hidden, weight, logits_memory, needs.weight_gradient)
+    spans = [*chunk_spans(others, tokens, tokens if overwrite else step), *chunk_spans(0, others, step)]
     gradients = HeadGradients(hidden, weight, bias, needs, len(spans))
     buffer = retained
-    if not overwrite or (others > 0 and retained.shape[0] < rows):
-        buffer = hidden.new_empty(min(rows, tokens), retained.shape[1])
+    if not overwrite or (others > 0 and retained.shape[0] < step):
+        buffer = hidden.new_empty(min(step, tokens), retained.shape[1])
     with fp32_reductions(weight):
         for start, stop in spans:
             logits = gradient = buffer[: stop - start, :vocab_size]
@@ -113,45 +134,25 @@ def _run_chunks(
 def _gradients(
     grad: torch.Tensor,
     grad_entropy: torch.Tensor | None,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    nll: torch.Tensor,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    retained: torch.Tensor,
+    rows: HeadRows,
     options: LossOptions,
     logits_memory: int,
     shard: Shard,
     needs: Needs,
 ) -> _Gradients:
     """dX, dW and dbias for upstream gradients of the token losses and, unless None, of the entropies."""
-    stats = RowStats.of_backward(nll, lse, entropy)
-    return _run_chunks(
-        grad, grad_entropy, hidden, weight, target, bias, stats, retained, options, logits_memory, shard, needs,
-        overwrite=False,
-    )  # fmt: skip
+    return _run_chunks(grad, grad_entropy, rows, options, logits_memory, shard, needs, overwrite=False)
 
 
 @_gradients.register_fake
-def _(
-    grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, options, logits_memory, shard, needs
-):
-    return allocate_gradients(hidden, weight, bias, needs)
+def _(grad, grad_entropy, rows, options, logits_memory, shard, needs):
+    return allocate_gradients(rows.hidden, rows.weight, rows.bias, needs)
 
 
 def recomputed_gradients(
     grad: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    nll: torch.Tensor,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    retained: torch.Tensor,
+    rows: HeadRows,
     options: LossOptions,
     logits_memory: int,
     shard: Shard,
@@ -169,15 +170,9 @@ def recomputed_gradients(
         grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given)
     # Tracing passes subclasses of Tensor; the operator then stands in the graph.
     if graph_is_kept() or type(given) is not torch.Tensor:
-        computed = _gradients(
-            grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained, options, logits_memory,
-            shard, needs,
-        )  # fmt: skip
+        computed = _gradients(grad, grad_entropy, rows, options, logits_memory, shard, needs)
     else:
-        computed = _run_chunks(
-            grad, grad_entropy, hidden, weight, target, bias, RowStats.of_backward(nll, lse, entropy), retained,
-            options, logits_memory, shard, needs, overwrite=True,
-        )  # fmt: skip
+        computed = _run_chunks(grad, grad_entropy, rows, options, logits_memory, shard, needs, overwrite=True)
     return list(where_needed(needs, *computed))
 
 
@@ -185,40 +180,29 @@ def recomputed_gradients(
 def attach_gradients(
     loss: torch.Tensor,
     unit_gradient: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    nll: torch.Tensor,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    retained: torch.Tensor,
+    rows: HeadRows,
     options: LossOptions,
     logits_memory: int,
     shard: Shard,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`loss` and `entropy`, which are already known, as differentiable functions of hidden, weight and bias.
+    """`loss` and the entropies, which are already known, as differentiable functions of hidden, weight and bias.
 
     `unit_gradient`, `(N, H)` or empty, is dX for upstream gradients of 1. If `group` is the name of a process group,
     each of its processes holds a shard of the vocabulary, and dX is summed over them.
     """
-    return loss.clone(), entropy.clone()
+    return loss.clone(), rows.entropy.clone()
 
 
 @attach_gradients.register_fake
-def _(
-    loss, unit_gradient, hidden, weight, target, bias, nll, lse, entropy, retained, options, logits_memory, shard,
-    group,
-):  # fmt: skip
-    return torch.empty_like(loss), torch.empty_like(entropy)
+def _(loss, unit_gradient, rows, options, logits_memory, shard, group):
+    return torch.empty_like(loss), torch.empty_like(rows.entropy)
 
 
 def _attach_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    _loss, *tensors = inputs[:10]
-    ctx.options, ctx.logits_memory, ctx.shard, ctx.group = inputs[10:]
+    _loss, unit_gradient, rows, ctx.options, ctx.logits_memory, ctx.shard, ctx.group = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(unit_gradient, *rows)
 
 
 def _attach_backward(
@@ -226,17 +210,17 @@ def _attach_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     if grad is None and grad_entropy is None:
         return input_gradients(ctx)
-    unit_gradient, hidden, weight, target, bias, nll, lse, entropy, retained = ctx.saved_tensors
+    unit_gradient, *tensors = ctx.saved_tensors
+    rows = HeadRows(*tensors)
     _, _, hidden_gradient, weight_gradient, _, bias_gradient, *_ = ctx.needs_input_grad
     if unit_gradient.dim() == 2 and grad is not None and grad_entropy is None:
         refuse_double_backward("linear_log_probs")
-        valid = target != ctx.options.ignore_index
-        return input_gradients(ctx, None, None, _scaled_rows(unit_gradient, grad, valid, hidden))
+        valid = rows.target != ctx.options.ignore_index
+        return input_gradients(ctx, None, None, _scaled_rows(unit_gradient, grad, valid, rows.hidden))
     needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     d_hidden, d_weight, d_bias = recomputed_gradients(
-        grad, grad_entropy, hidden, weight, target, bias, nll, lse, entropy, retained,
-        ctx.options, ctx.logits_memory, ctx.shard, needs,
-    )  # fmt: skip
+        grad, grad_entropy, rows, ctx.options, ctx.logits_memory, ctx.shard, needs
+    )
     if ctx.group and d_hidden is not None:
         collectives = torch.ops._c10d_functional  # traced by torch.compile, and the same in eager mode
         d_hidden = collectives.wait_tensor(collectives.all_reduce(d_hidden, "sum", ctx.group))
@@ -272,7 +256,7 @@ def log_probs_with_gradients(
     with torch.no_grad():
         expected = expected_gradient(expected_grad, one, hidden.dtype, normalised=False)
         _, d_hidden, d_weight, d_bias, nll, lse, entropies, ids = loss_and_gradients(
-            hidden, weight, target, bias, None, one, expected, options, logits_memory, entropy, predicted, needs
+            HeadInputs(hidden, weight, target, bias), one, expected, options, logits_memory, entropy, predicted, needs
         )
     log_probs, entropies = _ExpectedGradient.apply(
         hidden, weight, bias, target, options, logits_memory, nll, lse, entropies, expected, d_hidden, d_weight, d_bias
@@ -321,11 +305,9 @@ class _ExpectedGradient(torch.autograd.Function):
             wanted = list(where_needed(needs, *computed))
             gradients = rescaled_gradients(wanted, -number, expected, "linear_log_probs")
         elif grad is not None or grad_entropy is not None:
-            gradients = recomputed_gradients(
-                None if grad is None else -grad, grad_entropy,
-                hidden, weight, target, bias, nll, lse, entropy, logits_buffer(hidden, weight, 0),
-                ctx.options, ctx.logits_memory, Shard(0, weight.shape[0]), needs,
-            )  # fmt: skip
+            rows = HeadRows(hidden, weight, target, bias, nll, lse, entropy, logits_buffer(hidden, weight, 0))
+            upstream, shard = None if grad is None else -grad, Shard(0, weight.shape[0])
+            gradients = recomputed_gradients(upstream, grad_entropy, rows, ctx.options, ctx.logits_memory, shard, needs)
         return input_gradients(ctx, *gradients)
 
 

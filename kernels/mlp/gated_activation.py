@@ -23,7 +23,6 @@ registers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -224,7 +223,7 @@ def _launch(
     kernel: Any,
     shape: torch.Size,
     tensors: list[torch.Tensor],
-    activation: GatedActivation,
+    form: GatedActivation,
     **constants: bool,
 ) -> None:
     """Launches `kernel`, whose arguments start with (rows, columns) `tensors`, the columns and the row strides."""
@@ -234,19 +233,19 @@ def _launch(
         rows, cols = 1, rows * cols
     block, num_warps = launch_config(tensors[0].element_size())
     strides = [0 if flat else x.stride(0) for x in tensors]
-    constants |= {"FLAT": flat, **activation.constants}
+    constants |= {"FLAT": flat, **form.constants}
     with on_device(tensors[0]):
         kernel[(rows * cdiv(cols, block),)](
-            *tensors, cols, *strides, *activation.scalars, BLOCK=block, num_warps=num_warps, **constants
+            *tensors, cols, *strides, *form.scalars, BLOCK=block, num_warps=num_warps, **constants
         )
 
 
-def launch_forward(gate: torch.Tensor, up: torch.Tensor | None, h: torch.Tensor, activation: GatedActivation) -> None:
+def launch_forward(gate: torch.Tensor, up: torch.Tensor | None, h: torch.Tensor, form: GatedActivation) -> None:
     """Writes `h`; without `up`, `gate` is a whole fused projection."""
     if h.numel() == 0:
         return
-    tensors = [rows_of(x) for x in (*halves(gate, up, activation.interleaved), h)]
-    _launch(_forward_kernel, tensors[2].shape, tensors, activation)
+    tensors = [rows_of(x) for x in (*halves(gate, up, form.interleaved), h)]
+    _launch(_forward_kernel, tensors[2].shape, tensors, form)
 
 
 _LONGEST_CAST = 28672
@@ -269,19 +268,17 @@ def cast_config(cols: int) -> dict[str, int]:
     }
 
 
-def cast_of_h(
-    gate: torch.Tensor, up: torch.Tensor | None, activation: GatedActivation
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_of_h(gate: torch.Tensor, up: torch.Tensor | None, form: GatedActivation) -> tuple[torch.Tensor, torch.Tensor]:
     """``h`` in fp8, without autograd; without `up`, `gate` is a whole fused projection.
 
     Returns:
         Codes, (M, K), and scales, (M, 1), as `cast_rows` makes them of h.
     """
-    gate_rows, up_rows = (rows_of(x) for x in halves(gate, up, activation.interleaved))
-    cols = gate_rows.shape[1] // (2 if activation.interleaved else 1)
+    gate_rows, up_rows = (rows_of(x) for x in halves(gate, up, form.interleaved))
+    cols = gate_rows.shape[1] // (2 if form.interleaved else 1)
     if cols > _LONGEST_CAST:
         h = empty_h(gate, up)
-        launch_forward(gate, up, h, activation)
+        launch_forward(gate, up, h, form)
         return cast_rows(rows_of(h))
     codes, scales = empty_cast(gate_rows[:, :cols])
     with on_device(gate):
@@ -293,8 +290,8 @@ def cast_of_h(
             cols,
             gate_rows.stride(0),
             up_rows.stride(0),
-            *activation.scalars,
-            **activation.constants,
+            *form.scalars,
+            **form.constants,
             **cast_config(cols),
         )
     return codes, scales
@@ -307,7 +304,7 @@ def launch_backward(
     dgate: torch.Tensor | None,
     dup: torch.Tensor | None,
     h: torch.Tensor | None,
-    activation: GatedActivation,
+    form: GatedActivation,
 ) -> None:
     """Writes the results that are not None; without `up`, `gate` and `dgate` are whole fused projections."""
     if gate.numel() == 0:
@@ -316,12 +313,12 @@ def launch_backward(
     results = written
     if up is None:
         assert written[0] is not None
-        results = [*halves(written[0], None, activation.interleaved), written[2]]
+        results = [*halves(written[0], None, form.interleaved), written[2]]
     needed = dict(zip(("NEED_GATE", "NEED_UP", "NEED_H"), (x is not None for x in results)))
     # The kernel does not write results that are None; dh only fills their places among its arguments.
-    both = (rows_of(x) for x in halves(gate, up, activation.interleaved))
+    both = (rows_of(x) for x in halves(gate, up, form.interleaved))
     tensors = [dh, *both, *(dh if x is None else x for x in results)]
-    _launch(_backward_kernel, dh.shape, tensors, activation, **needed)
+    _launch(_backward_kernel, dh.shape, tensors, form, **needed)
     for x, rows in zip((dgate, dup, h), written):
         if x is not None and rows is not None and rows.data_ptr() != x.data_ptr():  # rows that are not views
             x.copy_(rows.view(x.shape))
@@ -344,9 +341,7 @@ def empty(x: torch.Tensor | None, like: torch.Tensor, needed: bool) -> torch.Ten
 def gated_activation(
     gate: torch.Tensor,
     up: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     inplace_backward: bool,
 ) -> torch.Tensor:
     """``act(gate) * up`` as an operator. Call `swiglu`, `geglu` or `clamped_swiglu`, which check their arguments.
@@ -354,12 +349,12 @@ def gated_activation(
     Here and in the backward, `up` is None if `gate` is a whole fused projection, in halves or in interleaved columns.
     """
     h = empty_h(gate, up)
-    launch_forward(gate, up, h, GatedActivation(activation, scalars, interleaved=interleaved))
+    launch_forward(gate, up, h, form)
     return h
 
 
 @gated_activation.register_fake
-def _(gate, up, activation, scalars, interleaved, inplace_backward):
+def _(gate, up, form, inplace_backward):
     return empty_h(gate, up)
 
 
@@ -368,21 +363,19 @@ def gated_activation_backward(
     dh: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     need_gate: bool,
     need_up: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of gate and up, without elements where not needed."""
     dgate, dup = empty(gate, gate, need_gate), empty(up, gate, need_up)
     results = dgate if need_gate else None, dup if need_up else None, None
-    launch_backward(dh, gate, up, *results, GatedActivation(activation, scalars, interleaved=interleaved))
+    launch_backward(dh, gate, up, *results, form)
     return dgate, dup
 
 
 @gated_activation_backward.register_fake
-def _(dh, gate, up, activation, scalars, interleaved, need_gate, need_up):
+def _(dh, gate, up, form, need_gate, need_up):
     return empty(gate, gate, need_gate), empty(up, gate, need_up)
 
 
@@ -397,22 +390,19 @@ def gated_activation_backward_(
     dgate: torch.Tensor | None,
     dup: torch.Tensor | None,
     h: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
 ) -> None:
     """Writes those of the gradients and of h that are given; `dgate` may be `gate`, `dup` `up`, and `h` `dh`."""
-    options = GatedActivation(activation, scalars, interleaved=interleaved)
-    launch_backward(dh, gate, up, dgate, dup, h, options)
+    launch_backward(dh, gate, up, dgate, dup, h, form)
 
 
 @gated_activation_backward_.register_fake
-def _(dh, gate, up, dgate, dup, h, activation, scalars, interleaved):
+def _(dh, gate, up, dgate, dup, h, form):
     return None
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, *ctx.options, ctx.inplace_backward = inputs
+    gate, up, ctx.form, ctx.inplace_backward = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up)
 
@@ -436,10 +426,10 @@ def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[torch.Tensor | None, .
     gate, up = ctx.saved_tensors
     if overwrites_gate_and_up(ctx, up):
         dgate, dup = gate.detach(), None if up is None else up.detach()
-        gated_activation_backward_(dh, gate, up, dgate, dup, None, *ctx.options)
+        gated_activation_backward_(dh, gate, up, dgate, dup, None, ctx.form)
         return input_gradients(ctx, dgate, dup)
     needed = ctx.needs_input_grad[:2]
-    gradients = gated_activation_backward(dh, gate, up, *ctx.options, *needed)
+    gradients = gated_activation_backward(dh, gate, up, ctx.form, *needed)
     return input_gradients(ctx, *where_needed(needed, *gradients))
 
 

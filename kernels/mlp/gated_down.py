@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.activation import SILU, Activation, GatedActivation, scalars_of
+from liger_trainer.kernels.activation import SILU, Activation, GatedActivation
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.fp8.linear import (
@@ -53,9 +53,7 @@ def _placeholder(
     up: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     inplace_backward: bool,
     fp8: str | None,
 ) -> torch.Tensor:
@@ -82,27 +80,24 @@ def gated_down(
     up: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     fp8: str | None,
 ) -> torch.Tensor:
     """``h @ weight.T + bias``, whose gradient goes to `placeholder`."""
-    options = GatedActivation(activation, scalars, interleaved=interleaved)
     if fp8 is not None:
         drop()  # the cast of what gate and up were computed from
         if products_of(fp8).output[0] is Scaling.ROWS:
-            cast = gated.cast_of_h(gate, up, options)
+            cast = gated.cast_of_h(gate, up, form)
             return product_of_cast(cast, weight, bias, fp8).view(placeholder.shape)
     h = gated.empty_h(gate, up)
-    gated.launch_forward(gate, up, h, options)
+    gated.launch_forward(gate, up, h, form)
     if fp8 is not None:
         return product(h, weight, bias, fp8, shares=False)
     return F.linear(h, weight, bias)
 
 
 @gated_down.register_fake
-def _(placeholder, gate, up, weight, bias, activation, scalars, interleaved, fp8):
+def _(placeholder, gate, up, weight, bias, form, fp8):
     return gate.new_empty(placeholder.shape)
 
 
@@ -110,7 +105,7 @@ pass_to_placeholder(gated_down)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, weight, _, *ctx.options, ctx.inplace_backward, ctx.fp8 = inputs
+    gate, up, weight, _, ctx.form, ctx.inplace_backward, ctx.fp8 = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up, weight)
 
@@ -132,7 +127,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, .
             dh = dy @ weight if ctx.fp8 is None else input_gradient(dy, weight, ctx.fp8, largest)
             dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_weight)
         elif need_weight:
-            h = gated.rows_of(gated.gated_activation(gate, up, *ctx.options, False))
+            h = gated.rows_of(gated.gated_activation(gate, up, ctx.form, False))
         if need_weight and h is not None:
             dweight = dy.mT @ h if ctx.fp8 is None else weight_gradient(dy, h, ctx.fp8, largest)
     return input_gradients(ctx, dgate, dup, dweight, dy.sum(0) if need_bias else None)
@@ -149,13 +144,13 @@ def gradients_and_h(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """The gradients of gate and up, None where not needed, and the memory of dh, with h in it if it is needed.
 
-    `ctx.options` are the activation, scalars and interleaved of the operator; `ctx.inplace_backward` is its argument.
+    `ctx.form` and `ctx.inplace_backward` are arguments of the operator.
     """
     dgate = gate.detach() if need_gate else None
     dup = up.detach() if up is not None and need_up else None
     if not gated.overwrites_gate_and_up(ctx, up):
         dgate, dup = (None if x is None else x.new_empty(x.shape) for x in (dgate, dup))
-    gated.gated_activation_backward_(dh, gate, up, dgate, dup, dh if need_h else None, *ctx.options)
+    gated.gated_activation_backward_(dh, gate, up, dgate, dup, dh if need_h else None, ctx.form)
     return dgate, dup, dh
 
 
@@ -195,9 +190,9 @@ def glu_down(
         return _linear(h, weight, bias, fp8)
     if fp8 is not None and not takes_fp8(gate, weight):
         fp8 = None
-    options = activation.name, scalars_of(gate_multiplier, down_multiplier, limit), False
-    placeholder = gated_down_save(gate, up, weight, bias, *options, inplace_backward, fp8)
-    return gated_down(placeholder, gate, up, weight, bias, *options, fp8)
+    form = GatedActivation.of(activation.name, gate_multiplier, down_multiplier, limit)
+    placeholder = gated_down_save(gate, up, weight, bias, form, inplace_backward, fp8)
+    return gated_down(placeholder, gate, up, weight, bias, form, fp8)
 
 
 def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp8: Fp8Mode | None) -> torch.Tensor:

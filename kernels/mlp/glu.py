@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.activation import GATED, SILU, Activation, scalars_of
+from liger_trainer.kernels.activation import GATED, SILU, Activation, GatedActivation
 from liger_trainer.kernels.mlp.gated_activation import fused_kernel_takes, gated_activation, kernel_takes
 
 
@@ -24,8 +24,8 @@ def glu(
 ) -> torch.Tensor:
     """``act(gate) * up``; with `up` None, `gate` is a whole fused projection. The options are those of `swiglu`."""
     if fused_kernel_takes(gate, inplace_backward) if up is None else kernel_takes(gate, up, inplace_backward):
-        values = scalars_of(gate_multiplier, down_multiplier, limit)
-        return gated_activation(gate, up, activation.name, values, False, inplace_backward)
+        form = GatedActivation.of(activation.name, gate_multiplier, down_multiplier, limit)
+        return gated_activation(gate, up, form, inplace_backward)
     return glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
 
 

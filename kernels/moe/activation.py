@@ -26,10 +26,10 @@ from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_trito
 _ROWS, _BLOCK, _WARPS = 8, 256, 4
 
 
-def _constants(activation: GatedActivation) -> dict[str, Any]:
+def _constants(form: GatedActivation, gated: bool) -> dict[str, Any]:
     """The constants of both kernels."""
     tile = {"ROWS": _ROWS, "BLOCK": _BLOCK, "num_warps": _WARPS}
-    return {**activation.constants, "GATED": activation.gated, **tile}
+    return {**form.constants, "GATED": gated, **tile}
 
 
 @triton.jit
@@ -137,21 +137,21 @@ def _backward_kernel(
     tl.store(dweights_ptr + choice, total.to(dweights_ptr.dtype.element_ty), mask=row < rows)
 
 
-def activate(pre: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
+def activate(pre: torch.Tensor, form: GatedActivation, gated: bool = True) -> torch.Tensor:
     """The activation h (R, I) of pre (R, 2 I), or of pre (R, I) without a gate."""
-    if activation.name == IDENTITY:
+    if form.activation == IDENTITY:
         return pre
-    scalars = activation.scalars
+    scalars = form.scalars
     if not use_triton(pre):
-        gate, up, _, _ = _clamped(_wide(pre), activation)
-        h = ACTIVATIONS[activation.name].value(gate * scalars[0]) * scalars[1]
+        gate, up, _, _ = _clamped(_wide(pre), form, gated)
+        h = ACTIVATIONS[form.activation].value(gate * scalars[0]) * scalars[1]
         return (h if up is None else h * (up + scalars[3])).to(pre.dtype)
-    rows, width = pre.shape[0], pre.shape[1] // (2 if activation.gated else 1)
+    rows, width = pre.shape[0], pre.shape[1] // (2 if gated else 1)
     h = pre.new_empty(rows, width)
     if h.numel():
         grid = cdiv(rows, _ROWS), cdiv(width, _BLOCK)
         with on_device(pre):
-            _forward_kernel[grid](pre, h, rows, width, *scalars, **_constants(activation))
+            _forward_kernel[grid](pre, h, rows, width, *scalars, **_constants(form, gated))
     return h
 
 
@@ -161,7 +161,8 @@ def activation_gradients_(
     pre: torch.Tensor,
     weights: torch.Tensor,
     rows: ExpertRows,
-    activation: GatedActivation,
+    form: GatedActivation,
+    gated: bool,
     need_h: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Writes the gradient of pre, and returns that of the routing weights and the weighted h.
@@ -172,13 +173,14 @@ def activation_gradients_(
         pre: (R, 2 I) or (R, I).
         weights: (T, k), the routing weights.
         rows: The R = T * k choices.
-        activation: The activation.
+        form: The activation.
+        gated: Whether there are gate and up.
         need_h: Whether the weighted h is needed.
 
     Returns:
         The gradient of the weights, (T, k), and the weighted h, (R, I), or None.
     """
-    scalars = activation.scalars
+    scalars = form.scalars
     if use_triton(pre):
         dweights = torch.empty_like(weights)
         if dh.numel():
@@ -186,13 +188,13 @@ def activation_gradients_(
                 _backward_kernel[(cdiv(dh.shape[0], _ROWS),)](
                     *(dh, pre, weights, rows.order, rows.offsets[-1:], dpre, dweights, dh, *dh.shape, *scalars),
                     NEED_H=need_h,
-                    **_constants(activation),
+                    **_constants(form, gated),
                 )
         return dweights, dh if need_h else None
     exists = torch.arange(len(pre), device=pre.device) < rows.offsets[-1]
     dh = torch.where(exists[:, None], _wide(dh), 0.0)
-    gate, up, gate_passes, up_passes = _clamped(torch.where(exists[:, None], _wide(pre), 0.0), activation)
-    row = ACTIVATIONS[activation.name]
+    gate, up, gate_passes, up_passes = _clamped(torch.where(exists[:, None], _wide(pre), 0.0), form, gated)
+    row = ACTIVATIONS[form.activation]
     act = row.value(gate * scalars[0]) * scalars[1]
     factor = 1.0 if up is None else up + scalars[3]
     h = act * factor
@@ -205,7 +207,7 @@ def activation_gradients_(
         dpre.copy_(dgate)
     else:
         dup = up_passes * dh * act
-        dpre.copy_(torch.stack((dgate, dup), -1).flatten(1) if activation.interleaved else torch.cat((dgate, dup), 1))
+        dpre.copy_(torch.stack((dgate, dup), -1).flatten(1) if form.interleaved else torch.cat((dgate, dup), 1))
     return dweights.view(weights.shape), (h * weight).to(pre.dtype) if need_h else None
 
 
@@ -215,13 +217,13 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _clamped(
-    pre: torch.Tensor, activation: GatedActivation
+    pre: torch.Tensor, form: GatedActivation, gated: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | float, torch.Tensor | float]:
     """Gate and up after the clamps, and where each lets a gradient through."""
-    if not activation.gated:
+    if not gated:
         return pre, None, 1.0, 1.0
-    gate, up = (pre[:, ::2], pre[:, 1::2]) if activation.interleaved else pre.chunk(2, dim=1)
-    limit = activation.scalars[2]
+    gate, up = (pre[:, ::2], pre[:, 1::2]) if form.interleaved else pre.chunk(2, dim=1)
+    limit = form.limit
     if limit == math.inf:
         return gate, up, 1.0, 1.0
     return gate.clamp(max=limit), up.clamp(-limit, limit), gate <= limit, (up >= -limit) & (up <= limit)

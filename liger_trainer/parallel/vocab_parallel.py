@@ -26,7 +26,7 @@ from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, logits_
 from liger_trainer.kernels.head.cross_entropy_kernel import row_partials_
 from liger_trainer.kernels.head.head_chunks import Needs, logits_buffer, retained_rows
 from liger_trainer.kernels.head.linear_log_probs import LOG_PROBS_OUTPUTS, LogProbsOutput, forward_logits
-from liger_trainer.kernels.head.linear_log_probs_gradients import attach_gradients
+from liger_trainer.kernels.head.linear_log_probs_gradients import HeadRows, attach_gradients
 from liger_trainer.kernels.head.log_probs import log_probs_with_outputs
 from liger_trainer.kernels.head.logit_rows import row_view
 from liger_trainer.kernels.head.loss_options import (
@@ -268,10 +268,8 @@ def _linear_rows(
         )
         stats, extra = combine(place.gathered(partials), labels, options, shard, place.vocab_size, None)
     if trained:
-        loss, entropy = attach_gradients(
-            stats.loss, flat.new_empty(0), flat, weight_shard, labels, bias_shard, stats.nll, stats.lse, stats.entropy,
-            retained, options, logits_memory, shard, place.name,
-        )  # fmt: skip
+        rows = HeadRows(flat, weight_shard, labels, bias_shard, stats.nll, stats.lse, stats.entropy, retained)
+        loss, entropy = attach_gradients(stats.loss, flat.new_empty(0), rows, options, logits_memory, shard, place.name)
         stats = stats._replace(loss=loss, entropy=entropy)
     return stats, extra
 

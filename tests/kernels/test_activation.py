@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.kernels.activation import ACTIVATIONS, NAMES, scalars_of
+from liger_trainer.kernels.activation import ACTIVATIONS, NAMES, GatedActivation
 from liger_trainer.kernels.mlp import gated_activation as operators
 from tests.accuracy import assert_no_worse, in_float64, seeded_randn, value_and_gradients
 from tests.aot import compile_launch, on_targets, recorded_launches
@@ -12,7 +12,7 @@ rows = pytest.mark.parametrize("name", ACTIVATIONS)
 
 
 def run(name, gate, up):
-    return operators.gated_activation(gate, up, name, scalars_of(), False, False)
+    return operators.gated_activation(gate, up, GatedActivation.of(name), False)
 
 
 @rows
@@ -44,6 +44,6 @@ def test_compiles_ahead_of_time(target, name):
     gate, up = (torch.zeros(4, 64, dtype=torch.bfloat16) for _ in range(2))
     with recorded_launches() as launches:
         run(name, gate, up)
-        operators.gated_activation_backward(gate, gate, up, name, scalars_of(), False, True, True)
+        operators.gated_activation_backward(gate, gate, up, GatedActivation.of(name), True, True)
     for launch in launches:
         assert compile_launch(launch, target)

@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.autograd import input_gradients
 from liger_trainer.kernels.operator import operator
 
 
@@ -241,15 +240,20 @@ class Line(NamedTuple):
 
 class Power(NamedTuple):
     exponent: int
+    factors: Sequence[torch.Tensor]
+    summand: torch.Tensor | None
 
 
 @operator("liger_trainer_tests::of_records")
 def of_records(x: torch.Tensor, line: Line, name: str, power: Power) -> torch.Tensor:
-    """``(slope * x + offset) ** exponent``."""
+    """``product of the factors * (slope * x + offset) ** exponent + summand``."""
     assert type(line) is Line
     assert type(power) is Power
     assert name == "name"
-    return (line.slope * x + (line.offset or 0.0)) ** power.exponent
+    y = (line.slope * x + (line.offset or 0.0)) ** power.exponent
+    for factor in power.factors:
+        y = y * factor
+    return y if power.summand is None else y + power.summand
 
 
 @of_records.register_fake
@@ -259,36 +263,47 @@ def _(x, line, name, power):
 
 
 def _save_records(ctx, inputs, output):
-    x, ctx.line, _, ctx.power = inputs
-    ctx.save_for_backward(x)
+    x, ctx.line, _, power = inputs
+    ctx.exponent = power.exponent
+    ctx.save_for_backward(x, *power.factors)
 
 
 def _gradient_of_records(ctx, gradient):
-    (x,), (slope, offset), (exponent,) = ctx.saved_tensors, ctx.line, ctx.power
-    return input_gradients(ctx, gradient * exponent * slope * (slope * x + (offset or 0.0)) ** (exponent - 1))
+    (x, factor), (slope, offset), exponent = ctx.saved_tensors, ctx.line, ctx.exponent
+    need_x, *_, need_factors, need_summand = ctx.needs_input_grad
+    assert need_factors == [True]
+    base = slope * x + (offset or 0.0)
+    dx = gradient * factor * exponent * slope * base ** (exponent - 1) if need_x else None
+    return dx, None, None, None, None, [gradient * base**exponent], gradient if need_summand else None
 
 
 of_records.register_autograd(_gradient_of_records, setup_context=_save_records)
 
 
 def test_torch_sees_the_fields_of_named_tuples():
-    schema = torch.ops.liger_trainer_tests.of_records.default._schema
-    assert [argument.name for argument in schema.arguments] == ["x", "slope", "offset", "name", "exponent"]
+    arguments = [argument.name for argument in torch.ops.liger_trainer_tests.of_records.default._schema.arguments]
+    assert arguments == ["x", "slope", "offset", "name", "exponent", "factors", "summand"]
 
 
+@pytest.mark.parametrize("summand", [True, False])
 @pytest.mark.parametrize("offset", [None, 0.5])
-def test_named_tuples_in_every_way_of_calling(offset):
-    def call(x):
-        return of_records(x, Line(3.0, offset), "name", Power(2))
+def test_named_tuples_in_every_way_of_calling(offset, summand):
+    def call(x, factor, term):
+        return of_records(x, Line(3.0, offset), "name", Power(2, [factor], term))
 
-    for function in (call, lambda x: call(x.as_subclass(Marked)), torch.compile(call, backend="aot_eager")):
-        x = torch.randn(3, dtype=torch.float64, requires_grad=True)
-        result = function(x)
-        result.sum().backward()
-        torch.testing.assert_close(torch.Tensor(result), (3.0 * x + (offset or 0.0)) ** 2)
-        torch.testing.assert_close(x.grad, 6.0 * (3.0 * x + (offset or 0.0)))
-    leaf = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(of_records.custom, (leaf, 3.0, offset, "name", 2))
+    def call_of_marked(x, *rest):
+        return call(x.as_subclass(Marked), *rest)
+
+    leaves = [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2 + summand)]
+    x, factor, term = (*leaves, None)[:3]
+    plain = factor * (3.0 * x + (offset or 0.0)) ** 2 + (term if summand else 0.0)
+    expected = torch.autograd.grad(plain.sum(), leaves)
+    for function in (call, call_of_marked, torch.compile(call, backend="aot_eager")):
+        result = function(x, factor, term)
+        torch.testing.assert_close(torch.Tensor(result), plain)
+        torch.testing.assert_close(torch.autograd.grad(result.sum(), leaves), expected)
+    arguments = (x, Line(3.0, offset), "name", Power(2, [factor], term))
+    torch.library.opcheck(of_records.custom, of_records.of_schema(arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
