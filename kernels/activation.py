@@ -104,7 +104,7 @@ class Activation(NamedTuple):
             name in reports. None where only blocks of experts have it.
         title: Name in messages about gated MLPs.
         spelling: Name in `lora_mlp`, and for GELU as `approximate`.
-        detail: What the report adds to `component`.
+        detail: The word that the report adds to `component`.
     """
 
     name: str

@@ -19,6 +19,8 @@ backward: X and W in bf16, as by a linear layer. The recomputation of a checkpoi
 unless that is a gated MLP's (`kernels/mlp/gated_down.py`).
 
 On a CPU the codes are multiplied in fp32: the products are exact, as on a GPU, and the sum is rounded as in fp32.
+
+Shapes: M tokens, K inputs, N outputs: X (M, K), W (N, K), y (M, N).
 """
 
 from __future__ import annotations

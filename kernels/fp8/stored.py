@@ -15,6 +15,8 @@ W has no gradient. So `fp8_stored_linear` saves nothing for the backward, and a 
 something after it is saved. Layers with adapters are in `kernels/lora`.
 
 W8 is kept as bytes (uint8), which no cast of a model changes and every process group can send.
+
+Shapes: M tokens, K inputs, N outputs: X (M, K), W (N, K), y (M, N).
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ gradient, and only if the upstream gradient is another one (`rescale`).
 
 Bytes moved for (N, V) logits of b bytes: N*V*b forward and 2*N*V*b backward, or 2 to 3 N*V*b in the forward alone.
 Memory: the gradient, N*V*b, or none with `inplace`.
+
+Shapes: N tokens, V vocabulary; logits (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations
@@ -280,7 +282,7 @@ def cross_entropy(
         reduction: "mean" (over valid tokens; with class weights, as in torch, over their weights), "sum", or "none" (0
             at ignored tokens). If every token is ignored the loss is 0, with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
-        label_smoothing: In [0, 1].
+        label_smoothing: A number in [0, 1].
         z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.
         softcap: Soft-cap of the logits, more than 0.
         logit_scale: Factor of the logits before the soft-cap.

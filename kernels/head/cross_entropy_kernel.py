@@ -24,6 +24,8 @@ token is log1p(rest) and its p - 1 is -rest / sum, exact where lse - z[t] and p 
 Bytes moved for (N, V) logits of b bytes: statistics N*V*b; gradient 2*N*V*b; both at once 2 to 3 N*V*b, depending on
 how much of the row is still in L2. Ignored rows are not read. A label outside [0, V) reads nothing out of bounds; its
 row is NaN.
+
+Shapes: N tokens, V vocabulary; logits (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations

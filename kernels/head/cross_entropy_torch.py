@@ -1,6 +1,8 @@
 """The passes of `cross_entropy_kernel.py` in plain torch, for devices without Triton and for float64.
 
 The functions take the same arguments as those of the same name there.
+
+Shapes: N tokens, V vocabulary, or the columns of a shard of it.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ student's logits before the temperature. No factor of temperature**2 is applied.
 
 The functions in plain torch are for devices without Triton, for float64, and the tests' reference. The gradients'
 formulas are in `divergence_kernel`.
+
+Shapes: N tokens, V classes that are compared.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ already read (`gradient_memory`): the low half if it goes up the columns, the hi
 
 Bytes moved for N rows of V logits of b bytes in both models and a gradient of g bytes an element: N*V * (4*b + g), jsd
 N*V * (6*b + g), less what is in L2.
+
+Shapes: N tokens, V classes that are compared.
 """
 
 from __future__ import annotations

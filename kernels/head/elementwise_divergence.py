@@ -19,6 +19,8 @@ if they differ otherwise or in fp16, so that it is rounded only once in every ca
 Bytes moved for (N, V) of b bytes: 3*N*V*b in all, 5 if the gradient is multiplied, 6 if it is recomputed (5 for KL,
 whose gradient does not need x); 5 (KL: 4) if none is expected, in compiled graphs, and with reduction "none". Saved for
 backward: the inputs and the gradient.
+
+Shapes: N rows, V classes; inputs (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations
@@ -477,7 +479,7 @@ def jsd(
         log_q: `(..., V)` log-probabilities of the student, fp16, bf16 or fp32 (float64 runs the reference).
         log_p: `(..., V)` log-probabilities of the teacher, of any floating dtype, no gradient.
         labels: `(...)` of int64 or int32; rows of label `ignore_index` do not count.
-        beta: In [0, 1].
+        beta: A number in [0, 1].
         ignore_index: See `labels`.
         reduction: As in `kl_div`.
         expected_grad: As in `kl_div`.

@@ -1,4 +1,7 @@
-"""Chunks of tokens for the operators over an LM head: how many tokens a chunk holds, and memory for the gradients."""
+"""Chunks of tokens for the operators over an LM head: how many tokens a chunk holds, and memory for the gradients.
+
+Shapes: N tokens, H hidden size, V vocabulary; a chunk is n of the N tokens.
+"""
 
 from __future__ import annotations
 

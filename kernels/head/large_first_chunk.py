@@ -17,6 +17,8 @@ next panel will be, and the last panel lies in the buffer:
 Each result is rounded as often as in any other chunk. Bytes moved in addition to an ordinary chunk's, b bytes an
 element: R*V*b for R tokens, because the logits are read once more, and 8*R*H for each panel to sum dX. Memory: only the
 buffer.
+
+Shapes: N tokens, H hidden size, V vocabulary; R tokens of the first chunk, K panels.
 """
 
 from __future__ import annotations
@@ -131,7 +133,7 @@ def run_panels(
         coefficient: Upstream gradient of the token losses, 0-d or `(R,)`.
         recompute: Whether `stats` are already known.
         buffer: At least ``R * plan.width`` elements, contiguous.
-        gradients: Those of the head, among them dW, to which nothing has been added yet.
+        gradients: The gradients of the head, to which nothing has been added yet.
     """
     weight_sum, bias_sum = gradients.weight_sum, gradients.bias_sum
     assert weight_sum is not None

@@ -19,6 +19,8 @@ dX, dW and dbias.
 Ignored tokens take no elementwise work, but their rows stay in the matmuls: to leave them out, the host has to know a
 bound of their number, and reading it here would stall the device. A trainer knows one, and gives this operator the
 labelled rows alone (`liger_trainer/head/labelled_rows.py`).
+
+Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -272,7 +274,7 @@ def linear_cross_entropy(
             at ignored tokens; the backward then recomputes the logits). If every token is ignored the loss is 0,
             with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
-        label_smoothing: In [0, 1].
+        label_smoothing: A number in [0, 1].
         z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.
         softcap: Soft-cap of the logits, more than 0.
         logit_scale: Factor of the logits before the soft-cap.

@@ -17,6 +17,8 @@ Bytes moved besides the matmuls' own, b bytes an element of X: at most N*V*(16 +
 dW and dbias.
 
 The public functions are in `linear_jsd` and, for a teacher given as probabilities, in `liger/operators/linear_kl_div`.
+
+Shapes: N tokens, H hidden size, V vocabulary, which is that of both heads; H_teacher hidden size of the teacher.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ tokens alike, the gradients are those of the summed loss, computed in the forwar
 Bytes moved besides the matmuls' own, b bytes an element: N*V*b for the statistics and 2*N*V*b for the gradient, and
 2*V*H*b for every chunk after the first, to accumulate dW. Saved for backward: the inputs, two to three fp32 numbers a
 token, and the retained logits or the (N, H) gradient in fp32.
+
+Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

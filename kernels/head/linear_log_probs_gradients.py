@@ -20,6 +20,8 @@ An upstream gradient of the entropies is the second case, and the host knows whe
 is the first: autograd expands it, so its strides show that it is one number. For all others the values decide, and
 reading them makes the host wait for the device. Saved for backward: the gradients, and for the second case the inputs
 and three fp32 numbers a token.
+
+Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ This is `linear_log_probs` without the head, for logits that another module has 
 
 Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward. Saved for backward: the logits and two to
 three fp32 numbers a token. The backward writes the gradient, N*V*b, to memory of its own.
+
+Shapes: N tokens, V vocabulary; logits (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Options that the losses over logits or an LM head share, the checks of arguments, class weights and the normaliser.
 
 A `check_*` function raises a ValueError that names the argument, what it is and what is allowed.
+
+Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

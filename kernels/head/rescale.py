@@ -4,6 +4,8 @@ An operator that computes its gradients in the forward assumes an upstream gradi
 backward the true one is known, but only on the device. A persistent grid loads both scalars and returns if they are
 equal: that costs a few microseconds and no synchronisation, instead of a pass over the weight gradient (4 bytes an
 element in bf16).
+
+Shapes: any; the kernel sees one flat array.
 """
 
 from __future__ import annotations

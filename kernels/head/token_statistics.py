@@ -7,6 +7,8 @@ A vocabulary may be split into shards of columns: over the processes of a group 
 pieces of memory (`large_first_chunk`). Each shard gives eight numbers a row (`RowPartials`), and `combine`
 makes the statistics of the whole row from them. The label is not part of a shard's sum of exponentials, so nothing
 cancels however confident a token is.
+
+Shapes: N tokens; every statistic is (N,).
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ that all such products share, and save only the 4 bits. Or W may be in fp8, and 
 The operator takes flat lists, as its schema demands: the parameters of all layers, then those of all adapters. Where
 there is no bias or no mask, a tensor without elements is in its place. `statistics` and `layouts` are the remaining
 parts of weights in 4 bits (`flat_weights`).
+
+Shapes: x (..., in_features), W (out_features, in_features), A (rank, in_features), B (out_features, rank), z (tokens,
+rank).
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ The down projection is two operators, as in `gated_down.py`, so that a checkpoin
 
 With `z`, gate and up do not contain their adapters' products: z holds the columns of gate's adapter, then those of
 up's, and `added_b` their B.
+
+Shapes: x (..., hidden), gate and up (..., intermediate), W (hidden, intermediate), A (rank, intermediate), B (hidden,
+rank).
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ theirs in between.
 On CUDA only the default stream has a buffer, because memory allocated on another stream may belong to a CUDA graph:
 graphs are captured on other streams, and before capturing, `torch.compile` runs a function once in the memory pool of
 its graphs, in which nothing may stay allocated. A product on such a stream allocates memory of its own.
+
+Shapes: rows and columns of the weight; a block is blocksize neighbouring weights of a row, or of the flat weight.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ copied.
 `cast_of_h` writes h in fp8 alone, in the bits that `cast_rows` makes of h: per element 4 bytes are read and 1 written,
 instead of 6 and 3 with h in bf16 between two kernels. A scale needs the whole row first, so a program holds it in
 registers.
+
+Shapes: gate, up and h (..., intermediate), or rows and cols of them; M rows and K columns of the cast.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ but no memory; the second computes y, saves nothing, and passes dy on to the pla
 
     placeholder = gated_down_save(gate, up, W, b)           dgate, dup, dW, db = its backward, of dy
     y           = gated_down(placeholder, gate, up, W, b)   dy -> placeholder
+
+Shapes: gate, up and h (..., intermediate), W (hidden, intermediate), y (..., hidden).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 `gated_activation` has the kernels and the operators, `kernels/activation.py` the table of activations. `glu` takes any
 row of it; the functions with names of their own are public.
+
+Shapes: gate and up (..., intermediate), gate_up (..., 2 * intermediate).
 """
 
 from __future__ import annotations

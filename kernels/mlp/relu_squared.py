@@ -6,6 +6,8 @@
 
 Elements moved per element of x: forward 2 (one read, one written), backward 3 (two read, one written). Saved for
 backward: x.
+
+Shapes: any; the kernels see one flat array.
 """
 
 from __future__ import annotations

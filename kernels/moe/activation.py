@@ -10,6 +10,8 @@ the activations are those of `kernels/activation.py`.
 With the identity as act, p is the result of a function that torch ran on the output of the first projection.
 
 Both kernels are elementwise; a program of the backward walks over the columns of a few rows and sums dw on the way.
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, I intermediate size.
 """
 
 from __future__ import annotations

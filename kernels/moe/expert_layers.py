@@ -19,6 +19,9 @@ saves nothing, and passes its gradient on to the placeholder.
 
 Either layer may have adapters (`expert_lora.py`), given as lists of their factors, which are all that is saved for
 them. g is then that of the adapted layer, so the gradient of a routing weight is still ``<g, h>``.
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, H hidden size, I intermediate size, N = 2
+I or I.
 """
 
 from __future__ import annotations

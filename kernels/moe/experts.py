@@ -12,6 +12,8 @@ of it is trained.
 
 Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose sum W_e + s B_e A_e is never built
 (`expert_lora.py`).
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations

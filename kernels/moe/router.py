@@ -20,6 +20,8 @@ divided by their sum or are sigmoids), plus 10 Tk for weights and index in each.
 A program holds whole rows and takes the k largest entries one after the other, each as the maximum of integers that
 order by (number, lower expert first). Ties are therefore broken the same way on every device, which torch.topk does not
 promise; NaN counts as the largest number, as in torch.topk. Experts come in the order of the choice, best first.
+
+Shapes: T tokens, k choices of each, E experts.
 """
 
 from __future__ import annotations

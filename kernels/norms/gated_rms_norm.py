@@ -13,6 +13,8 @@ and, with g = dy * weight (times a, with the gate last) and p = rstd * (g - x_ha
 Forward reads x and gate and writes y (6 bytes per element in bf16); backward reads x, gate and dy and writes dx and
 dgate (10 bytes). Saved for backward: x, gate, weight and rstd (fp32, one per group): 4 bytes per element in bf16, where
 eager torch saves 16. The weight's gradient is summed as in `rms_norm`, without atomics.
+
+Shapes: x (..., hidden_size); H elements of a group, GROUPS groups of a row, rows of all leading dimensions.
 """
 
 from __future__ import annotations

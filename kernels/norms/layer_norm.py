@@ -18,6 +18,8 @@ an attention that normalises its heads with a weight for each.
 
 The kernels can also add a residual before the norm, which `fused_add_layer_norm` uses: they then read the residual too,
 write the sum, and in the backward add the gradient of the sum to dx.
+
+Shapes: x (..., hidden_size); H elements of a group, GROUPS groups of a row, rows of all leading dimensions.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ write the sum, and in the backward add the gradient of the sum to dx.
 
 With `fp8` the forward writes y in fp8 as well (1 byte per element), the bits that `cast_rows` makes of y in bf16, for
 the linear layers that read y next (`kernels/fp8/shared_cast.py`).
+
+Shapes: x (..., hidden_size); H hidden_size, rows of all leading dimensions.
 """
 
 from __future__ import annotations

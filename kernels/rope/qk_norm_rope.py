@@ -15,6 +15,8 @@ of the weight gradients in fp32 registers, and a second, small kernel adds the s
 every run gives the same bits. The kernels are in `qk_norm_rope_kernels`.
 
 Memory layout: as for `rope`, inputs of any strides; results and gradients in (batch, seq, heads, head_dim) order.
+
+Shapes: batch sequences of seq tokens, q_heads and k_heads heads of D = head_dim, rotary_dim columns that turn.
 """
 
 from __future__ import annotations

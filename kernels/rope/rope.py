@@ -18,6 +18,8 @@ alive.
 Memory layout: q and k are usually transposed views of (batch, seq, heads, head_dim) memory. They are read through their
 strides, and results and gradients have that same memory order, so that the backward matmul of the projections takes the
 gradient without a copy.
+
+Shapes: batch sequences of seq tokens, heads of head_dim, rotary_dim columns that turn.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def vocab_parallel_cross_entropy(
         ignore_index: As for `cross_entropy`, like all options up to `outputs`.
         reduction: "mean", "sum" or "none".
         num_items: Divides the sum of the token losses.
-        label_smoothing: In [0, 1].
+        label_smoothing: A number in [0, 1].
         z_loss: Factor of ``lse**2``.
         softcap: Soft-cap of the logits.
         logit_scale: Factor of the logits before the soft-cap.
@@ -309,7 +309,7 @@ def vocab_parallel_linear_cross_entropy(
         ignore_index: As for `linear_cross_entropy`, like all options up to `outputs`.
         reduction: "mean", "sum" or "none".
         num_items: Divides the sum of the token losses.
-        label_smoothing: In [0, 1].
+        label_smoothing: A number in [0, 1].
         z_loss: Factor of ``lse**2``.
         softcap: Soft-cap of the logits.
         logit_scale: Factor of the logits before the soft-cap.
