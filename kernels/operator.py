@@ -23,6 +23,7 @@ import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DISPATCH_MODES, FUNCTION_TRANSFORMS, RESULTS_TO_WRITE_TO
+from liger_trainer.kernels.autograd import input_gradients
 
 require(DISPATCH_MODES)
 require(RESULTS_TO_WRITE_TO)
@@ -49,6 +50,8 @@ class Operator(Generic[R]):
         self.records = {place: kind for place, kind in kinds if hasattr(kind, "_fields")}
         flat = self._flat_function(function)
         self.custom = torch.library.custom_op(name, flat, mutates_args=mutates)
+        if signature.return_annotation is None:
+            self.custom.register_fake(lambda *values: None)
         self.name = name
         self.function = function
         self.derivative: type[torch.autograd.Function] | None = None
@@ -104,13 +107,24 @@ class Operator(Generic[R]):
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, Any, Any], None] | None = None
     ) -> None:
-        """Gives the operator its derivative, as `torch.library.register_autograd`."""
+        """Gives the operator its derivative, as `torch.library.register_autograd`.
+
+        A gradient that does not exist is None rather than zeros. Where none does, `backward` is not called.
+        """
+
+        def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
 
         def setup_of_schema(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-            if setup_context is not None:
-                setup_context(ctx, self._grouped(inputs), output)
+            setup(ctx, self._grouped(inputs), output)
 
-        self.custom.register_autograd(backward, setup_context=setup_of_schema)
+        def guarded(ctx: Any, *gradients: Any) -> Any:
+            given = gradients[0] if self.returns_list else gradients
+            return input_gradients(ctx) if all(each is None for each in given) else backward(ctx, *gradients)
+
+        self.custom.register_autograd(guarded, setup_context=setup_of_schema)
 
         def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
@@ -118,12 +132,11 @@ class Operator(Generic[R]):
             one = isinstance(output, torch.Tensor)
             output = _no_view(output) if one else type(output)(map(_no_view, output))
             ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], self.of_schema(arguments))
-            if setup_context is not None:
-                setup_context(ctx, arguments, output)
+            setup(ctx, arguments, output)
             return tuple(output) if self.returns_list else output
 
         def flat_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            results = backward(ctx, list(gradients)) if self.returns_list else backward(ctx, *gradients)
+            results = guarded(ctx, list(gradients)) if self.returns_list else guarded(ctx, *gradients)
             return None, *self._flat(results if isinstance(results, tuple) else (results,))
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}

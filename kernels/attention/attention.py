@@ -203,13 +203,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     q, k, v, *documents = inputs[:9]
     ctx.options = inputs[9:]
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *documents)
 
 
-def _backward(ctx: Any, d_out: torch.Tensor | None, _d_lse: None) -> tuple[Any, ...]:
-    if d_out is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, d_out: torch.Tensor, _d_lse: None) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks, *documents = ctx.saved_tensors  # read once: checkpointing unpacks them only once
     dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, *documents, *ctx.options)
     return input_gradients(ctx, dq, dk, dv, None if sinks is None else db)

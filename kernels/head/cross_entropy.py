@@ -101,14 +101,11 @@ def _(logits, target, class_weights, options, entropy, predicted, inplace):
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
     logits, target, class_weights, ctx.options, _, _, ctx.inplace = inputs
     _, nll, lse, _, _ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(logits, target, nll, lse, class_weights)
 
 
-def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _backward_of_forward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward("cross_entropy")
     logits, target, nll, lse, class_weights = ctx.saved_tensors
     if not ctx.inplace or graph_is_kept():
@@ -163,16 +160,12 @@ def _(logits, gradient, losses, scale, expected):
 
 def _reduce_setup(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     _, gradient, _, _, expected = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(gradient, expected)
 
 
-def _reduce_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    gradient = None
-    if grad is not None:
-        saved, expected = ctx.saved_tensors
-        (gradient,) = rescaled_gradients([saved], grad, expected, "cross_entropy")
-    return gradient, None, None, None, None
+def _reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gradient, expected = ctx.saved_tensors
+    return input_gradients(ctx, *rescaled_gradients([gradient], grad, expected, "cross_entropy"))
 
 
 _reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)

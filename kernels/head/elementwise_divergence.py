@@ -291,13 +291,10 @@ def _(grad, scale, x, y, labels, divergence, beta, eps, ignore_index):
 
 def _setup_elements(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, y, labels, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, y, labels)
 
 
-def _elements_autograd(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _elements_autograd(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward(_FUNCTIONS)
     return input_gradients(ctx, _backward(grad, None, *ctx.saved_tensors, *ctx.options))
 
@@ -305,14 +302,11 @@ def _elements_autograd(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tenso
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     scale, expected, x, y, labels, *ctx.options = inputs
     _, gradient = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(gradient)
     ctx.save_for_backward(scale, expected, x, y, labels, gradient)
 
 
-def _loss_autograd(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _loss_autograd(ctx: Any, grad: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward(_FUNCTIONS)
     scale, expected, x, y, labels, gradient = ctx.saved_tensors
     if expected is None or graph_is_kept() or type(grad) is not torch.Tensor:  # the last: while it is traced

@@ -158,14 +158,11 @@ def _(inputs, scale, expected, options, logits_memory, entropy, predicted, needs
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
     _, _, expected, *_, ctx.needs = inputs
     _loss, d_hidden, d_weight, d_bias, *_ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
 
 
-def _forward_backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _forward_backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     *gradients, expected = ctx.saved_tensors
     gradients = list(where_needed(ctx.needs, *gradients))
     d_hidden, d_weight, d_bias = rescaled_gradients(gradients, grad, expected, "linear_cross_entropy")
@@ -218,14 +215,11 @@ def _(grad, inputs, nll, lse, options, logits_memory, needs):
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
     head, ctx.options, ctx.logits_memory, _, _ = inputs
     _, nll, lse, _, _ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*head, nll, lse)
 
 
-def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _rows_autograd(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward("linear_cross_entropy")
     hidden_gradient, weight_gradient, _, bias_gradient, *_ = ctx.needs_input_grad
     needs = Needs(hidden_gradient, weight_gradient, bias_gradient)

@@ -174,14 +174,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients)
     *_, expected = inputs[:10]  # the tensors
     *_, ctx.needs = inputs
     _loss, d_hidden, d_weight, d_bias, *_ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
 
 
-def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     *gradients, expected = ctx.saved_tensors
     gradients = list(where_needed(ctx.needs, *gradients))
     return input_gradients(ctx, *rescaled_gradients(gradients, grad, expected, _FUNCTIONS))

@@ -203,15 +203,12 @@ def _(loss, unit_gradient, rows, options, logits_memory, shard, group):
 
 def _attach_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     _loss, unit_gradient, rows, ctx.options, ctx.logits_memory, ctx.shard, ctx.group = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(unit_gradient, *rows)
 
 
 def _attach_backward(
     ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    if grad is None and grad_entropy is None:
-        return input_gradients(ctx)
     unit_gradient, *tensors = ctx.saved_tensors
     rows = HeadRows(*tensors)
     _, _, hidden_gradient, weight_gradient, _, bias_gradient, *_ = ctx.needs_input_grad

@@ -86,7 +86,6 @@ def _(logits, target, options, entropy, predicted, mean_logit, sum_squared_probs
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
     logits, target, ctx.options, _entropy, _predicted, _mean_logit, _sum_squared_probs = inputs
     nll, entropy, lse, *_ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(logits, target, nll, lse, entropy)
 
@@ -95,8 +94,7 @@ def _backward_of_rows(
     ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: None
 ) -> tuple[torch.Tensor | None, ...]:
     given = grad if grad is not None else grad_entropy
-    if given is None:
-        return input_gradients(ctx)
+    assert given is not None
     refuse_double_backward("log_probs")
     grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given) if grad is None else grad
     logits, *others = ctx.saved_tensors

@@ -60,11 +60,6 @@ def rescale_(tensor: torch.Tensor, upstream: torch.Tensor, expected: torch.Tenso
         tensor.copy_(tensor * (upstream.to(torch.float32) / expected).expand(1))
 
 
-@rescale_.register_fake
-def _(tensor: torch.Tensor, upstream: torch.Tensor, expected: torch.Tensor) -> None:
-    return None
-
-
 def rescaled_gradients(
     gradients: list[torch.Tensor | None],
     upstream: torch.Tensor,

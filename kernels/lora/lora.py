@@ -171,13 +171,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
     x, *lists, ctx.statistics, ctx.layouts, ctx.layers, ctx.scalings = inputs
     # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
     ctx.lengths = [len(each) for each in lists]
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, output[-1], *(tensor for each in lists for tensor in or_none(each)))
 
 
 def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
-    if all(dy is None for dy in gradients[:-1]):
-        return input_gradients(ctx)
     need_x, need_weights, need_biases, need_a, need_b = ctx.needs_input_grad[:5]
     x, z, *flat = ctx.saved_tensors
     weights, biases, lora_a, lora_b, masks = lists_of(or_empty(flat, x), ctx.lengths)

@@ -170,13 +170,10 @@ def _setup_context(ctx: Any, inputs: tuple[DownOperands, bool], output: torch.Te
     ctx.form = operands.form
     ctx.lengths = [len(each) for each in lists]
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up, weight, z, *(tensor for each in lists for tensor in or_none(each)))
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
     need_gate, need_up, need_weight, need_bias, _, need_added, need_a, need_b = ctx.needs_input_grad[:8]
@@ -247,11 +244,6 @@ def _lora_gated_backward_(
     of_dh = None if dlow is None or lora_a is None else LowRank(dlow, lora_a, 1.0)
     updates = [*_updates(z, added_b, added_scalings), of_dh]
     lora_gated_kernels.launch_backward(dh, gate, up, updates, activation, limit)
-
-
-@_lora_gated_backward_.register_fake
-def _(dh, gate, up, z, added_b, added_scalings, dlow, lora_a, activation, limit):
-    return None
 
 
 def _gradients_of_updates(

@@ -163,11 +163,6 @@ def dequantize_(
         )
 
 
-@dequantize_.register_fake
-def _(out, packed, statistics, layout):
-    return None
-
-
 def nf4_dequantize(
     weight: NF4Weight, dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -302,11 +297,6 @@ def _matmul_(
             torch.addmm(bias, rows, right, out=out)
         else:
             torch.addmm(out, rows, right, beta=int(add), out=out)
-
-
-@_matmul_.register_fake
-def _(out, rows, packed, statistics, layout, bias, transposed, add):
-    return None
 
 
 def nf4_linear(rows: torch.Tensor, weight: NF4Weight, bias: torch.Tensor | None) -> torch.Tensor:

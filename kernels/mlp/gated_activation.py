@@ -398,14 +398,8 @@ def gated_activation_backward_(
     launch_backward(dh, gate, up, dgate, dup, h, form)
 
 
-@gated_activation_backward_.register_fake
-def _(dh, gate, up, dgate, dup, h, form):
-    return None
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     gate, up, ctx.form, ctx.inplace_backward = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up)
 
 
@@ -422,9 +416,7 @@ def overwrites_gate_and_up(ctx: Any, up: torch.Tensor | None) -> bool:
     return overwrites_saved(ctx) and need_gate and (need_up or up is None)
 
 
-def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if dh is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gate, up = ctx.saved_tensors
     if overwrites_gate_and_up(ctx, up):
         dgate, dup = gate.detach(), None if up is None else up.detach()

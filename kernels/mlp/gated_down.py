@@ -108,13 +108,10 @@ pass_to_placeholder(gated_down)
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     gate, up, weight, _, ctx.form, ctx.inplace_backward, ctx.fp8 = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up, weight)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if dy is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("swiglu_down and geglu_down"))
     need_gate, need_up, need_weight, need_bias = ctx.needs_input_grad[:4]

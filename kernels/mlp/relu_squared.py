@@ -89,20 +89,12 @@ def _relu_squared_backward_(dy: torch.Tensor, x: torch.Tensor) -> None:
         x.copy_(dx)
 
 
-@_relu_squared_backward_.register_fake
-def _(dy, x):
-    return None
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, ctx.inplace_backward = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return None, None
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     (x,) = ctx.saved_tensors
     if not overwrites_saved(ctx):
         return _relu_squared_backward(dy, x), None

@@ -157,14 +157,11 @@ def _bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 
 def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     hidden, (weight, _, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed), ctx.top_k = inputs
-    ctx.set_materialize_grads(False)
     reads_hidden = any(parameter.requires_grad for parameter in (weight, *lora_a, *lora_b))
     ctx.save_for_backward(*lora_a, *lora_b, hidden if reads_hidden else None, weight, *expert_rows)
 
 
-def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
-    if dpre is None:
-        return input_gradients(ctx)
+def _backward_gate_up(ctx: Any, dpre: torch.Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("moe_experts"))
     lora_a, lora_b, (hidden, weight, *expert_rows) = lora.saved(ctx)
@@ -306,13 +303,10 @@ def _weighted_bias_gradient(
 def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     pre, top_k_weights, layer, ctx.form, ctx.gated = inputs
     weight, bias, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed = layer
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*lora_a, *lora_b, pre, top_k_weights, weight, bias, *expert_rows)
 
 
-def _backward_down(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
-    if dout is None:
-        return input_gradients(ctx)
+def _backward_down(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("moe_experts"))
     lora_a, lora_b, (pre, top_k_weights, weight, bias, *expert_rows) = lora.saved(ctx)

@@ -13,8 +13,8 @@ through an index, nor a bias, nor a second product: a row per token is first rep
 one pass), and bias and second product are added to the result in another pass (`add_to_rows`). Elsewhere the Triton
 kernels below do all of it in one pass.
 
-Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts; K columns that are summed, M and N columns
-of a result, r rank.
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts; K columns that are summed, M and N
+columns of a result, r rank.
 """
 
 from __future__ import annotations

@@ -297,13 +297,10 @@ refuse_second_derivative(_gated_rms_norm_backward, "gated_rms_norm")
 
 def _setup_context(ctx, inputs, output):
     *tensors, _, ctx.groups, ctx.activation, ctx.gate_first, _ = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx, dy, _):
-    if dy is None:
-        return input_gradients(ctx)
     needed = list(ctx.needs_input_grad[:3])
     gradients = _gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.groups, ctx.activation, ctx.gate_first, needed)
     return input_gradients(ctx, *where_needed(needed, *gradients))

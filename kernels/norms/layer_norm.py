@@ -307,13 +307,10 @@ refuse_second_derivative(_layer_norm_backward, "layer_norm")
 
 def _setup_context(ctx, inputs, output):
     ctx.groups = inputs[5]
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output[1:])
 
 
 def _backward(ctx, dy, _mean_grad, _rstd_grad):
-    if dy is None:
-        return input_gradients(ctx)
     needed = list(ctx.needs_input_grad[:3])
     gradients = _layer_norm_backward(dy, *ctx.saved_tensors, needed, ctx.groups)
     return input_gradients(ctx, *where_needed(needed, *gradients))

@@ -337,13 +337,10 @@ refuse_second_derivative(_rms_norm_backward, "rms_norm")
 
 def _setup_context(ctx, inputs, output):
     x, weight, _, ctx.offset, ctx.casting, _ = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, output[1])
 
 
 def _backward(ctx, dy, _):
-    if dy is None:
-        return input_gradients(ctx)
     needed = list(ctx.needs_input_grad[:2])
     gradients = _rms_norm_backward(dy, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
     return input_gradients(ctx, *where_needed(needed, *gradients))

@@ -115,13 +115,10 @@ def _(loss, logits, target, nll, lse, options, shard):
 
 def _attach_logits_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _loss, logits, target, nll, lse, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, target, nll, lse)
 
 
-def _attach_logits_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _attach_logits_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward("the vocabulary-parallel losses")
     gradient = logits_gradient(grad, None, *ctx.saved_tensors, None, None, *ctx.options)
     return input_gradients(ctx, None, gradient)

@@ -75,11 +75,11 @@ def _save_scaled(ctx, inputs, output):
 def _gradients_of_scaled(ctx, gradients):
     seen_by_scaled.append((ctx.needs_input_grad, gradients))
     x, *weights = ctx.saved_tensors
-    triples = list(zip(gradients, weights, ctx.factors))
+    triples = [(0.0 if g is None else g, *rest) for g, *rest in zip(gradients, weights, ctx.factors)]
     dx = sum(g * factor * weight * ctx.exponent * x ** (ctx.exponent - 1) for g, weight, factor in triples)
     needed = ctx.needs_input_grad[1]
     dweights = [g * factor * x**ctx.exponent if need else None for (g, _, factor), need in zip(triples, needed)]
-    return dx, dweights, None, [], sum(gradients) if ctx.needs_input_grad[4] else None, None
+    return dx, dweights, None, [], sum(g for g, *_ in triples) if ctx.needs_input_grad[4] else None, None
 
 
 scaled.register_autograd(_gradients_of_scaled, setup_context=_save_scaled)
@@ -222,6 +222,21 @@ def test_missing_derivative_is_an_error_in_the_backward():
         result.sum().backward()
 
 
+def test_a_backward_is_not_called_without_a_gradient():
+    class Lost(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    x = torch.randn(3, requires_grad=True)
+    for function in (negative, negative.custom):
+        assert torch.autograd.grad(Lost.apply(function(x)).sum(), x, allow_unused=True) == (None,)
+
+
 def test_a_single_gradient_needs_no_tuple():
     x = torch.randn(3, requires_grad=True)
     negative(x).sum().backward()
@@ -354,7 +369,8 @@ def test_derivatives_are_given_what_torch_gives_them(listed):
     assert [type(each) for each in inputs] == [type(each) for each in torch_inputs]
     assert all(ours is theirs for ours, theirs in zip(inputs[1], torch_inputs[1]))
     assert type(output) is type(torch_output) is type(gradients) is type(torch_gradients) is list
-    torch.testing.assert_close(gradients, torch_gradients)  # zeros for the result that is not used
+    assert gradients[0] is torch_gradients[0] is None  # of the result that is not used
+    torch.testing.assert_close(gradients[1], torch_gradients[1])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
