@@ -9,12 +9,10 @@ which our operators do not support.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +22,8 @@ from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import replaced_globals
 from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, MODULE_CONTENTS
-from liger_trainer.context_variables import set_to
-from liger_trainer.head.compiled import never_a_frame
+from liger_trainer.head.forward import never_a_frame
+from liger_trainer.head.step import current_step
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import triton_drives
 from liger_trainer.patching.inside import MISSING, Attribute, Inside, found_at
@@ -34,13 +32,6 @@ from liger_trainer.patching.reads import reads_of
 
 require(FUNCTION_TRANSFORMS)
 require(MODULE_CONTENTS)
-
-_generates: ContextVar[bool] = ContextVar("liger_trainer_generates", default=False)
-
-
-def generation_step() -> contextlib.AbstractContextManager[None]:
-    """Marks the forward inside as a step of a generation, whose logits are only sampled from."""
-    return set_to(_generates, True)
 
 
 def serves_as_written(x: torch.Tensor) -> bool:
@@ -51,7 +42,7 @@ def serves_as_written(x: torch.Tensor) -> bool:
     """
     if torch.is_grad_enabled() or triton_drives(x.device) or torch.compiler.is_compiling():
         return False
-    return _generates.get()
+    return current_step().generates
 
 
 # ---------------------------------------------------------------------------------------------------------------------
