@@ -18,7 +18,7 @@ from liger_trainer.compat.transformers import GENERATION_STEPS, LOSS_OPTIONS
 from liger_trainer.head.forward import (
     CAN_DEFER_COMPILED,
     compiler_restored,
-    run_forward,
+    step_of_forward,
     uncompiled,
     whole_graph_wanted,
 )
@@ -75,8 +75,9 @@ def make_model_forward(native: Callable) -> Callable:
         self: Any, native: Callable, has_labels: bool, read_later: bool, num_items: Any, args: tuple, kwargs: dict
     ) -> Any:
         say_if_away(self)
-        with compiler_restored():
-            return run_forward(self, native, args, kwargs, Forward(has_labels, num_items, read_later))
+        step = step_of_forward(self, native, args, kwargs, Forward(has_labels, num_items, read_later))
+        with compiler_restored(), running(step):
+            return native(self, *args, **kwargs)
 
     run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)
 
