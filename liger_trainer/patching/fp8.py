@@ -63,7 +63,8 @@ def mode_of(module: nn.Module) -> Fp8Mode | None:
 
 def mode_for(module: nn.Module, x: torch.Tensor) -> Fp8Mode | None:
     """The mode in which `module` multiplies `x`, (..., features); None for too few rows too."""
-    return mode_of(module) if is_long_enough(x) else None
+    mode = mode_of(module)
+    return mode if mode is not None and is_long_enough(x) else None
 
 
 def is_long_enough(x: torch.Tensor) -> bool:

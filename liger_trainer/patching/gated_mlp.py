@@ -35,15 +35,13 @@ from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
 from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, is_plain_linear, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.fp8 import mode_for
 from liger_trainer.patching.inputs import MLP
-from liger_trainer.patching.lora.operands import adapted_layers, is_plain_linear
+from liger_trainer.patching.lora.operands import adapted_layers
 from liger_trainer.patching.probe import (
-    EVERY_PRECISION,
-    Precisions,
     Probe,
     Proof,
     dummy_module,
@@ -297,25 +295,27 @@ def gated_mlp_forward(
             options["gate_multiplier"], scale = self.gate_multiplier, self.down_multiplier
             if is_linear_without_bias(down_proj):
                 options["down_multiplier"], scale = scale, None
-        if lora and not variant.multipliers:
+        if lora and not variant.multipliers and type(down_proj) is not nn.Linear:
             (down,) = adapted_layers(gate if up is not None else gate.chunk(2, -1)[0], down_proj) or (None,)
             if down is not None:
                 return lora_down(gate, up, down, variant.approximate or "silu", **options)
         if recompute and torch.is_grad_enabled() and scale is None and is_plain_linear(down_proj, gate):
-            fp8 = mode_for(down_proj, gate)
+            fp8 = mode_for(down_proj, gate) if "forward" in down_proj.__dict__ else None
             return gated_down(gate, up, down_proj.weight, down_proj.bias, fp8=fp8, **options)
         h = gated_fused(gate, **options) if up is None else gated(gate, up, **options)
         return down_proj(h) if scale is None else down_proj(h) * scale
 
     def forward_separate(self, x):
-        if serves_as_written(x) or not precisions.cover(x):
+        if not runs_ours(x, precisions):
             return type(self).forward(self, x)
-        gate_proj, up_proj, down_proj = (getattr(self, name) for name in names)
-        layers = adapted_layers(x, gate_proj, up_proj) if lora else None
+        gate_proj, up_proj = getattr(self, names[0]), getattr(self, names[1])
+        layers = None
+        if lora and not (type(gate_proj) is type(up_proj) is nn.Linear):
+            layers = adapted_layers(x, gate_proj, up_proj)
         if layers is not None:
             # With the shape of h, for the dropout mask; it takes no memory.
             h = x.new_empty(()).expand(*x.shape[:-1], layers[0].weight.shape[0])
-            (down,) = (not variant.multipliers and adapted_layers(h, down_proj)) or (None,)
+            (down,) = (not variant.multipliers and adapted_layers(h, getattr(self, names[2]))) or (None,)
             if down is not None:
                 limit = getattr(self, variant.limit) if variant.limit else None
                 return lora_mlp(x, layers[0], layers[1], down, variant.approximate or "silu", limit=limit)
@@ -328,7 +328,7 @@ def gated_mlp_forward(
         return apply(self, gate, up, outputs_are_unhooked(gate_proj, up_proj))
 
     def forward_fused(self, x):
-        if serves_as_written(x) or not precisions.cover(x):
+        if not runs_ours(x, precisions):
             return type(self).forward(self, x)
         gate_up_proj = getattr(self, names[0])
         return apply(self, gate_up_proj(x), None, outputs_are_unhooked(gate_up_proj))
@@ -336,7 +336,7 @@ def gated_mlp_forward(
     undropped = forward_fused if len(names) == 2 else forward_separate
 
     def forward_dropped(self, x):
-        if serves_as_written(x) or not precisions.cover(x):
+        if not runs_ours(x, precisions):
             return type(self).forward(self, x)
         return F.dropout(undropped(self, x), getattr(self, _DROPOUT), self.training)
 

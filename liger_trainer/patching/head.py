@@ -163,41 +163,35 @@ def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int
 def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
     """A head's forward that defers the logits if `call_of` returns a call (with its input), and else runs `native`."""
 
-    def defer(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
-        call, hidden = call_of(self, hidden)
-        if call is None:
-            return None
-        meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
-        return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
-
     @functools.wraps(nn.Linear.forward)
     def forward(self: nn.Module, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         input = input.float() if in_fp32 else input
         if torch.compiler.is_compiling() or args or kwargs:
             return native(self, input, *args, **kwargs)
         context = current_forward()
-        if context is None or is_gradient_hooked(self) or not _keeps_weight(self, context):
+        if context is None or is_gradient_hooked(self):
+            return native(self, input)
+        # The whole weight has to be at hand wherever the logits of this forward are read.
+        if is_sharded(self) and (context.read_later or not context.has_labels):
+            return native(self, input)
+        if context.read_later and is_split(self):
             return native(self, input)
         pause_compiler()  # until the model's forward ends: dynamo can trace neither the wrapper nor its functions
-        deferred = defer(self, input)
-        if deferred is None and self.training and is_split(self):
+        call, hidden = call_of(self, input)
+        if call is not None:
+            meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
+            return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
+        if self.training and is_split(self):
             warn_once(
                 "split head",
                 "The LM head is split over processes in a way that the fused cross entropy does not support, so its "
                 "logits are gathered. The result is right, but takes as much memory as unfused training. Models that "
                 "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Shown once.)",
             )
-        return native(self, input) if deferred is None else deferred
+        return native(self, input)
 
     never_a_frame(forward)  # compiled as a frame of its own, it would never defer
     return forward
-
-
-def _keeps_weight(head: nn.Module, context: ForwardContext) -> bool:
-    """Whether the whole weight of `head` is at hand wherever the logits of this forward are read."""
-    if context.read_later:
-        return not (is_sharded(head) or is_split(head))
-    return context.has_labels or not is_sharded(head)
 
 
 def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:

@@ -23,8 +23,8 @@ from liger_trainer.head.context import (
     does_loss_follow,
     forward_context,
 )
-from liger_trainer.patching.as_written import generation_step
-from liger_trainer.patching.binding import bound_function, is_bound_by_us
+from liger_trainer.patching.as_written import generation_step, is_bound_by_us
+from liger_trainer.patching.binding import bound_function
 
 _model_forwards: set[Callable] = set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -13,21 +13,25 @@ from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.fp8 import is_long_enough
 from liger_trainer.patching.pending_norm import PendingNorm, may_pend
-from liger_trainer.patching.probe import Precisions
 
 
-def _plain(mixed: bool, precisions: Precisions, x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether the kernel is proved equal for such tensors; DTensors run the original."""
-    given = [other for other in others if other is not None]
-    if is_dtensor(x) or any(map(is_dtensor, given)):
+def _covers(x: torch.Tensor, others: Iterable[torch.Tensor | None], mixed: bool, precisions: Precisions) -> bool:
+    """Whether the proof holds for `x` and these `others`, weights and biases of its last dimensions, or its gate.
+
+    Of DTensors, of another shape, and where one of them is missing, the original runs.
+    """
+    if is_dtensor(x) or not runs_ours(x, precisions):
         return False
-    if not mixed and any(other.dtype != x.dtype for other in given):
-        return False
-    return precisions.cover(x)
+    for other in others:
+        if other is None or is_dtensor(other) or not (mixed or other.dtype == x.dtype):
+            return False
+        if x.shape[x.dim() - other.dim() :] != other.shape:
+            return False
+    return True
 
 
 @functools.cache
@@ -61,11 +65,7 @@ def rms_norm_forward(
 
     def forward(self, hidden_states):
         weight = self.weight if weighted else None
-        if (
-            serves_as_written(hidden_states)
-            or not _along(hidden_states, weight, weighted)
-            or not _plain(mixed, precisions, hidden_states, weight)
-        ):
+        if not _covers(hidden_states, (weight,) if weighted else (), mixed, precisions):
             return original(self, hidden_states)
         if pending and weight is not None and may_pend(self):
             return PendingNorm(hidden_states, weight, (getattr(self, eps), offset, casting))
@@ -95,7 +95,8 @@ def layer_norm_forward(*, mixed: bool, precisions: Precisions) -> Callable:
     """A forward for `nn.LayerNorm`; see [`rms_norm_forward`] for the arguments."""
 
     def forward(self, input):
-        if serves_as_written(input) or not _plain(mixed, precisions, input, self.weight, self.bias):
+        given = [each for each in (self.weight, self.bias) if each is not None]
+        if not _covers(input, given, mixed, precisions):
             return nn.LayerNorm.forward(self, input)
         return layer_norm(input, self.weight, self.bias, self.eps)
 
@@ -129,25 +130,14 @@ def own_layer_norm_forward(
 
     def forward(self, hidden_states):
         weight, bias = self.weight if weighted else None, self.bias if biased else None
-        if (
-            serves_as_written(hidden_states)
-            or not _along(hidden_states, weight, weighted)
-            or not _along(hidden_states, bias, biased)
-            or not _plain(mixed, precisions, hidden_states, weight, bias)
-        ):
+        given = (*((weight,) if weighted else ()), *((bias,) if biased else ()))
+        if not _covers(hidden_states, given, mixed, precisions):
             return original(self, hidden_states)
         if not heads:
             return layer_norm(hidden_states, weight, bias, getattr(self, eps), None, hidden_states.dtype)
         return _layer_norm_of_heads(hidden_states, weight, bias, getattr(self, eps))
 
     return call_like(forward, argument)
-
-
-def _along(x: torch.Tensor, parameter: torch.Tensor | None, expected: bool) -> bool:
-    """Whether `parameter` is as `expected`: of the shape of the last dimensions of `x`, or None."""
-    if parameter is None or not expected:
-        return parameter is None and not expected
-    return x.shape[x.dim() - parameter.dim() :] == parameter.shape
 
 
 def _layer_norm_of_heads(
@@ -191,11 +181,9 @@ def gated_rms_norm_forward(
         weight = self.weight
         if (
             not isinstance(gate, torch.Tensor)
-            or not _along(hidden_states, weight, True)
-            or serves_as_written(hidden_states)
             or gate.shape != hidden_states.shape
             or hidden_states.shape[-1] != size
-            or not _plain(mixed, precisions, hidden_states, gate, weight)
+            or not _covers(hidden_states, (gate, weight), mixed, precisions)
         ):
             return original(self, hidden_states, gate)
         groups = None if group_size == size else group_size

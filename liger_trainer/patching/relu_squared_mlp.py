@@ -9,12 +9,12 @@ from torch import nn
 
 from liger_trainer.compat.hooks import outputs_are_unhooked
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, runs_ours
 from liger_trainer.patching.binding import bind_forward, call_like
 from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.gated_mlp import biased, dummy_tensors, on_projections, precisions_of, state_besides
 from liger_trainer.patching.inputs import MLP
-from liger_trainer.patching.probe import EVERY_PRECISION, Precisions, Probe, identity, only_argument
+from liger_trainer.patching.probe import Probe, identity, only_argument
 from liger_trainer.patching.trial import Trial
 
 _NAMES = (("up_proj", "down_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))
@@ -63,7 +63,7 @@ def relu_squared_mlp_forward(
     """
 
     def forward(self, x):
-        if serves_as_written(x) or not precisions.cover(x):
+        if not runs_ours(x, precisions):
             return type(self).forward(self, x)
         first, last = (getattr(self, name) for name in names)
         return last(relu_squared(first(x), inplace_backward=outputs_are_unhooked(first)))

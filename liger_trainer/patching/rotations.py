@@ -19,7 +19,7 @@ from liger_trainer.head.computed_on_use import build
 from liger_trainer.kernels.rope.layouts import rope_complex
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import runs_ours
 from liger_trainer.patching.inputs import ROTATION, Case
 from liger_trainer.patching.pending_norm import PendingNorm
 from liger_trainer.patching.probe import Probe, Proof, no_formula, refused
@@ -302,7 +302,7 @@ def rotary_function(
             given = _by_name(names, args, kwargs)
             q, k, cos, sin = (given.pop(name, None) for name in ("q", "k", "cos", "sin"))
             dim = given.pop("unsqueeze_dim", default_dim)
-        if given or q is None or k is None or cos is None or sin is None or serves_as_written(q):
+        if given or q is None or k is None or cos is None or sin is None or not runs_ours(q):
             return original(*args, **kwargs)
         layout = (q.dim(), dim, cos.shape[-1] == q.shape[-1], cos.shape[0] == q.shape[0])
         as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype
@@ -378,7 +378,7 @@ def complex_rotary_function(original: Callable, dim: int, proven: frozenset[str]
     def rotary(*args, **kwargs):
         given = _by_name(names, args, kwargs)
         q, k, factors = (given.get(name) for name in names)
-        if q is None or k is None or factors is None or serves_as_written(q):
+        if q is None or k is None or factors is None or not runs_ours(q):
             return original(*args, **kwargs)
         return rope_complex(q, k, factors, dim) if _is_proven(factors, q, k, dim, proven) else original(*args, **kwargs)
 

@@ -30,7 +30,7 @@ from liger_trainer.head.context import context_of, forward_context, token_observ
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.packing.packing import Packing
-from liger_trainer.patching.binding import is_ours
+from liger_trainer.patching.as_written import is_ours
 from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
 from liger_trainer.trainers.packed_statistics import packed_statistics
 from liger_trainer.trainers.summed_log_probs import SummedLogProbs

@@ -28,7 +28,7 @@ from liger_trainer.head import warn_once
 from liger_trainer.integrations.hub_kernels import folder, layers
 from liger_trainer.patching import gated_mlp, rotations
 from liger_trainer.patching import norm_forwards as norms
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 NORMS = {"LlamaRMSNorm"}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.moe import router_formulas
 from tests.accuracy import seeded_randn
 from tests.moe_routers import HIDDEN, OTHER_ROUTERS, ROUTERS, arguments_of

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears
+from liger_trainer.patching.as_written import is_operand, is_plain_linear
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.inputs import ADAPTER
-from liger_trainer.patching.lora.operands import adapter, is_operand, is_plain_dropout, is_plain_linear
+from liger_trainer.patching.lora.operands import adapter, is_plain_dropout
 from liger_trainer.patching.probe import Probe, dummy_module, projection
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial

@@ -21,10 +21,11 @@ from torch import nn
 from liger_trainer.compat.peft import LORA_EXPERTS
 from liger_trainer.compat.private import available
 from liger_trainer.kernels.moe.experts import ExpertLoRA
-from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
+from liger_trainer.patching.as_written import is_bound_by_us, is_operand, is_unhooked
+from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.codes import adds_to_codes
 from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
-from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_unhooked, plain_adapter
+from liger_trainer.patching.lora.operands import active_adapters, plain_adapter
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
 from liger_trainer.patching.moe.experts_formula import layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits

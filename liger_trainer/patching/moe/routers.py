@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.kernels.runtime import is_dtensor, triton_drives
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.finding import Finding, proved, reason_to_leave
 from liger_trainer.patching.inputs import BIASES, CLOSE_SCORES, MODES, ROUTER, crowded
@@ -242,18 +242,18 @@ def router_forward(
         flattens: Whether hidden states may have more than two dimensions; leading ones are flattened to tokens.
         autocast: Whether autocast may be on.
     """
+    precisions = Precisions(autocast)
 
     def routed(self, hidden_states, formula, correction):
         """What the formula gives; None where its proof does not hold."""
         weight = self.weight
         if (
             formula is None
-            or serves_as_written(hidden_states)
+            or not runs_ours(hidden_states, precisions)
             or is_dtensor(hidden_states)
             or is_dtensor(weight)
             or (hidden_states.dim() != 2 and not flattens)
             or (hidden_states.dtype != weight.dtype and not formula.mixed)
-            or (not autocast and torch.is_autocast_enabled(hidden_states.device.type))
         ):
             return None
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
