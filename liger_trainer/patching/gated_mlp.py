@@ -37,7 +37,6 @@ from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
 from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, is_plain_linear, runs_ours
 from liger_trainer.patching.binding import call_like
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.fp8 import mode_for
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.operands import adapted_layers
@@ -52,6 +51,7 @@ from liger_trainer.patching.probe import (
     projection,
     refused,
 )
+from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Trial
 from liger_trainer.tiling.tiled_mlp import tiled_mlp

@@ -1,14 +1,21 @@
-"""The forwards of norms, for the formulas that `norms.py` proves."""
+"""The forwards of norms, for the formulas that `norms.py` proves, and the result that one does not compute at once.
+
+The norms of queries and keys return a [`PendingNorm`]. The rotary function, given two, normalises and rotates in one
+pass; for any other function the norm is computed, once, with the values and the graph that it would have had.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from liger_trainer.compat.hooks import is_call_hooked
+from liger_trainer.head.computed_on_use import ComputedOnUse, call_built
 from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
@@ -16,7 +23,106 @@ from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.fp8 import is_long_enough
-from liger_trainer.patching.pending_norm import PendingNorm, may_pend
+
+_OPERATORS = (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv mod pow rpow matmul rmatmul neg pos "
+    "abs invert and or xor eq ne lt le gt ge getitem setitem len iter bool float int index contains"
+)
+
+
+# The norms of the attentions that are running. The call that adds an entry removes it, so threads that run different
+# layers (when autograd recomputes checkpoints) do not interfere.
+_awaited: list[nn.Module] = []
+
+
+class PendingNorm(ComputedOnUse):
+    """RMSNorm of `x`, not yet computed.
+
+    Args:
+        x: The norm's input, or a view of it after the result was transposed.
+        weight: The norm's weight.
+        options: epsilon, offset and casting, as [`liger_trainer.functional.rms_norm`] takes them.
+        value: Computes the result if it is not simply the norm of `x`.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        options: tuple[float, float, str],
+        value: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        self.x, self.weight, self.options = x, weight, options
+        self._value = value
+        self._result: torch.Tensor | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the result has not been computed yet."""
+        return self._result is None
+
+    def build(self, for_write: bool = False) -> torch.Tensor:
+        """The result, the same tensor at every call."""
+        if self._result is None:
+            self._result = rms_norm(self.x, self.weight, *self.options) if self._value is None else self._value()
+        return self._result
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        """The transposed result; not computed either if the normalised dimension stays the last."""
+        last = self.x.dim() - 1
+        if not self.is_pending or last in (dim0 % (last + 1), dim1 % (last + 1)):
+            return self.build().transpose(dim0, dim1)
+        view = self.x.transpose(dim0, dim1)
+        return PendingNorm(view, self.weight, self.options, lambda: self.build().transpose(dim0, dim1))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.build(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return call_built(func, args, kwargs or {})
+
+
+def _operator(name: str) -> Callable:
+    def run(self: PendingNorm, *args: Any) -> Any:
+        return call_built(getattr(self.build(), name), args, {})
+
+    return run
+
+
+for _name in _OPERATORS.split():
+    setattr(PendingNorm, f"__{_name}__", _operator(f"__{_name}__"))
+PendingNorm.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def may_pend(module: nn.Module) -> bool:
+    """Whether `module` may return a [`PendingNorm`]: its attention expects one, and there are no hooks.
+
+    Hooks would get the result, and may gather and free parameters around the call (FSDP2, ZeRO-3).
+    """
+    return any(awaited is module for awaited in _awaited) and not is_call_hooked(module)
+
+
+@functools.cache
+def forward_awaiting(forward: Callable, names: tuple[str, str]) -> Callable:
+    """`forward` of a module whose children `names` may return a [`PendingNorm`] meanwhile."""
+
+    @functools.wraps(forward)
+    def awaiting(self, *args, **kwargs):
+        children = [getattr(self, name) for name in names]
+        _awaited.extend(children)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            for child in children:
+                _awaited.remove(child)
+
+    return awaiting
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forwards
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _covers(x: torch.Tensor, others: Iterable[torch.Tensor | None], mixed: bool, precisions: Precisions) -> bool:
@@ -50,6 +156,8 @@ def rms_norm_forward(
 ) -> Callable:
     """A forward for one kind of RMSNorm; the same function for equal arguments.
 
+    With a weight, its attributes `pending` and `casting` make the forward that may pend, and the one that casts.
+
     Args:
         original: The class's forward, which runs for inputs that the proof does not cover.
         argument: Name of the forward's argument.
@@ -72,22 +180,13 @@ def rms_norm_forward(
         fp8 = casts and is_long_enough(hidden_states)
         return rms_norm(hidden_states, weight, getattr(self, eps), offset, casting, fp8)
 
-    if weighted:
-        options = (original, argument, eps, offset, casting, weighted)
-        forward.rms_norm_options = options, {"mixed": mixed, "precisions": precisions}  # type: ignore[attr-defined]
+    if weighted and not pending and not casts:
+        again = functools.partial(
+            rms_norm_forward, original, argument, eps, offset, casting, weighted, mixed=mixed, precisions=precisions
+        )
+        forward.pending = functools.partial(again, pending=True)  # type: ignore[attr-defined]
+        forward.casting = functools.partial(again, casts=True)  # type: ignore[attr-defined]
     return call_like(forward, argument)
-
-
-def pending_rms_norm_forward(forward: Callable) -> Callable:
-    """The forward that may return a [`PendingNorm`], for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.rms_norm_options  # type: ignore[attr-defined]
-    return rms_norm_forward(*options, **cases, pending=True)
-
-
-def casting_rms_norm_forward(forward: Callable) -> Callable:
-    """The forward that also casts its result to fp8, for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.rms_norm_options  # type: ignore[attr-defined]
-    return rms_norm_forward(*options, **cases, casts=True)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from torch import nn
 
 from liger_trainer.kernels.norms.gated_rms_norm import ACTIVATIONS, CASTINGS
 from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.inputs import GATES, norm_inputs
 from liger_trainer.patching.norm_forwards import (
     gated_rms_norm_forward,
@@ -31,6 +30,7 @@ from liger_trainer.patching.probe import (
     only_argument,
     refused,
 )
+from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
 

@@ -52,13 +52,13 @@ class Proof(NamedTuple):
         kernel: The kernel's name; None if ours differs.
         forward: Our forward; None if it differs.
         agreement: How the two compare.
-        live: The attributes and children of the module that our forward reads at each call.
+        live: The attributes and children of the module that our forward reads at each call; None for all of them.
     """
 
     kernel: str | None
     forward: Callable | None
     agreement: Agreement
-    live: tuple[str, ...] = ()
+    live: tuple[str, ...] | None = ()
 
 
 def refused(reason: str) -> Proof:

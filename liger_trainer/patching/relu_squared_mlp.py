@@ -11,10 +11,10 @@ from liger_trainer.compat.hooks import outputs_are_unhooked
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, runs_ours
 from liger_trainer.patching.binding import bind_forward, call_like
-from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.gated_mlp import biased, dummy_tensors, on_projections, precisions_of, state_besides
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.probe import Probe, identity, only_argument
+from liger_trainer.patching.report import Finding, reason_to_leave
 from liger_trainer.patching.trial import Trial
 
 _NAMES = (("up_proj", "down_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))

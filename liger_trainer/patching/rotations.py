@@ -21,7 +21,7 @@ from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
 from liger_trainer.patching.as_written import runs_ours
 from liger_trainer.patching.inputs import ROTATION, Case
-from liger_trainer.patching.pending_norm import PendingNorm
+from liger_trainer.patching.norm_forwards import PendingNorm
 from liger_trainer.patching.probe import Probe, Proof, no_formula, refused
 from liger_trainer.patching.trial import Agreement, Trial
 

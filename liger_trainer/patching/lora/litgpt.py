@@ -9,7 +9,6 @@ product with A of each is added to its own features. So it saves x once, and not
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +17,10 @@ from torch import nn
 
 from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears
 from liger_trainer.patching.as_written import is_operand, is_plain_linear
-from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.finding import Finding, reason_to_leave
 from liger_trainer.patching.inputs import ADAPTER
 from liger_trainer.patching.lora.operands import adapter, is_plain_dropout
-from liger_trainer.patching.probe import Probe, dummy_module, projection
+from liger_trainer.patching.probe import Probe, Proof, dummy_module, projection
+from liger_trainer.patching.report import Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
 
@@ -45,11 +43,7 @@ def find_litgpt_lora(module: nn.Module, enabled: Callable[[str], bool], probe: P
     reason = reason_to_leave(module, enabled("lora"))
     if reason:
         return Finding("lora", target, module, reason=reason)
-    agreement = _proof(module, probe)
-    if not agreement.equal:
-        return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
-    bind = functools.partial(bind_forward, live=_READ)
-    return Finding("lora", target, module, "lora_linear", forward, agreement.error, bind=bind)
+    return proved("lora", target, module, Proof("lora_linear", forward, _proof(module, probe), _READ))
 
 
 def _layer(module: Any, x: torch.Tensor) -> LoRALayer | None:

@@ -18,8 +18,7 @@ from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_products import Weight
 from liger_trainer.patching.as_written import is_bound_by_us, is_plain_linear, is_unchanged_linear, is_unhooked
-from liger_trainer.patching.lora.fp8_linear import Fp8Linear
-from liger_trainer.patching.lora.quantized import is_linear_4bit, nf4_weight_of
+from liger_trainer.patching.lora.low_bit import Fp8Linear, is_linear_4bit, nf4_weight_of
 from liger_trainer.tiling.summed_linear import LinearInTile
 
 PlainAdapter: TypeAlias = tuple[torch.Tensor, torch.Tensor, float, nn.Module]

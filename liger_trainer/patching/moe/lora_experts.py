@@ -24,13 +24,13 @@ from liger_trainer.kernels.moe.experts import ExpertLoRA
 from liger_trainer.patching.as_written import is_bound_by_us, is_operand, is_unhooked
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.codes import adds_to_codes
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.lora.operands import active_adapters, plain_adapter
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
 from liger_trainer.patching.moe.experts_formula import layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits
 from liger_trainer.patching.moe.scaled_experts import are_proved
-from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, projection
+from liger_trainer.patching.probe import Agreement, Probe, Proof, class_of, dummy_module, projection
+from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved
 
 _SIZES = (3, 16, 24, 4)  # experts, two features and the rank of the dummy module
 
@@ -112,10 +112,7 @@ def find_adapted_parameter(module: Any, enabled: Callable[[str], bool], probe: P
     reason = _obstacle(module, enabled, probe) if enabled("lora") else SWITCHED_OFF
     if reason:
         return Finding("lora", target, module, reason=reason)
-    agreement = _proof(module, probe)
-    if not agreement.equal:
-        return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
-    return Finding("lora", target, module, "moe_experts (adapters)", forward, agreement.error, bind=bind_own_code)
+    return proved("lora", target, module, Proof("moe_experts (adapters)", forward, _proof(module, probe), live=None))
 
 
 def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
