@@ -17,12 +17,12 @@ from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.codes import unscaled_weights
 from liger_trainer.patching.fp8 import cast_in_norms, find_fp8
-from liger_trainer.patching.gated_mlp import find_gated_mlp
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
 from liger_trainer.patching.lora.attention import share_inputs
 from liger_trainer.patching.lora.layers import find_lora
 from liger_trainer.patching.lora.litgpt import find_litgpt_lora
+from liger_trainer.patching.mlps import find_gated_mlp, find_relu_squared_mlp
 from liger_trainer.patching.moe.expert_parallel import find_expert_exchange
 from liger_trainer.patching.moe.experts import find_experts
 from liger_trainer.patching.moe.load_balancing import find_load_balancing_loss
@@ -31,7 +31,6 @@ from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
-from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
 from liger_trainer.patching.report import Choice, Finding, KernelReport, KernelReportRow, rows, unserved
 from liger_trainer.patching.rope import find_rope, fuse_qk_norms
 

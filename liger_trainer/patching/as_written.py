@@ -52,8 +52,8 @@ class Precisions(NamedTuple):
     """Where a proof, which is in float32 and bfloat16, holds as well.
 
     Args:
-        autocast: Under autocast.
-        fp16: In float16, where large numbers overflow.
+        autocast: Whether it holds under autocast.
+        fp16: Whether it holds in float16, where large numbers overflow.
     """
 
     autocast: bool = True

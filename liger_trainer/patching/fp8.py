@@ -145,7 +145,7 @@ def cast_in_norms(findings: Iterable[Finding], model: nn.Module, mode: Fp8Mode |
     """`findings` with other forwards for the norms of `model` whose results linear layers in fp8 read.
 
     Args:
-        findings: Those of the norms and of the linear layers, among others.
+        findings: Findings of the norms and of the linear layers, among others.
         model: The model, adapters included.
         mode: The value of `fp8`. Nothing changes unless it gives each row of an input a scale of its own.
         probe: Runs the layers' forwards.
@@ -195,7 +195,7 @@ class _Recorder(nn.Module):
 
 
 def _norms_before(layer: nn.Module, norms: Set[str], linears: Set[int]) -> list[str]:
-    """Those of the children `norms` of a decoder layer whose results layers of `linears` read."""
+    """The children of a decoder layer, among its `norms`, whose results layers of `linears` read."""
     (size,) = full_shape(layer._modules[min(norms)]._parameters["weight"])  # type: ignore[union-attr, arg-type]
     calls = _calls(layer, torch.ones(1, _LENGTH, size))
     results = [(call.name, call.result) for call in calls if call.name in norms]

@@ -175,6 +175,12 @@ def dummy_module(
     return dummy
 
 
+def dummy_child(module: nn.Module, training: bool) -> nn.Module:
+    """A dummy of a stateless child, so that the probe does not trigger hooks on the real one."""
+    children = {name: dummy_child(child, training) for name, child in module._modules.items() if child is not None}
+    return dummy_module(module, {}, children, training)
+
+
 def run_attention(
     forward: Callable, module: nn.Module, children: Mapping[str, nn.Module], hidden: torch.Tensor, head_dim: int
 ) -> None:

@@ -36,7 +36,7 @@ class _Part(NamedTuple):
         forward: The forward of its class.
         attributes: Names and values in its ``__dict__``.
         absent: Names that it did not have, and that the forward of its class, or ours, asks for.
-        contents: As `attributes`, for its children, parameters and buffers, by the name of the dictionary.
+        contents: Names and values of its children, parameters and buffers, by the name of the dictionary.
     """
 
     owner: nn.Module
@@ -72,7 +72,7 @@ class _Record(NamedTuple):
 
     Args:
         own: The module, which is the first part, and what belongs to it.
-        shared: What is found in globals, in functions and in classes.
+        shared: Modules and objects that were found in globals, in functions and in classes.
         read: The globals that its forward reads: in which function, name, value.
     """
 
@@ -160,7 +160,7 @@ def _parts(
 
     Args:
         owner: The module.
-        live: As in [`record`].
+        live: Names of the attributes and children that our forward reads at each call.
         names: Names that the functions read which its code calls.
         shared: Where what it has in common with its copies is looked at.
         within: Where its attributes are looked at; an own place, if this is None.

@@ -106,7 +106,7 @@ class KernelReportRow:
             ``"other"`` for what no kernel is for.
         target: The class (or function) in the model, such as ``"LlamaRMSNorm"``.
         count: How many instances.
-        kernel: What runs instead, such as ``"rms_norm (casting=llama)"``; None where the target is left alone.
+        kernel: The kernel, such as ``"rms_norm (casting=llama)"``; None where the target is left alone.
         probe_error: Largest relative difference between the original and ours in the probe; None without a probe.
         reason: Why it was left alone, or a remark.
         share: The part of the model's parameters that a target of ``"other"`` has; None for all else.
@@ -207,7 +207,7 @@ def unserved(model: nn.Module, findings: Iterable[Finding]) -> list[KernelReport
 
     Args:
         model: The model.
-        findings: What was found in it.
+        findings: The findings in `model`.
     """
     base = without_adapters(model)
     findings, heads = list(findings), set(map(id, find_lm_heads(base)[0]))

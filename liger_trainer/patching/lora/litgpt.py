@@ -43,7 +43,10 @@ def find_litgpt_lora(module: nn.Module, enabled: Callable[[str], bool], probe: P
     reason = reason_to_leave(module, enabled("lora"))
     if reason:
         return Finding("lora", target, module, reason=reason)
-    return proved("lora", target, module, Proof("lora_linear", forward, _proof(module, probe), _READ))
+    enable_lora = tuple(getattr(module, "enable_lora", ()))
+    key = ("litgpt lora", type(module).forward, module.scaling, enable_lora)
+    agreement = probe.once(key, _compare, module, enable_lora, probe)
+    return proved("lora", target, module, Proof("lora_linear", forward, agreement, _READ))
 
 
 def _layer(module: Any, x: torch.Tensor) -> LoRALayer | None:
@@ -67,14 +70,6 @@ def _block_diagonal(module: Any, b: torch.Tensor) -> torch.Tensor:
     return torch.block_diag(
         *(next(parts) if has else b.new_empty(features, 0) for features, has in zip(sizes, module.enable_lora))
     )
-
-
-def _proof(module: Any, probe: Probe) -> Agreement:
-    enable_lora = tuple(getattr(module, "enable_lora", ()))
-    key = ("litgpt lora", type(module).forward, module.scaling, enable_lora)
-    if key not in probe.cache:
-        probe.cache[key] = _compare(module, enable_lora, probe)
-    return probe.cache[key]
 
 
 def _compare(module: nn.Module, enable_lora: tuple[bool, ...], probe: Probe) -> Agreement:

@@ -33,11 +33,10 @@ from liger_trainer.patching.binding import (
     is_chosen,
     overriding_forward,
 )
-from liger_trainer.patching.gated_mlp import dummy_child
 from liger_trainer.patching.inputs import EXPERTS as INPUTS
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
-from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape, identity, no_formula
+from liger_trainer.patching.probe import Probe, class_of, dummy_child, dummy_module, full_shape, identity, no_formula
 from liger_trainer.patching.report import SWITCHED_OFF, Finding
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
