@@ -9,12 +9,10 @@ So it does where such a child has a hook, which only a call of the child would r
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +21,8 @@ from torch import nn
 from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, MODULE_CONTENTS
-from liger_trainer.context_variables import set_to
-from liger_trainer.head.compiled import never_a_frame
+from liger_trainer.head.forward import never_a_frame
+from liger_trainer.head.step import current_step
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import triton_drives
 from liger_trainer.patching.reads import MISSING
@@ -36,16 +34,8 @@ require(MODULE_CONTENTS)
 # Weak references, because a forward bound over another library's refers to that one, and so to a module.
 bound_functions: weakref.WeakSet[Callable] = weakref.WeakSet()
 
-
 _LINEAR_FORWARD = nn.Linear.forward
 _PLAIN = (torch.Tensor, nn.Parameter)
-
-_generates: ContextVar[bool] = ContextVar("liger_trainer_generates", default=False)
-
-
-def generation_step() -> contextlib.AbstractContextManager[None]:
-    """Marks the forward inside as a step of a generation, whose logits are only sampled from."""
-    return set_to(_generates, True)
 
 
 class Precisions(NamedTuple):
@@ -70,7 +60,7 @@ def runs_ours(x: torch.Tensor, precisions: Precisions = EVERY_PRECISION) -> bool
     The forward of a reference model is no generation, and has to round as the policy's forward does.
     """
     may_generate = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    if may_generate and _generates.get() and not triton_drives(x.device):
+    if may_generate and current_step().generates and not triton_drives(x.device):
         return False
     if precisions.autocast and precisions.fp16:
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ from torch.nn import functional as F
 
 from liger_trainer.compat.hooks import is_gradient_hooked
 from liger_trainer.head.chunked_module import ModuleCall, module_call
-from liger_trainer.head.compiled import never_a_frame, pause_compiler
-from liger_trainer.head.context import ForwardContext, current_forward, expected_loss_gradient, forward_context
 from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.forward import never_a_frame, pause_compiler
 from liger_trainer.head.lm_head import (
     HeadCall,
     adapts_tied_weight,
@@ -30,6 +30,7 @@ from liger_trainer.head.lm_head import (
     without_adapters,
 )
 from liger_trainer.head.recorded import Recorded, RecordedChain
+from liger_trainer.head.step import Forward, current_step, running
 from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
@@ -168,11 +169,11 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
         input = input.float() if in_fp32 else input
         if torch.compiler.is_compiling() or args or kwargs:
             return native(self, input, *args, **kwargs)
-        context = current_forward()
+        context = current_step().forward
         if context is None or is_gradient_hooked(self):
             return native(self, input)
         # The whole weight has to be at hand wherever the logits of this forward are read.
-        if is_sharded(self) and (context.read_later or not context.has_labels):
+        if (context.read_later or not context.has_labels) and is_sharded(self):
             return native(self, input)
         if context.read_later and is_split(self):
             return native(self, input)
@@ -218,7 +219,7 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
         head._parameters["bias"] = leaves[2] if has_bias else None  # type: ignore[assignment]
         if patched:
             bind_forward(head, forward, live=None)
-        with forward_context(ForwardContext(has_labels=True)), expected_loss_gradient(None):
+        with running(replace(current_step(), forward=Forward(has_labels=True), expected_gradient=None)):
             logits = head(leaves[0]).float().view(-1, _VOCAB)
             loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]

@@ -15,9 +15,10 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import rebound
 from liger_trainer.compat.trl import DISTILLATION
 from liger_trainer.configs.distillation_config import LigerDistillationConfig
-from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.divergence import divergence
+from liger_trainer.head.forward import run_forward
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.head.step import Forward
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.trainers.teacher import TeacherMixin
 
@@ -33,8 +34,8 @@ class _LogitsForHiddenStates(nn.Module):
 
     @staticmethod
     def _run(model: nn.Module, **inputs: Any) -> SimpleNamespace:
-        with forward_context(context_of(model, has_labels=True)):
-            return SimpleNamespace(last_hidden_state=type(model).forward(model, **inputs).logits)
+        outputs = run_forward(model, type(model).forward, (), inputs, Forward(has_labels=True))
+        return SimpleNamespace(last_hidden_state=outputs.logits)
 
 
 def _divergence_loss(

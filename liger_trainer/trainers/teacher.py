@@ -17,7 +17,7 @@ from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.base import wants_kernels
-from liger_trainer.trainers.loss_scale import loss_divisor
+from liger_trainer.trainers.step import loss_divisor
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.kernels.autograd import one_number
 from liger_trainer.kernels.head import linear_log_probs_expected
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.fused_forward import StatisticsOptions
 from liger_trainer.trainers.fused_head import install_fused_forward
-from liger_trainer.trainers.token_statistics import StatisticsOptions
 from tests.device import assert_no_host_sync, captured, no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     IGNORE,
@@ -34,6 +33,7 @@ from tests.kernels.head.heads import (
     small_head,
     token_factors,
 )
+from tests.steps import step_with
 
 CHUNK = 5 * 2 * ROW  # bytes of five float64 rows of logits
 
@@ -322,7 +322,7 @@ def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch)
     items = torch.tensor(598, device="cuda")
 
     def step() -> None:
-        with expected_loss_gradient(1 / items):
+        with step_with(expected_gradient=1 / items):
             outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
             per_token_loss = -outputs.log_probs
             loss = per_token_loss.sum() / torch.as_tensor(items).clamp(min=1)
