@@ -23,7 +23,8 @@ from liger_trainer.head.forward import (
     whole_graph_wanted,
 )
 from liger_trainer.head.step import Forward, current_step, running
-from liger_trainer.patching.binding import bound_function, is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
+from liger_trainer.patching.binding import bound_function
 
 _model_forwards: set[Callable] = set()
 
