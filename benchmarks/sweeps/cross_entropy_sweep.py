@@ -23,7 +23,8 @@ from liger_trainer.kernels.head import cross_entropy_kernel
 from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats
+from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.token_statistics import RowStats
 from liger_trainer.kernels.matmul import matmul_into
 
 DEVICE = Device(torch.device("cuda"))
@@ -61,7 +62,7 @@ def sweep_rows(tokens: int, vocab: int, softcap: float | None) -> None:
     print(f"\nrows {tokens} x {vocab} bf16, softcap {softcap}")
     source = 2 * torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(0, vocab, (tokens,), device="cuda")
-    options = RowOptions(-100, 0.0, 0.0, softcap, 1.0, 1.0)
+    options = LossOptions(-100, 0.0, 0.0, softcap, 1.0, 1.0)
     one = torch.ones((), device="cuda")
     stats = RowStats.allocate(source, tokens, False, False)
     few = slice(0, 64)

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from liger_trainer.benchmarks.device import Device
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.mlp import gated_activation as gated
@@ -50,10 +51,10 @@ def norms(device: Device, hidden: int, with_residual: bool) -> None:
 def activations(device: Device, activation: str, columns: int) -> None:
     """A gated activation, which writes a byte an element in place of two."""
     gate, up, h = (torch.randn(ROWS, columns, device=device.device, dtype=torch.bfloat16) for _ in range(3))
-    options = activation, gated.scalars(), False
+    options = GatedActivation.of(activation)
 
     def alone() -> None:
-        gated.launch_forward(gate, up, h, *options)
+        gated.launch_forward(gate, up, h, options)
 
     def separate() -> None:
         alone()
@@ -64,7 +65,7 @@ def activations(device: Device, activation: str, columns: int) -> None:
     for block, warps, registers in (chosen, *CONFIGURATIONS):
         config = {"PARTS": cdiv(columns, block), "BLOCK": block, "num_warps": warps, "maxnreg": registers}
         with mock.patch.object(gated, "cast_config", return_value=config):
-            fused = device.median(partial(gated.cast_of_h, gate, up, *options), 20)
+            fused = device.median(partial(gated.cast_of_h, gate, up, options), 20)
         name = f"{activation}, {columns}, block {block}, {warps} warps of {registers} registers"
         show(name, [times[0], fused, times[1]], -gate.numel())
 

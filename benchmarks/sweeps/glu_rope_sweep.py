@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.records import Machine
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.mlp import gated_activation
-from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.kernels.rope import rope_kernel
 from liger_trainer.kernels.rope.rope import rope_reference
 
@@ -117,16 +117,16 @@ def sweep_gated(top: int) -> None:
         dh, h = torch.randn(2, rows, cols, device="cuda", dtype=torch.bfloat16).unbind(0)
         last = [x[-64:].double().requires_grad_() for x in (gate, up)]
         act = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
-        exact = act(last[0]) * last[1]
+        exact, options = act(last[0]) * last[1], GatedActivation.of(activation)
         gradients = torch.autograd.grad(exact, last, dh[-64:].double())
         for direction, run, arguments, outputs, right in (
             ("forward", gated_activation.launch_forward, (gate, up, h), (h,), (exact.detach(),)),
             ("backward", gated_activation.launch_backward, (dh, gate, up, dgate, dup, None), (dgate, dup), gradients),
         ):
 
-            def launch(config: tuple, run: Callable = run, arguments: tuple = (*arguments, activation)) -> None:
+            def launch(config: tuple, run: Callable = run, arguments: tuple = (*arguments, options)) -> None:
                 with mock.patch.object(gated_activation, "launch_config", return_value=config):
-                    run(*arguments, scalars(), False)
+                    run(*arguments)
 
             name = f"{activation} {'fused ' if fused else ''}{direction} {GATED_SHAPE}"
             current = gated_activation.launch_config(2)

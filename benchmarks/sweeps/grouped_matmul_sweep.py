@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
-from liger_trainer.kernels.mlp.gated_activation import scalars
-from liger_trainer.kernels.moe.activation import Activation, activate, activation_gradients_
+from liger_trainer.kernels.activation import GatedActivation
+from liger_trainer.kernels.moe.activation import activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows, repeat_rows
@@ -89,12 +89,13 @@ def main() -> None:
                 launch_weights, out, left, other, rows, left_top_k, other_top_k, tile
             )
         show(name, flops, times)
-    weights, silu, dpre = torch.rand(tokens, TOP_K, device="cuda"), Activation("silu", scalars()), torch.empty_like(pre)
+    weights, dpre = torch.rand(tokens, TOP_K, device="cuda"), torch.empty_like(pre)
+    silu = GatedActivation.of("silu")
     beside: dict[str, float] = {
         "sort": milliseconds(sort_by_expert, index, EXPERTS),
         "repeat": milliseconds(repeat_rows, x, rows, TOP_K),
         "activation": milliseconds(activate, pre, silu),
-        "its gradient": milliseconds(activation_gradients_, dpre, h, pre, weights, rows, silu, True),
+        "its gradient": milliseconds(activation_gradients_, dpre, h, pre, weights, rows, silu, True, True),
         "combine": milliseconds(combine_rows, repeated, rows, TOP_K, weights),
     }
     print(", ".join(f"{name} {time:.3f}" for name, time in beside.items()))

@@ -19,6 +19,8 @@ if they differ otherwise or in fp16, so that it is rounded only once in every ca
 Bytes moved for (N, V) of b bytes: 3*N*V*b in all, 5 if the gradient is multiplied, 6 if it is recomputed (5 for KL,
 whose gradient does not need x); 5 (KL: 4) if none is expected, in compiled graphs, and with reduction "none". Saved for
 backward: the inputs and the gradient.
+
+Shapes: N rows, V classes; inputs (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +33,7 @@ import torch
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.fast_math import has_lg2, log2
 from liger_trainer.kernels.head.logit_rows import row_config, row_layout, row_start, row_view
-from liger_trainer.kernels.head.loss_arguments import check_tokens, inverse_normalizer
-from liger_trainer.kernels.head.row_statistics import compute_dtype
+from liger_trainer.kernels.head.loss_options import check_tokens, compute_dtype, inverse_normalizer
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept, on_device, tl, triton, use_triton
 
@@ -290,13 +291,10 @@ def _(grad, scale, x, y, labels, divergence, beta, eps, ignore_index):
 
 def _setup_elements(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, y, labels, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, y, labels)
 
 
-def _elements_autograd(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _elements_autograd(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward(_FUNCTIONS)
     return input_gradients(ctx, _backward(grad, None, *ctx.saved_tensors, *ctx.options))
 
@@ -304,14 +302,11 @@ def _elements_autograd(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tenso
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     scale, expected, x, y, labels, *ctx.options = inputs
     _, gradient = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(gradient)
     ctx.save_for_backward(scale, expected, x, y, labels, gradient)
 
 
-def _loss_autograd(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _loss_autograd(ctx: Any, grad: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward(_FUNCTIONS)
     scale, expected, x, y, labels, gradient = ctx.saved_tensors
     if expected is None or graph_is_kept() or type(grad) is not torch.Tensor:  # the last: while it is traced
@@ -478,7 +473,7 @@ def jsd(
         log_q: `(..., V)` log-probabilities of the student, fp16, bf16 or fp32 (float64 runs the reference).
         log_p: `(..., V)` log-probabilities of the teacher, of any floating dtype, no gradient.
         labels: `(...)` of int64 or int32; rows of label `ignore_index` do not count.
-        beta: In [0, 1].
+        beta: A number in [0, 1].
         ignore_index: See `labels`.
         reduction: As in `kl_div`.
         expected_grad: As in `kl_div`.

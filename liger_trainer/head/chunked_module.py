@@ -32,7 +32,7 @@ from liger_trainer.head.partitions import on_whole_parameters
 from liger_trainer.head.step import current_step, running
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
-from liger_trainer.kernels.head.loss_arguments import checked_class_weights, inverse_normalizer
+from liger_trainer.kernels.head.loss_options import checked_class_weights, inverse_normalizer
 
 
 @dataclasses.dataclass(eq=False)

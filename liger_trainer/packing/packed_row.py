@@ -15,7 +15,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits, build, without_ow
 from liger_trainer.head.step import Pass, current_step, running
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
 
 _Result = TypeVar("_Result")

@@ -33,7 +33,7 @@ from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.step import Forward, current_step, running
 from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.patching.binding import bind_forward, bound_function, overriding_forward, unbind_forward
 from liger_trainer.patching.inputs import AS_DRAWN, HEAD
 from liger_trainer.patching.model_forward import (

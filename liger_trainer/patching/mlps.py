@@ -34,12 +34,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.compat.hooks import is_linear_without_bias, outputs_are_unhooked
+from liger_trainer.kernels.activation import GATED, SILU, Activation
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
-from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
-from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
+from liger_trainer.kernels.mlp.gated_down import glu_down
+from liger_trainer.kernels.mlp.glu import glu
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
-from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, is_plain_linear, runs_ours
 from liger_trainer.patching.binding import bind_forward, call_like
 from liger_trainer.patching.fp8 import mode_for
@@ -79,8 +79,7 @@ _DROPOUT = "residual_dropout"
 class _Variant(NamedTuple):
     """One kind of gated MLP."""
 
-    component: str
-    approximate: str | None = None  # of GELU
+    activation: Activation
     multipliers: bool = False  # `gate_multiplier` and `down_multiplier` are attributes of the module
     limit: str = ""  # the attribute that holds one
     dropout: bool = False  # of the result, by the attribute `residual_dropout`
@@ -94,13 +93,14 @@ class _Variant(NamedTuple):
     @property
     def kernel(self) -> str:
         """The name in the report."""
-        options = {"tanh": self.approximate == "tanh", "exact": self.approximate == "none"}
-        options |= {"multipliers": self.multipliers, "limit": bool(self.limit), "dropout": self.dropout}
+        component, detail = self.activation.component, self.activation.detail
+        options = {detail: bool(detail), "multipliers": self.multipliers}
+        options |= {"limit": bool(self.limit), "dropout": self.dropout}
         named = [name for name, has in options.items() if has]
-        return f"{self.component} ({', '.join(named)})" if named else self.component
+        return f"{component} ({', '.join(named)})" if named else str(component)
 
 
-_VARIANTS = (_Variant("swiglu"), _Variant("geglu", "tanh"), _Variant("geglu", "none"))
+_VARIANTS = tuple(map(_Variant, GATED.values()))
 _SIZES = (16, 24)  # hidden and intermediate size of the dummy module
 _LARGER_SIZES = (64, 96)  # those of one that is compared once
 _MORE_ROWS = 20
@@ -131,8 +131,8 @@ def _variants(module: nn.Module, tiled: bool) -> tuple[_Variant, ...]:
     def has(*names: str) -> bool:
         return all(isinstance(getattr(module, name, None), (int, float)) for name in names)
 
-    own = [_Variant("swiglu", multipliers=True)] if has("gate_multiplier", "down_multiplier") else []
-    own += [_Variant("swiglu", limit=name) for name in _LIMITS if has(name)]
+    own = [_Variant(SILU, multipliers=True)] if has("gate_multiplier", "down_multiplier") else []
+    own += [_Variant(SILU, limit=name) for name in _LIMITS if has(name)]
     dropped = [each._replace(dropout=True) for each in _VARIANTS] if has(_DROPOUT) and not tiled else []
     return (*own, *_VARIANTS, *dropped)
 
@@ -167,12 +167,13 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
         failures.append(agreement)
     children = _other_children(module, names).values()
     others = ", ".join(type(child).__name__ for child in children if not _is_known_activation(child, probe))
-    return no_formula(failures, "neither SiLU(gate) * up nor GELU(gate) * up" + (f" ({others})" if others else ""))
+    tried = " nor ".join(dict.fromkeys(f"{activation.title}(gate) * up" for activation in GATED.values()))
+    return no_formula(failures, f"neither {tried}" + (f" ({others})" if others else ""))
 
 
 def _is_known_activation(module: nn.Module, probe: Probe) -> bool:
-    """Whether a stateless module alone is SiLU or GELU, so that what differs is elsewhere."""
-    known = (F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh"))
+    """Whether a stateless module alone is an activation of ours, so that what differs is elsewhere."""
+    known = [activation.value for activation in GATED.values()]
     dummy, x = dummy_child(module, training=True), probe.randn(64)
     return any(probe.same(lambda x: type(dummy).forward(dummy, x), each, [x], False) for each in known)
 
@@ -281,10 +282,7 @@ def gated_mlp_forward(
         lora: Run projections with adapters as `lora_linears` and `lora_down` wherever PEFT's layers are plain.
         precisions: Where the proof holds.
     """
-    gelu: dict[str, Any] = {} if variant.approximate is None else {"approximate": variant.approximate}
-    gated = functools.partial(geglu if gelu else swiglu, **gelu)
-    gated_fused = functools.partial(geglu_fused if gelu else swiglu_fused, **gelu)
-    gated_down = functools.partial(geglu_down if gelu else swiglu_down, **gelu)
+    activation = variant.activation
 
     def apply(self, gate, up, unhooked):
         options: dict[str, Any] = {"inplace_backward": unhooked}
@@ -298,11 +296,11 @@ def gated_mlp_forward(
         if lora and not variant.multipliers and type(down_proj) is not nn.Linear:
             (down,) = adapted_layers(gate if up is not None else gate.chunk(2, -1)[0], down_proj) or (None,)
             if down is not None:
-                return lora_down(gate, up, down, variant.approximate or "silu", **options)
+                return lora_down(gate, up, down, activation.spelling, **options)
         if recompute and torch.is_grad_enabled() and scale is None and is_plain_linear(down_proj, gate):
             fp8 = mode_for(down_proj, gate) if "forward" in down_proj.__dict__ else None
-            return gated_down(gate, up, down_proj.weight, down_proj.bias, fp8=fp8, **options)
-        h = gated_fused(gate, **options) if up is None else gated(gate, up, **options)
+            return glu_down(gate, up, down_proj.weight, down_proj.bias, activation, fp8=fp8, **options)
+        h = glu(gate, up, activation, **options)
         return down_proj(h) if scale is None else down_proj(h) * scale
 
     def forward_separate(self, x):
@@ -318,7 +316,7 @@ def gated_mlp_forward(
             (down,) = (not variant.multipliers and adapted_layers(h, getattr(self, names[2]))) or (None,)
             if down is not None:
                 limit = getattr(self, variant.limit) if variant.limit else None
-                return lora_mlp(x, layers[0], layers[1], down, variant.approximate or "silu", limit=limit)
+                return lora_mlp(x, layers[0], layers[1], down, activation.spelling, limit=limit)
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
         gate, up = gate_proj(x), up_proj(x)

@@ -19,7 +19,7 @@ from liger_trainer.head.divergence import divergence
 from liger_trainer.head.forward import step_of_forward
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.step import Forward, running
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.trainers.teacher import TeacherMixin
 
 create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)

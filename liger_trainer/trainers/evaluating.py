@@ -22,7 +22,7 @@ from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.padded_logits import padded_logits
 from liger_trainer.head.step import TokenObserver, current_step, running
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 logger = logging.getLogger("liger_trainer")
 

@@ -33,7 +33,7 @@ from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.autograd import one_number
 from liger_trainer.kernels.copied_rows import copied_rows
 from liger_trainer.kernels.head.log_probs import log_probs
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import PackedRow, each_row, rows_of
 from liger_trainer.packing.packing import Packing
 

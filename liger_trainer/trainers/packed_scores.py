@@ -10,7 +10,7 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_trainer.kernels.copied_rows import copied_rows
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import PackedRow, each_row
 from liger_trainer.packing.packing import Packing
 from liger_trainer.packing.proof import prove_packing, prove_scores

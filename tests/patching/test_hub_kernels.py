@@ -198,7 +198,7 @@ def test_a_model_trains_with_our_layers(library, monkeypatch, calls_of):
     expected = loss_and_gradients(model)
     ask_for_ours(model, library, monkeypatch)
     mlps.gated_mlp_forward.cache_clear()  # its results hold the functions that are counted
-    calls = [calls_of(norms, "rms_norm"), calls_of(mlps, "swiglu_down"), calls_of(rotations, "rope")]
+    calls = [calls_of(norms, "rms_norm"), calls_of(mlps, "glu_down"), calls_of(rotations, "rope")]
     loss_and_gradients(model)  # after the proofs
     for _ in range(2):
         for each in calls:

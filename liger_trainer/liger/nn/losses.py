@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from liger_trainer.functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
-from liger_trainer.kernels.head.loss_arguments import checked_class_weights
+from liger_trainer.kernels.head.loss_options import checked_class_weights
 
 
 class _CrossEntropy(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import DataCollatorForLanguageModeling
 
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.trainers.step import add_facts
 
 logger = logging.getLogger("liger_trainer")
