@@ -49,7 +49,7 @@ def spelled(module: str, signature: str, target: Callable[..., Any], /, **ours: 
         body += f"({', '.join(f'{passed.pop(each)}={each}' for each in [*passed] if passed[each] in taken)})"
     if passed.keys() - NO_EFFECT:
         raise TypeError(f"{target.__name__} takes none of {sorted(passed.keys() - NO_EFFECT)} of {signature}.")
-    function = eval(f"lambda {parameters}: {body}", {"__name__": module, "_target": target})
+    function = eval(f"lambda _target: lambda {parameters}: {body}", {"__name__": module})(target)
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"See [`{target.__name__}`], which describes the arguments and the result."
     return function
