@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from liger_trainer.functional import grpo_loss_from_log_probs
 from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
 from liger_trainer.liger.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
 from liger_trainer.liger.nn.options import OptionsModule
 from liger_trainer.liger.nn.policy import items_per_process
-from liger_trainer.liger.operators.grpo_loss import check_policy_options, token_weights
+from liger_trainer.liger.operators.grpo_loss import GRPOLossOutput, PolicyOptions, policy_loss, token_weights
 from liger_trainer.liger.operators.linear_grouped_loss import linear_grouped_loss
 
 
@@ -69,14 +68,11 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
     logits_memory: int = LOGITS_MEMORY
 
     def __post_init__(self) -> None:
-        check_policy_options(
-            self.loss_type,
-            self.importance_sampling_level,
-            self.delta,
-            self.sapo_temperature_pos,
-            self.sapo_temperature_neg,
-        )
+        self._options()  # checks them
         super().__post_init__()
+
+    def _options(self) -> PolicyOptions:
+        return PolicyOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(PolicyOptions)})
 
     def forward(
         self,
@@ -148,7 +144,7 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
         if self.loss_type in ("dapo", "cispo", "vespo"):
             items = items_per_process(num_items_in_batch, mask, selected_token_ids)
         dtype = torch.float64 if _input.dtype == torch.float64 else torch.float32
-        weights = token_weights(mask, self.loss_type, self.max_completion_length, items, dtype)
+        weights = token_weights(mask, self._options(), items, dtype)
         couples_tokens = self.importance_sampling_level == "sequence" or self.loss_type == "vespo"
         row = length if couples_tokens else 1  # tokens that the formula sees as a completion
         parts = {**tokens, "weights": weights.expand(batch, 1)}
@@ -159,6 +155,7 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
             some = slice(start // row, stop // row)
             part = {name: None if tensor is None else tensor[some] for name, tensor in parts.items()}
             factors = part.pop("weights")
+            assert factors is not None
             return (self._policy_loss(log_probs.view(-1, row), part, "none").loss * factors).sum()
 
         result = linear_grouped_loss(
@@ -177,28 +174,11 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
             seen = self._policy_loss(result.log_probs.view(batch, length), tokens, "mean")
         return result.loss, ((seen.clipped,) if seen.kl is None else (seen.kl, seen.clipped))
 
-    def _policy_loss(self, log_probs: torch.Tensor, tokens: dict[str, Any], reduction: str) -> Any:
-        """`grpo_loss_from_log_probs` of completions; `tokens` are its tensors, by name."""
+    def _policy_loss(self, log_probs: torch.Tensor, tokens: dict[str, Any], reduction: str) -> GRPOLossOutput:
+        """`policy_loss` of completions; `tokens` are its tensors, by name."""
         if tokens["ref_log_probs"] is None:
             tokens = {**tokens, "ref_log_probs": log_probs.detach()}
-        return grpo_loss_from_log_probs(
-            log_probs,
-            **tokens,
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            delta=self.delta,
-            beta=self.beta,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
-            reduction=reduction,
-        )
+        return policy_loss(log_probs, **tokens, options=self._options(), reduction=reduction)
 
 
 def _by_token(tensor: torch.Tensor | None, length: int) -> torch.Tensor | None:
