@@ -23,7 +23,7 @@ from liger_trainer.configs.reward_config import LigerRewardConfig
 from liger_trainer.configs.rloo_config import LigerRLOOConfig
 from liger_trainer.configs.sft_config import LigerSFTConfig
 from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.run_report.settings import changed_arguments
+from liger_trainer.run_report.report import changed_arguments
 
 CLASSES = [LigerTrainingArguments, LigerSFTConfig, LigerDPOConfig, LigerKTOConfig, LigerGRPOConfig, LigerRLOOConfig]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_trainer._version import __version__
-from liger_trainer.pages import curves, page, paragraph, section, table
+from liger_trainer.run_report.curves import curves
+from liger_trainer.run_report.page import page, paragraph, section, table
 from liger_trainer.tools.comparing.request import Request
 from liger_trainer.tools.comparing.side import AGAIN, OURS, SIDES, STOCK, Measured
 from liger_trainer.tools.comparing.verdict import FACTOR, RULE, Difference, Verdict, relative_norms
