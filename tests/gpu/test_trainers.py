@@ -9,8 +9,8 @@ from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.attention import known_rows
 from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
+from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.attention.training import left_padded
