@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe, shipped_recipes
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.model import config_of_values
+from liger_trainer.recipe.schema import TRAINERS, TrainerKind
 from liger_trainer.recipe.smoke import shrink
 from liger_trainer.tools.planning.inputs import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-POLICY = ("grpo", "rloo")
-"""Trainers whose answers are generated, so that the data has no labels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +34,11 @@ class Case:
     values: Mapping[str, Any]
     config: PreTrainedConfig
     is_model: bool
+
+    @property
+    def kind(self) -> TrainerKind:
+        """What its trainer is."""
+        return TRAINERS[self.values["trainer"]]
 
     @cached_property
     def model_and_dtype(self) -> tuple[Any, Any]:

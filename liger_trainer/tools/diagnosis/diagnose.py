@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from liger_trainer.recipe.schema import TRAINERS
 from liger_trainer.tools.diagnosis.adapters import tied_adapters
-from liger_trainer.tools.diagnosis.case import POLICY, Case
+from liger_trainer.tools.diagnosis.case import Case
 from liger_trainer.tools.diagnosis.ends import no_end
 from liger_trainer.tools.diagnosis.fp8 import idle_fp8
 from liger_trainer.tools.diagnosis.labels import (
@@ -41,7 +42,10 @@ OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
     "image tokens": placeholders,
     "two beginnings": two_beginnings,
 }
-_NEEDS: dict[str, tuple[str, ...]] = {"packing": ("sft",), "sampling": POLICY}  # trainers, where not all
+_NEEDS: dict[str, tuple[str, ...]] = {  # trainers, where not all
+    "packing": ("sft",),
+    "sampling": tuple(name for name, kind in TRAINERS.items() if kind.generates),
+}
 
 # What a model without a recipe is tried with: settings that are traps for some models.
 _TRIED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -99,10 +103,10 @@ def _look_at_data(case: Case, found: Diagnosis) -> None:
     except CannotCheckError as error:
         found.unchecked["the data, its labels and the end of an answer"] = str(error)
         return
-    if case.values["trainer"] != "reward":  # which scores an answer, and writes none
+    if not case.kind.scores:
         found.look("the end of an answer", no_end, case, sample)
     labels = f"{', '.join(OF_LABELS)} in the first {sample.rows} rows"
-    if case.values["trainer"] in POLICY:
+    if case.kind.generates:
         found.unchecked["labels"] = "the answers are generated"
     elif not sample.rows:
         found.unchecked["labels"] = "no data is named; give a recipe, or `--data_files` or `--dataset_name`"

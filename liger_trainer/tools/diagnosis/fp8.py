@@ -9,9 +9,9 @@ import torch
 from liger_trainer.kernels.fp8.linear import has_fp8
 from liger_trainer.patching.fp8 import ADAPTED, ENDS, LEAST_ROWS, find_fp8
 from liger_trainer.recipe.experts import count_experts
-from liger_trainer.tools.diagnosis.case import POLICY, Case
+from liger_trainer.tools.diagnosis.case import Case
 from liger_trainer.tools.diagnosis.trap import Trap
-from liger_trainer.tools.planning.inputs import PAIRS, kernels_of
+from liger_trainer.tools.planning.inputs import kernels_of
 
 _LEAVE_OUT = "`fp8: null`"
 _NO_LAYER = "`fp8` is set, but no layer multiplies in it"
@@ -71,9 +71,9 @@ def _layers(case: Case, all_layers: bool) -> tuple[list[str], bool]:
 def _of_tokens(case: Case) -> list[Trap]:
     """Of a micro-batch, at most; how long the answers of a policy are is not known."""
     values = case.values
-    if values["trainer"] in POLICY or not values["max_length"]:
+    if case.kind.generates or not values["max_length"]:
         return []
-    rows = values["per_device_train_batch_size"] * (2 if values["trainer"] in PAIRS else 1)
+    rows = values["per_device_train_batch_size"] * (2 if case.kind.pairs else 1)
     tokens, most = rows * values["max_length"], values.get("tokens_per_micro_batch")
     fix = "a larger `per_device_train_batch_size`, with fewer `gradient_accumulation_steps`, or a larger `max_length`"
     if most and most < tokens:

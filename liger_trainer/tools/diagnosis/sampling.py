@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from liger_trainer.recipe.schema import mapping
-from liger_trainer.tools.diagnosis.case import POLICY, Case
+from liger_trainer.tools.diagnosis.case import Case
 from liger_trainer.tools.diagnosis.trap import Trap
 from liger_trainer.trainers.checks.trl_arguments import truncated_sampling
 
 
 def sampling(case: Case) -> list[Trap]:
     """Truncation against importance ratios over the whole vocabulary, and a temperature that the loss does not know."""
-    if case.values["trainer"] not in POLICY:
+    if not case.kind.generates:
         return []
     options = mapping("generation_kwargs", case.values["generation_kwargs"]) or {}
     found = truncated_sampling(SimpleNamespace(**{**case.values, "generation_kwargs": options}))
