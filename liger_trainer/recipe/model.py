@@ -28,8 +28,8 @@ from transformers import (
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
 from liger_trainer.recipe.file import RecipeError, first_line
+from liger_trainer.recipe.known_models import PUBLISHED
 from liger_trainer.recipe.load import Recipe
-from liger_trainer.recipe.published_configs import PUBLISHED
 from liger_trainer.recipe.schema import TRAINERS, mapping
 
 logger = logging.getLogger(__name__)

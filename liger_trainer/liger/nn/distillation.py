@@ -19,7 +19,7 @@ from liger_trainer.functional import (
     linear_kl_div,
     tvd,
 )
-from liger_trainer.liger.nn.options import OptionsModule
+from liger_trainer.liger.nn.losses import OptionsModule
 
 
 @dataclasses.dataclass(eq=False, repr=False)

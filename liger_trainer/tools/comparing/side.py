@@ -31,10 +31,8 @@ from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe, build_recipe, load_recipe
 from liger_trainer.recipe.model import config_of_recipe
 from liger_trainer.recipe.run import check_before_loading, train_recipe
-from liger_trainer.tools.comparing.completions import Completions
-from liger_trainer.tools.comparing.gradients import compare_gradients, norm_of, save_gradients
+from liger_trainer.tools.comparing.measures import Completions, compare_gradients, norm_of, save_gradients, split_sums
 from liger_trainer.tools.comparing.request import WARM_START, Request, values_of
-from liger_trainer.tools.comparing.rounding import split_sums
 from liger_trainer.tools.comparing.stock import stock_recipe
 
 STOCK, AGAIN, OURS = "stock", "stock_again", "ours"

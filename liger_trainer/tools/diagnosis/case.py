@@ -1,4 +1,7 @@
-"""What is checked: the keys of a recipe, or of a model as if it were one, and the configuration of the model."""
+"""What is checked, and what a check finds.
+
+A case is the keys of a recipe, or of a model as if it were one, and the configuration of the model.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,26 @@ from liger_trainer.tools.planning.inputs import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Trap:
+    """A mistake that training would not report.
+
+    Args:
+        what: The mistake, and why nothing shows it.
+        fix: What to set, as keys of a recipe.
+    """
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. Fix: {self.fix}."
+
+
+class CannotCheckError(Exception):
+    """Something could not be looked at; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,24 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_trainer.recipe.schema import TRAINERS
-from liger_trainer.tools.diagnosis.adapters import tied_adapters
-from liger_trainer.tools.diagnosis.case import Case
-from liger_trainer.tools.diagnosis.ends import no_end
-from liger_trainer.tools.diagnosis.fp8 import idle_fp8
+from liger_trainer.tools.diagnosis.case import CannotCheckError, Case, Trap
 from liger_trainer.tools.diagnosis.labels import (
     cut_answers,
     few_labels,
     left_out,
+    no_end,
     placeholders,
     two_beginnings,
     without_label,
 )
-from liger_trainer.tools.diagnosis.low_bit import low_bit_base
-from liger_trainer.tools.diagnosis.packing import leaks
-from liger_trainer.tools.diagnosis.rates import rounded
 from liger_trainer.tools.diagnosis.sample import Sample, read_sample
-from liger_trainer.tools.diagnosis.sampling import sampling
-from liger_trainer.tools.diagnosis.trap import CannotCheckError, Trap
+from liger_trainer.tools.diagnosis.settings import idle_fp8, leaks, low_bit_base, rounded, sampling, tied_adapters
 
 OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "dtype and learning rate": rounded,

@@ -23,8 +23,7 @@ from liger_trainer.recipe.build import chat_template, processing_class
 from liger_trainer.recipe.data import BUILT_IN, SPOKEN, load_data, load_tokenizer, text_blocks
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe, build_recipe
-from liger_trainer.tools.diagnosis.case import Case
-from liger_trainer.tools.diagnosis.trap import CannotCheckError
+from liger_trainer.tools.diagnosis.case import CannotCheckError, Case
 
 if TYPE_CHECKING:
     from datasets import Dataset

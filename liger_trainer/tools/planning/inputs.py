@@ -19,11 +19,10 @@ from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.parallel.sequences import reason_of_sizes
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.probe import Probe
-from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import named_attention, read_layer_shape
-from liger_trainer.plan.work import Run, Work
+from liger_trainer.plan.work import HeadSettings, Run, Work
 from liger_trainer.recipe.checks import split_obstacle, target_modules
 from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, find_recipe, first_line, read_recipe
