@@ -10,6 +10,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 from trl import TrlParser
 
+import liger_trainer
 from liger_trainer.configs.flags import (
     KernelFlags,
     LigerTrainingArguments,
@@ -19,15 +20,12 @@ from liger_trainer.configs.flags import (
 )
 from liger_trainer.configs.liger_adamw import liger_adamw_options
 from liger_trainer.configs.trl_configs import (
-    LigerDistillationConfig,
     LigerDPOConfig,
     LigerGRPOConfig,
     LigerKTOConfig,
-    LigerRewardConfig,
     LigerRLOOConfig,
     LigerSFTConfig,
 )
-from liger_trainer.configs.trl_experimental_configs import LigerCPOConfig, LigerGKDConfig, LigerORPOConfig
 from liger_trainer.run_report.report import changed_arguments
 
 CLASSES = [LigerTrainingArguments, LigerSFTConfig, LigerDPOConfig, LigerKTOConfig, LigerGRPOConfig, LigerRLOOConfig]
@@ -212,10 +210,7 @@ def test_size_inside_the_mapping_wins(tmp_path):
     assert args.kernel_config().logits_memory == 2**20
 
 
-OF_TRL = [
-    LigerCPOConfig, LigerDPOConfig, LigerDistillationConfig, LigerGKDConfig, LigerGRPOConfig, LigerKTOConfig,
-    LigerORPOConfig, LigerRLOOConfig, LigerRewardConfig, LigerSFTConfig,
-]  # fmt: skip
+OF_TRL = [getattr(liger_trainer, f"Liger{name}Config") for name in liger_trainer._TRL_TRAINERS]
 
 
 @pytest.mark.parametrize("cls", OF_TRL)
