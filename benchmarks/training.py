@@ -135,9 +135,9 @@ class TrainingProcess:
     A context manager; it ends the processes.
 
     Args:
-        task: What is trained; its own length is ignored.
+        task: The work; its own length is ignored.
         lengths: Tokens in a sequence, in turn.
-        provider: Its name.
+        provider: Name of the provider.
         provider_file: A Python file that registers more providers.
     """
 
@@ -237,9 +237,9 @@ def run_lengths(
     The first failure is the last record: a longer sequence would fail too.
 
     Args:
-        task: What is trained; its own length is ignored.
+        task: The work; its own length is ignored.
         lengths: Tokens in a sequence, in ascending order.
-        provider: Its name.
+        provider: Name of the provider.
         provider_file: A Python file that registers more providers.
         seconds: Time limit of a length; that of the first includes starting the processes.
     """

@@ -22,7 +22,7 @@ class Launch:
     """A kernel whose configurations are compared.
 
     Attributes:
-        name: What is launched, with its shape.
+        name: The kernel, with its shape.
         chosen: The configuration of the kernel's own table, or of another library beside it.
         configs: The others.
         run: Launches with a configuration and returns what was written.

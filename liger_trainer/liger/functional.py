@@ -223,7 +223,7 @@ def liger_fused_neighborhood_attention(
         key: As `query`.
         value: As `query`.
         kernel_size: How many positions, an odd number; less at the ends.
-        dilation: Their distance.
+        dilation: Distance of these positions.
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
 
     Returns:

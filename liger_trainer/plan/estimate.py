@@ -59,7 +59,7 @@ class Result:
     """A result that a layer computes again, or keeps.
 
     Args:
-        name: What it is.
+        name: Name of the result.
         bytes: Bytes a token.
         time: Time a token that keeping it saves, in FLOP of matmuls.
         can_be_kept: Whether it can be.

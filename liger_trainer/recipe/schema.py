@@ -151,8 +151,8 @@ class TrainerKind:
         data: The kind of rows, as in `smoke.ROW_KINDS`.
         columns: Alternatives; the data must have all columns of one of them.
         more: A dataclass of further keys.
-        loss: What the trainer asks of the head: the cross entropy of logits, log-probabilities, or no logits at all, as
-            a model that scores sequences has another head.
+        loss: The cross entropy of logits, a function of log-probabilities, or none of the two, where the model scores
+            sequences and has another head.
         from_folder: Whether the trainer loads its model, or a reference model, from a folder or the Hub, so that a new
             model must be saved first.
         has_reference: Whether the loss needs a reference model; one that generates needs it for its penalty alone.

@@ -54,10 +54,10 @@ def run_report(
     """The text of an HTML file about a run.
 
     Args:
-        args: Its arguments.
-        state: Of the Trainer; its `log_history` has the curves.
+        args: Arguments of the run.
+        state: State of the Trainer; its `log_history` has the curves.
         model: The trained model, to name it.
-        kernels: What was patched; None without kernels.
+        kernels: The report of the patcher; None without kernels.
         completions: The last of a policy, as [`samples`] takes them.
         ended: Why training has stopped before its last step, if it has.
     """

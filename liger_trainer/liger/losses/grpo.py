@@ -79,15 +79,15 @@ def triton_grpo_loss(
         importance_sampling_level: "token" or "sequence".
         reduce: Whether the loss is reduced.
         sapo_temperature_pos: Temperature of "sapo" for positive advantages.
-        sapo_temperature_neg: For the others.
+        sapo_temperature_neg: Temperature of "sapo" for the other advantages.
         vllm_is_ratio: (batch,), (batch, 1) or (batch, tokens).
         delta: Upper bound of an unclipped ratio.
         use_bias_correction_kl: Multiplies the KL penalty by the ratio.
         num_items_in_batch: Tokens of the whole batch, over all processes.
         vespo_k_pos: Shape of "vespo" for advantages of at least 0.
-        vespo_lambda_pos: Rate for these.
-        vespo_k_neg: Shape for the others.
-        vespo_lambda_neg: Rate for the others.
+        vespo_lambda_pos: Rate of "vespo" for advantages of at least 0.
+        vespo_k_neg: Shape of "vespo" for negative advantages.
+        vespo_lambda_neg: Rate of "vespo" for negative advantages.
 
     Returns:
         With `reduce` the loss and a list of the mean KL, if there is a `beta`, and the clipped share; else the losses,
@@ -128,14 +128,14 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
         max_completion_length: Length that "dr_grpo" divides by; by default that of the batch with its padding.
         importance_sampling_level: "token", or "sequence" for the first five loss types.
         sapo_temperature_pos: Temperature of "sapo" for positive advantages, above 0.
-        sapo_temperature_neg: For the others.
+        sapo_temperature_neg: Temperature of "sapo" for the other advantages.
         temperature: Divides the logits of policy and reference, above 0.
         delta: Upper bound of an unclipped ratio, above 0; for the first five loss types.
         use_bias_correction_kl: Multiplies the KL penalty by the ratio.
         vespo_k_pos: Shape of "vespo" for advantages of at least 0.
-        vespo_lambda_pos: Rate for these.
-        vespo_k_neg: Shape for the others.
-        vespo_lambda_neg: Rate for the others.
+        vespo_lambda_pos: Rate of "vespo" for advantages of at least 0.
+        vespo_k_neg: Shape of "vespo" for negative advantages.
+        vespo_lambda_neg: Rate of "vespo" for negative advantages.
         logits_memory: Bytes of logits at a time, 1 GiB by default. A head that is trained costs three matmuls; four
             where the loss couples the tokens of a completion ("vespo", or ratios of sequences) whose logits do not fit.
 

@@ -125,8 +125,8 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
     Args:
         eps: Lower bound of the probabilities in the logarithm.
-        args: Those of ``torch.nn.KLDivLoss``.
-        kwargs: Likewise: `reduction`, by default ``"mean"``, and `log_target`.
+        args: Arguments of ``torch.nn.KLDivLoss``.
+        kwargs: Keyword arguments of it: `reduction`, by default ``"mean"``, and `log_target`.
     """
 
     def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:

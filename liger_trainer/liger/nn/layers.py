@@ -79,7 +79,7 @@ class LigerMultiTokenAttention(nn.Module):
         in_channels: Heads.
         out_channels: Heads after the convolution.
         kernel_size: Height (queries) and width (keys) of the convolution; one number for both.
-        stride: Of the convolution, as are `padding`, `dilation` and `groups`.
+        stride: Stride of the convolution.
         padding: Zeros around the attention weights.
         dilation: Distance of the kernel's taps.
         groups: Groups of heads that are convolved on their own.

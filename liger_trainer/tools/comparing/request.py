@@ -1,23 +1,17 @@
-"""What one side of a comparison is asked to do, and the process that does it."""
+"""What is compared: a recipe, or a model to fine-tune, with the keys that every run of it gets."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW
-from liger_trainer.errors import UserError
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.smoke import shrink
-from liger_trainer.tools.comparing.side import SIDES, Measured
 
 WARM_START = "warm_start"
 """The folder of the warm start's model, in `Request.work`."""
@@ -165,49 +159,3 @@ def _check_comparable(values: Mapping[str, Any], source: Path) -> None:
             f"{source}: `expert_parallel_size` is {values['expert_parallel_size']}, but `compare` runs one process on "
             "one device; set it to 1."
         )
-
-
-def run_sides(request: Request, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Runs every side in a process of its own, and deletes what they left for each other.
-
-    Args:
-        request: What to compare; its folder exists.
-        say: Is told what runs.
-
-    Returns:
-        Each side with what it measured.
-
-    Raises:
-        UserError: if a run fails; its log stays in the folder.
-    """
-    request.work.mkdir()
-    request.write()
-    try:
-        warm = read_source(request)[1].get("warm_start") is not None
-        for side in (*([WARM_START] if warm else []), *SIDES):
-            say(f"{side.replace('_', ' ')}: running")
-            log = request.folder / f"{side}.log"
-            code = start(side, request.folder, log)
-            if code:
-                raise UserError(f"The run `{side}` failed: {last_words(log, code)} Its log is {str(log)!r}.")
-        return {side: Measured.read(request.work, side) for side in SIDES}
-    finally:
-        shutil.rmtree(request.work, ignore_errors=True)
-
-
-def start(side: str, folder: Path, log: Path) -> int:
-    """Runs one side, with its output in `log`; returns its exit code."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "liger_trainer.tools.comparing.side", side, str(folder)]
-    with log.open("wb") as output:
-        return subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
-
-
-def last_words(log: Path, code: int) -> str:
-    """Why a run ended, as one sentence, from its log and its exit code."""
-    text = log.read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith("liger-trainer: ")]
-    errors = [line for line in lines if line[:1].isalpha() and "Error" in line.split(":")[0]]
-    line = (said or errors or lines or [f"exit code {code}"])[-1].removeprefix("liger-trainer: ").strip()
-    return line if line.endswith((".", "!", "?")) else f"{line}."

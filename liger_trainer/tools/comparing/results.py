@@ -29,11 +29,11 @@ class Comparison:
     """Everything that a comparison found.
 
     Args:
-        request: What was compared.
+        request: The comparison.
         title: The recipe and its trainer.
-        runs: What each of `SIDES` has measured.
+        runs: The measurements of each of `SIDES`.
         verdict: The verdict.
-        notes: What was done otherwise than in the recipe, as sentences.
+        notes: Differences from the recipe, as sentences.
     """
 
     request: Request

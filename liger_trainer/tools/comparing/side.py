@@ -55,7 +55,7 @@ class Measured:
         gradients: For each part of a layer, norm and difference of [`compare_gradients`]; empty for the stock run.
         dropped: Arguments of ours that the stock run does not have.
         generated: How often it asked for completions.
-        kernels: What was patched, as rows of component, target, count and kernel; empty for the stock runs.
+        kernels: Patched parts, as rows of component, target, count and kernel; empty for the stock runs.
     """
 
     weights: str
@@ -199,7 +199,7 @@ class Recorder:
 
     Args:
         trainer: A trainer that has not trained yet.
-        completions: What takes the time of generation.
+        completions: The callback that takes the time of generation.
         folder: Where the gradients are.
         record: Whether to save the gradients there; else they are compared with those saved.
     """

@@ -28,7 +28,7 @@ class Trap:
 
     Args:
         what: The mistake, and why nothing shows it.
-        fix: What to set, as keys of a recipe.
+        fix: Keys of a recipe that correct it.
     """
 
     what: str

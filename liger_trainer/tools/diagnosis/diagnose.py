@@ -54,8 +54,8 @@ class Diagnosis:
     """What was found.
 
     Args:
-        traps: What is wrong with the recipe or the model.
-        notes: What would be wrong with other settings, for a model without a recipe.
+        traps: Mistakes of the recipe or the model.
+        notes: Mistakes with other settings, for a model without a recipe.
         checked: The names of the checks that looked.
         unchecked: The names of those that could not, with the reasons.
     """

@@ -67,8 +67,8 @@ class Sample:
         rows: Number of rows; 0 without data.
         dropped: How many of them the trainer leaves out, with `max_length`.
         empty: How many it would leave out without `max_length`, since they have no label.
-        whole: Their sequences without `max_length`; a pair has two. Empty if answers are generated.
-        cut: Those that are trained on, with `max_length`.
+        whole: Sequences of the rows without `max_length`; a pair has two. Empty if answers are generated.
+        cut: Sequences that are trained on, with `max_length`.
     """
 
     processor: Any

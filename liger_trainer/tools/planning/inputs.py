@@ -47,7 +47,7 @@ class Inputs:
         source: The recipe's file.
         values: All its keys.
         run: Model and work.
-        notes: What was assumed, or is not counted.
+        notes: Assumptions, and memory that is not counted.
         shared_experts: Experts per layer that GPUs can share; 0 if there are none or they cannot be split.
         activation_memory: Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
     """
@@ -321,8 +321,8 @@ def rounded_updates(
 
     Args:
         values: All keys of a recipe.
-        config: Of its model.
-        dtype: Of its weights.
+        config: Configuration of the model.
+        dtype: Dtype of the weights.
         gpus: Number of GPUs: FSDP and DeepSpeed split, and may keep fp32 weights, only on several.
 
     Returns:

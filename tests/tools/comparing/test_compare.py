@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from liger_trainer.tools.cli import main
-from liger_trainer.tools.comparing import request as processes
-from liger_trainer.tools.comparing import side
+from liger_trainer.tools.comparing import processes, side
 from tests.forked import run
 from tests.tools.cli.runs import TINY, message_of, write_recipe
 
