@@ -75,7 +75,7 @@ class Served:
     """What is served of a family.
 
     Args:
-        family: Its `model_type`.
+        family: The `model_type`.
         cells: One for each of `COLUMNS`: "yes", "no", "part" (of its kinds of modules), or "–" for none of the kind.
         reason: Why what is not served is not, and what no kernel is for.
         crashed: Whether our own code raised an error.

@@ -14,7 +14,7 @@ from trl import DistillationTrainer
 from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import rebound
 from liger_trainer.compat.trl import DISTILLATION
-from liger_trainer.configs.distillation_config import LigerDistillationConfig
+from liger_trainer.configs.trl_configs import LigerDistillationConfig
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.forward import step_of_forward
 from liger_trainer.head.lm_head import without_adapters

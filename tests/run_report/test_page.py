@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from liger_trainer.pages import curves, page, paragraph, section, table
-from liger_trainer.pages.ticks import span, ticks
-from tests.pages.reading import Page, places
+from liger_trainer.run_report.curves import curves, span, ticks
+from liger_trainer.run_report.page import page, paragraph, section, table
+from tests.run_report.reading import Page, places
 
 NASTY = "</style><script>alert(1)</script>\"'&amp;<b>é\ud800\n  x"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
