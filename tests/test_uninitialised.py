@@ -27,6 +27,12 @@ def test_parameters_are_filled():
     assert torch.empty(3, requires_grad=True).isnan().all()
 
 
+def test_the_default_device_stays():
+    with torch.device("meta"):
+        assert torch.empty(3).is_meta
+        assert torch.nn.Linear(2, 2).weight.is_meta
+
+
 def print_filled() -> None:
     print(torch.empty(3).isnan().all().item())
 

@@ -26,6 +26,9 @@ def _filling(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return empty
 
 
+with torch.device("meta"):
+    torch.empty(0)  # torch lists the constructors that follow a default device now, before they are replaced
+
 for owner, names in ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty",))):
     for name in names:
         setattr(owner, name, _filling(getattr(owner, name)))
