@@ -135,3 +135,12 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureR
 def device() -> str:
     """The accelerator's type where there is one, else "cpu"."""
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled is left of other tests, nor counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -4,7 +4,7 @@
 and the tests that must fail. A fault is found by the name of what it is in, through the whole tree, and its tests by
 their names, so files may move. ``python -m tests.faults.plant --help`` lists the options.
 
-Of a fault's tests, the cases run that `make test` runs (`tests.selection`), so that what is caught here is caught there.
+Of a fault's tests, the cases run that `make test` runs (`tests.selection`): what is caught here is caught there.
 A fault counts as caught when a test fails; an error of the collection does not count. With ``--clean`` the same tests
 run without the fault first, where all must pass; only then an error of a fixture, such as processes that end by their
 time limit, counts too.
