@@ -1,7 +1,6 @@
 """TRL's trainers with `torch_compile`: the numbers of TRL, no logits, and a backbone that is compiled."""
 
 import pytest
-import torch
 from torch._dynamo.utils import counters
 
 from tests.trainers.parity import assert_same_logs, build
