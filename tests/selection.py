@@ -14,7 +14,7 @@ from _pytest.mark.expression import Expression
 
 from tests.faults.faults import FAULTS, Fault
 
-OF_A_FAULT = 8
+OF_A_FAULT = 3
 """How many cases run at most of a test that a fault names, spread evenly over those that its expression leaves."""
 LEFT_OUT: dict[str, str] = {}
 """Test functions of which nothing is selected unless a fault names them, and why."""
