@@ -255,7 +255,7 @@ _LONGEST_CAST = 28672
 
 
 def cast_config(cols: int) -> dict[str, int]:
-    """Constants and options of the casting kernel; `benchmarks/sweeps/fp8_casts_sweep.py` measures them.
+    """Constants and options of the casting kernel; `benchmarks/sweeps/sweep.py fp8_casts` measures them.
 
     In one block, rounded up to a power of two, a row of 10240 columns would be computed as one of 16384. The registers
     are limited so that other rows are loaded while one is cast: two to four programs share a multiprocessor.

@@ -20,7 +20,7 @@ import torch
 from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import COMPILED_HEAD, WHOLE_GRAPHS
 from liger_trainer.head.lm_head import output_embedding, version_of
-from liger_trainer.head.step import Forward, Rows, Step, current_step, running
+from liger_trainer.head.step import Forward, Rows, Step, current_step
 
 CAN_DEFER_COMPILED = available(COMPILED_HEAD)
 """Whether compiled models can defer their logits with this torch; otherwise they build them."""
@@ -37,8 +37,10 @@ _SILENT = frozenset(
 )  # fmt: skip
 
 
-def run_forward(model: Any, native: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], forward: Forward) -> Any:
-    """``native(model, *args, **kwargs)``, whose head is told of `forward`, and whose masks of the rows.
+def step_of_forward(
+    model: Any, native: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], forward: Forward
+) -> Step:
+    """The step in which ``native(model, *args, **kwargs)`` runs: its head is told of `forward`, its masks of the rows.
 
     Where FSDP1 has the head, or a part of it, in a unit of its own, its weight is freed after its forward, and the head
     must not defer the logits.
@@ -50,8 +52,7 @@ def run_forward(model: Any, native: Callable, args: Sequence[Any], kwargs: Mappi
             if kind.__name__ == "FullyShardedDataParallel":
                 deferring = None
     rows = step.rows if torch.compiler.is_compiling() else rows_of(step, model, native, args, kwargs)
-    with running(replace(step, forward=deferring, rows=rows)):
-        return native(model, *args, **kwargs)
+    return replace(step, forward=deferring, rows=rows)
 
 
 def rows_of(step: Step, model: Any, native: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
@@ -161,5 +162,5 @@ def compiler_restored() -> Iterator[None]:
         set_eval_frame(callback)
 
 
-for _function in (run_forward, rows_of, _is_known_code.__wrapped__, _names.__wrapped__):
+for _function in (step_of_forward, rows_of, _is_known_code.__wrapped__, _names.__wrapped__):
     never_a_frame(_function)  # what they call still is

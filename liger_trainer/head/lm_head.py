@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from liger_trainer.compat.deepspeed import PARTITIONED_HEAD
 from liger_trainer.compat.peft import HEAD_COPIES, TIED_ADAPTERS
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.torch import CHANGED_IN_PLACE, FSDP_HEAD, MODULE_CONTENTS
+from liger_trainer.compat.torch import CHANGED_IN_PLACE, FSDP_HEAD
 from liger_trainer.kernels.runtime import is_dtensor
 
 require(CHANGED_IN_PLACE)
@@ -177,7 +177,6 @@ def is_partitioned(head: nn.Module) -> bool:
 @functools.cache
 def _check_deepspeed() -> None:
     require(PARTITIONED_HEAD)
-    require(MODULE_CONTENTS)
 
 
 def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import MODULE_CONTENTS
+
+require(MODULE_CONTENTS)
+
 _Whole = dict[nn.Parameter, torch.Tensor]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 

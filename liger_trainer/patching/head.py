@@ -170,7 +170,12 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
         if torch.compiler.is_compiling() or args or kwargs:
             return native(self, input, *args, **kwargs)
         context = current_step().forward
-        if context is None or is_gradient_hooked(self) or not _keeps_weight(self, context):
+        if context is None or is_gradient_hooked(self):
+            return native(self, input)
+        # The whole weight has to be at hand wherever the logits of this forward are read.
+        if (context.read_later or not context.has_labels) and is_sharded(self):
+            return native(self, input)
+        if context.read_later and is_split(self):
             return native(self, input)
         pause_compiler()  # until the model's forward ends: dynamo can trace neither the wrapper nor its functions
         call, hidden = call_of(self, input)
@@ -188,13 +193,6 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
 
     never_a_frame(forward)  # compiled as a frame of its own, it would never defer
     return forward
-
-
-def _keeps_weight(head: nn.Module, context: Forward) -> bool:
-    """Whether the whole weight of `head` is at hand wherever the logits of this forward are read."""
-    if context.read_later:
-        return not (is_sharded(head) or is_split(head))
-    return context.has_labels or not is_sharded(head)
 
 
 def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:

@@ -18,12 +18,13 @@ from liger_trainer.compat.transformers import GENERATION_STEPS, LOSS_OPTIONS
 from liger_trainer.head.forward import (
     CAN_DEFER_COMPILED,
     compiler_restored,
-    run_forward,
+    step_of_forward,
     uncompiled,
     whole_graph_wanted,
 )
 from liger_trainer.head.step import Forward, current_step, running
-from liger_trainer.patching.binding import bound_function, is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
+from liger_trainer.patching.binding import bound_function
 
 _model_forwards: set[Callable] = set()
 
@@ -75,8 +76,9 @@ def make_model_forward(native: Callable) -> Callable:
         self: Any, native: Callable, has_labels: bool, read_later: bool, num_items: Any, args: tuple, kwargs: dict
     ) -> Any:
         say_if_away(self)
-        with compiler_restored():
-            return run_forward(self, native, args, kwargs, Forward(has_labels, num_items, read_later))
+        step = step_of_forward(self, native, args, kwargs, Forward(has_labels, num_items, read_later))
+        with compiler_restored(), running(step):
+            return native(self, *args, **kwargs)
 
     run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)
 

@@ -14,11 +14,11 @@ from trl import DistillationTrainer
 from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import rebound
 from liger_trainer.compat.trl import DISTILLATION
-from liger_trainer.configs.distillation_config import LigerDistillationConfig
+from liger_trainer.configs.trl_configs import LigerDistillationConfig
 from liger_trainer.head.divergence import divergence
-from liger_trainer.head.forward import run_forward
+from liger_trainer.head.forward import step_of_forward
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.head.step import Forward
+from liger_trainer.head.step import Forward, running
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.trainers.teacher import TeacherMixin
 
@@ -34,8 +34,9 @@ class _LogitsForHiddenStates(nn.Module):
 
     @staticmethod
     def _run(model: nn.Module, **inputs: Any) -> SimpleNamespace:
-        outputs = run_forward(model, type(model).forward, (), inputs, Forward(has_labels=True))
-        return SimpleNamespace(last_hidden_state=outputs.logits)
+        native = type(model).forward
+        with running(step_of_forward(model, native, (), inputs, Forward(has_labels=True))):
+            return SimpleNamespace(last_hidden_state=native(model, **inputs).logits)
 
 
 def _divergence_loss(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from liger_trainer.callbacks.batch_tokens import first_label
+from liger_trainer.callbacks.labelled_share import first_label
 from liger_trainer.callbacks.logged import is_distributed, summed_over_processes
 from liger_trainer.head.computed_on_use import build, tree_leaves, tree_map
 from liger_trainer.head.deferred_logits import DeferredLogits

@@ -26,7 +26,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.chunked_module import chunked_log_probs
 from liger_trainer.head.deferred_logits import DeferredLogits, build, unwrapped, without_owner
-from liger_trainer.head.forward import compiler_restored, run_forward, whole_graph_wanted
+from liger_trainer.head.forward import compiler_restored, step_of_forward, whole_graph_wanted
 from liger_trainer.head.fused_loss import head_log_probs
 from liger_trainer.head.step import Forward, current_step, expected_gradient, running
 from liger_trainer.head.warn_once import warn_once
@@ -106,7 +106,8 @@ def fused_forward(
             elif packing is not None and not torch.compiler.is_compiling():
                 rows = packing.rows(self, kwargs, target, labels if shift_labels is None else shift_labels)
             if rows is None:
-                outputs = run_forward(self, native, args, kwargs, Forward(has_labels=True))
+                with running(step_of_forward(self, native, args, kwargs, Forward(has_labels=True))):
+                    outputs = native(self, *args, **kwargs)
                 statistics = token_statistics(outputs.logits, target.to(outputs.logits.device), options)
                 aux_loss = getattr(outputs, "aux_loss", None)
             else:
@@ -189,8 +190,10 @@ def packed_statistics(
     recomputed = dataclasses.replace(options, recomputed=True)
 
     def of(row: PackedRow) -> tuple[TokenStatistics, torch.Tensor | None]:
-        with running(replace(current_step(), labelled=None)), row.attended():
-            outputs = run_forward(model, native, (), {**kwargs, **row.inputs}, Forward(has_labels=True))
+        arguments = {**kwargs, **row.inputs}
+        step = step_of_forward(model, native, (), arguments, Forward(has_labels=True))
+        with running(replace(step, labelled=None, plan_of=row.plan)):
+            outputs = native(model, **arguments)
             logits = rows_of(outputs.logits, row.scored.tokens)
             found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else recomputed)
         return found, getattr(outputs, "aux_loss", None)

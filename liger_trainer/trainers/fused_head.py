@@ -16,7 +16,7 @@ from torch import nn
 
 from liger_trainer.head.forward import CAN_DEFER_COMPILED, uncompiled
 from liger_trainer.packing.packing import Packing
-from liger_trainer.patching.binding import is_ours
+from liger_trainer.patching.as_written import is_ours
 from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
 from liger_trainer.trainers.fused_forward import StatisticsOptions, fused_forward
 

@@ -19,7 +19,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import rebound
 from liger_trainer.compat.transformers import LABELS_OF_A_STEP
 from liger_trainer.compat.trl import GKD, SFT_HEAD
-from liger_trainer.configs.gkd_config import LigerGKDConfig
+from liger_trainer.configs.trl_experimental_configs import LigerGKDConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.step import current_step, running

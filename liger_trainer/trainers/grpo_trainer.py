@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.trl import GRPO_GENERATION, GRPO_HEAD, POLICY_LOSS
-from liger_trainer.configs.grpo_config import LigerGRPOConfig
+from liger_trainer.configs.trl_configs import LigerGRPOConfig
 from liger_trainer.trainers.generation_mixin import GenerationMixin
 
 require(GRPO_HEAD)

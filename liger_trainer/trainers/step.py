@@ -18,18 +18,15 @@ from typing import Any
 
 import torch
 
+from liger_trainer.callbacks.labelled_share import NO_LABEL
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LOSS_SCALE
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.head.step import Bounds, Padding, bounds_of
-from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 require(LOSS_SCALE)
 
 _KEY = "liger_trainer_facts"
-
-_NOTHING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "completion_mask": 0, "KL_completion_mask": 0}
-"""What a trainer takes labels from, each for a forward of its own, and the value where there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +110,7 @@ def labels_of(batch: Any) -> dict[str, torch.Tensor]:
     """The tensors of `batch` that have a label for each token, by name; none if it is no mapping."""
     found: dict[str, torch.Tensor] = {}
     if isinstance(batch, Mapping):
-        for name in _NOTHING:
+        for name in NO_LABEL:
             tensor = batch.get(name)
             if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and not tensor.is_floating_point():
                 found[name] = tensor
@@ -122,7 +119,7 @@ def labels_of(batch: Any) -> dict[str, torch.Tensor]:
 
 def most_labels(labels: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The labels of the forward that has most, of those that [`labels_of`] found; 0-d."""
-    return torch.stack([tensor.ne(_NOTHING[name]).sum() for name, tensor in labels.items()]).amax()
+    return torch.stack([tensor.ne(NO_LABEL[name]).sum() for name, tensor in labels.items()]).amax()
 
 
 def labels_of_parts(mask: torch.Tensor, rows: int | None) -> torch.Tensor:

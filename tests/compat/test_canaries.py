@@ -15,11 +15,11 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from liger_trainer import canaries
 from liger_trainer.attention import masks
 from liger_trainer.compat import features, private
 from liger_trainer.compat import transformers as declared
 from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require, tried
+from liger_trainer.tools import canaries
 from liger_trainer.tools.cli.doctor import private_names
 
 FEATURES = [feature for feature in features() if feature.canary]

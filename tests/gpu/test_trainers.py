@@ -8,8 +8,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
+from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.head import forward
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer

@@ -17,7 +17,7 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.kernels.activation import GATED
-from liger_trainer.patching import gated_mlp
+from liger_trainer.patching import mlps
 from tests.patching import comparisons, toys
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import COMMON, TINY_MODELS, tiny_batch
@@ -247,10 +247,10 @@ def test_other_linear_layers_are_no_mlp(widths):
 @pytest.fixture
 def used(calls_of):
     """How often a down projection joined its activation."""
-    calls = calls_of(gated_mlp, "glu_down")
-    gated_mlp.gated_mlp_forward.cache_clear()
+    calls = calls_of(mlps, "glu_down")
+    mlps.gated_mlp_forward.cache_clear()
     yield calls
-    gated_mlp.gated_mlp_forward.cache_clear()
+    mlps.gated_mlp_forward.cache_clear()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])

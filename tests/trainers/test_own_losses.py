@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.kernels.head import linear_log_probs_gradients as expected_gradients
 from liger_trainer.trainers.fused_forward import SummedLogProbs
 from liger_trainer.trainers.fused_head import own_fused_head

@@ -23,10 +23,10 @@ from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.head.step import current_step
 from liger_trainer.parallel.router_losses import router_losses
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.inputs import BALANCE
 from liger_trainer.patching.model_forward import forward_layers
-from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.probe import Probe, Proof
+from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved
 from liger_trainer.patching.rope import HIDDEN_CALL
 from liger_trainer.patching.trial import Agreement, Trial
 
@@ -97,10 +97,7 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
     copy = forward_calling(forward, NAME, ours)
     if agreement.equal and copy is None:
         agreement = Agreement(agreement.error, reason=HIDDEN_CALL)
-    if agreement.equal:
-        yield Finding(COMPONENT, target, module, kernel, copy, agreement.error, bind=bind_own_code)
-    else:
-        yield Finding(COMPONENT, target, module, error=agreement.error, reason=agreement.reason)
+    yield proved(COMPONENT, target, module, Proof(kernel, copy, agreement, live=None))
 
 
 def _prove(native: Callable, probe: Probe) -> Agreement:
