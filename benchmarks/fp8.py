@@ -70,9 +70,9 @@ def compare(
     """Runs each variant with each seed, but for those that `found` has.
 
     Args:
-        sizes: Of the model and the runs.
+        sizes: Sizes of the model and the runs.
         device: Where.
-        found: What there is already.
+        found: The values that a file has already.
         tell: Gets a line on each run.
 
     Yields:

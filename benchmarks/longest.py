@@ -52,8 +52,8 @@ def find_longest(
     """Searches for one provider.
 
     Args:
-        task: What is trained; its length is tried first.
-        provider: Its name.
+        task: The work; its length is tried first.
+        provider: Name of the provider.
         provider_file: A Python file that registers more providers.
         seconds: Time limit of all attempts together; the attempt that reaches it is ended and not counted.
         tell: Called with the outcome of every attempt.

@@ -235,7 +235,7 @@ def compare(
     """Runs both tasks with every optimizer that is installed, for each seed.
 
     Args:
-        sizes: Of the model and the runs.
+        sizes: Sizes of the model and the runs.
         device: Where.
         tell: Gets a line on each optimizer, and on each that is left out.
 

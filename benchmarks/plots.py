@@ -187,7 +187,7 @@ def draw_alignment(records: Iterable[TrainingRecord], device: str, file: Path) -
     """Tokens/s and peak memory of each task on uneven lengths on one GPU, one bar per provider.
 
     Args:
-        records: Those of other tasks and of other settings are left out.
+        records: Records; other tasks and other settings are left out.
         device: The device's name, for the title.
         file: The image.
 
@@ -220,7 +220,7 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
     checkpointed belong to one task.
 
     Args:
-        records: Those without a result or a peak are left out.
+        records: Records; those without a result or a peak are left out.
         device: The device's name, for the title.
         file: The image.
 

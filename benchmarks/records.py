@@ -305,7 +305,7 @@ def setting(module: str, device: torch.device, argv: Sequence[str] | None) -> di
     Args:
         module: The command's, in `liger_trainer.benchmarks`.
         device: On which it runs.
-        argv: Its arguments; those of this process for None.
+        argv: Arguments of the command; None for those of this process.
     """
     return {
         "device": Device(device).name(),

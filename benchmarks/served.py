@@ -29,8 +29,7 @@ from transformers import (
 
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.patching.report import KernelReportRow
-from liger_trainer.patching.unserved import WITHOUT_A_GATE
+from liger_trainer.patching.report import WITHOUT_A_GATE, KernelReportRow
 from liger_trainer.trainers.choose_packing import PADDING_FREE, SHARE_PROMPT, choose_packing
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -76,7 +75,7 @@ class Served:
     """What is served of a family.
 
     Args:
-        family: Its `model_type`.
+        family: The `model_type`.
         cells: One for each of `COLUMNS`: "yes", "no", "part" (of its kinds of modules), or "–" for none of the kind.
         reason: Why what is not served is not, and what no kernel is for.
         crashed: Whether our own code raised an error.

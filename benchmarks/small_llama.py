@@ -96,8 +96,8 @@ def pretrain(model: torch.nn.Module, rows: Tensor, batch: int, lr: float, parts:
     """Trains from random weights, one cycle of the learning rate with 5 % of warm-up; returns each step's loss.
 
     Args:
-        model: In fp32, trained in place under bf16 autocast.
-        rows: Of all steps, (N, 1, length + 1) in uint8.
+        model: A model in fp32, trained in place under bf16 autocast.
+        rows: Tokens of all steps, (N, 1, length + 1) in uint8.
         batch: Rows of a step.
         lr: The highest learning rate of AdamW.
         parts: Into how many micro-batches a step is split.

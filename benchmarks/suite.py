@@ -39,10 +39,10 @@ def run_operation(
     """The records of one operation, case by case.
 
     Args:
-        operation: What to run.
-        settings: What to measure, and how.
+        operation: The operation to run.
+        settings: The cases to measure, and how.
         device: The device.
-        machine: Its measured rates, which turn bytes into milliseconds.
+        machine: Measured rates, which turn bytes into milliseconds.
         complain: Called with a message for a case that cannot be built; the suite then continues.
 
     Raises:

@@ -18,13 +18,14 @@ from types import TracebackType
 from typing import Any
 
 from liger_trainer.benchmarks.records import TrainingRecord
+from liger_trainer.recipe.schema import TRAINERS
 
 OUT_OF_MEMORY = "out of memory"
 _POLL_SECONDS = 0.1
 _END_SECONDS = 60.0  # torchrun gives its processes 30
-PAIRS = ("dpo", "orpo", "cpo", "reward")
+PAIRS = tuple(name for name, kind in TRAINERS.items() if kind.pairs)
 """Trainers whose batch is of pairs: twice as many sequences."""
-GROUPS = ("grpo", "rloo")
+GROUPS = tuple(name for name, kind in TRAINERS.items() if kind.generates)
 """Trainers on several completions of a prompt, which has no part in `Task.length`."""
 ALIGNMENT = (*PAIRS, "kto", *GROUPS)
 WHOLE_ROWS = ("kto", "reward")
@@ -134,9 +135,9 @@ class TrainingProcess:
     A context manager; it ends the processes.
 
     Args:
-        task: What is trained; its own length is ignored.
+        task: The work; its own length is ignored.
         lengths: Tokens in a sequence, in turn.
-        provider: Its name.
+        provider: Name of the provider.
         provider_file: A Python file that registers more providers.
     """
 
@@ -236,9 +237,9 @@ def run_lengths(
     The first failure is the last record: a longer sequence would fail too.
 
     Args:
-        task: What is trained; its own length is ignored.
+        task: The work; its own length is ignored.
         lengths: Tokens in a sequence, in ascending order.
-        provider: Its name.
+        provider: Name of the provider.
         provider_file: A Python file that registers more providers.
         seconds: Time limit of a length; that of the first includes starting the processes.
     """

@@ -38,7 +38,7 @@ class RandomTokens(torch.utils.data.Dataset):
     """`size` random token sequences, the same for every run.
 
     Args:
-        size: Their number.
+        size: Number of sequences.
         length: Tokens in each.
         vocab: Token ids are below it.
         documents: Tokens of each document that a sequence is packed from, the last one of which may be shorter; 0 for
@@ -313,10 +313,10 @@ def completions(task: Task, vocab: int, place: int, device: torch.device) -> dic
     """What GRPO's and RLOO's losses take: prompts, completions, advantages and old log-probabilities.
 
     Args:
-        task: What is trained.
+        task: The work.
         vocab: Token ids are below it.
         place: Which batch of `Task.completion_tokens`.
-        device: Of the tensors.
+        device: Device of the tensors.
     """
     generator = torch.Generator().manual_seed(place)
     batches, size = task.completion_tokens, task.group_size or 1

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from liger_trainer.pages import GENERATOR
 from liger_trainer.patching.report import KernelReport
-from liger_trainer.run_report import run_report
+from liger_trainer.run_report.page import GENERATOR
+from liger_trainer.run_report.report import run_report
 from liger_trainer.stock_trainer import stock_trainer_report
 
 logger = logging.getLogger("liger_trainer")

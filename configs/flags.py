@@ -1,9 +1,7 @@
 """The kernel flags that every `Liger*` configuration shares.
 
-The mixin comes before a Hugging Face argument class in the bases, so its fields and defaults win::
-
-    @dataclass
-    class LigerTrainingArguments(KernelFlags, TrainingArguments): ...
+The mixin comes before a Hugging Face argument class in the bases, so its fields and defaults win, as in
+`LigerTrainingArguments`.
 """
 
 from __future__ import annotations
@@ -290,3 +288,11 @@ def kernel_mapping_of(args: Any) -> dict[str, Any]:
     mapping.setdefault("logits_memory", getattr(args, "logits_memory", DEFAULT_LOGITS_MEMORY))
     mapping.setdefault("fp8", fp8)
     return mapping
+
+
+@dataclass
+class LigerTrainingArguments(KernelFlags, TrainingArguments):
+    """[`~transformers.TrainingArguments`] with the flags of [`KernelFlags`]; the kernels are on by default.
+
+    For [`LigerTrainer`]; of the flags, the stock `Trainer` reads `use_liger_kernel` and `liger_kernel_config` alone.
+    """

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer._version import __version__ as __version__
 from liger_trainer.liger.model_types import ROWS as _ROWS
 
-_TRL_TRAINERS = ["CPO", "DPO", "Distillation", "GKD", "GRPO", "KTO", "ORPO", "RLOO", "Reward", "SFT"]
+# Trainer of TRL -> the module of its configuration.
+_TRL_TRAINERS = {
+    **dict.fromkeys(("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT"), "trl_configs"),
+    **dict.fromkeys(("CPO", "GKD", "ORPO"), "trl_experimental_configs"),
+}
 
 # Public name -> the module it comes from, imported on first use: `import liger_trainer` itself stays light.
 _EXPORTS = {
@@ -14,10 +18,10 @@ _EXPORTS = {
     "KernelConfig": "liger_trainer.configs.kernel_config",
     "KernelReport": "liger_trainer.patching.report",
     "KernelReportRow": "liger_trainer.patching.report",
-    **{f"Liger{_name}Config": f"liger_trainer.configs.{_name.lower()}_config" for _name in _TRL_TRAINERS},
+    **{f"Liger{_name}Config": f"liger_trainer.configs.{_file}" for _name, _file in _TRL_TRAINERS.items()},
     **{f"Liger{_name}Trainer": f"liger_trainer.trainers.{_name.lower()}_trainer" for _name in _TRL_TRAINERS},
     "LigerTrainer": "liger_trainer.trainers.trainer",
-    "LigerTrainingArguments": "liger_trainer.configs.training_arguments",
+    "LigerTrainingArguments": "liger_trainer.configs.flags",
     "apply_liger_kernel": "liger_trainer.patching.apply",
     "quantize_experts": "liger_trainer.patching.moe.quantized_experts",
     "revert_liger_kernel": "liger_trainer.patching.apply",
@@ -28,18 +32,18 @@ _EXPORTS = {
 _SUBMODULES = ("functional", "losses", "nn", "optim", "rewards")
 
 if TYPE_CHECKING:
-    from liger_trainer.configs.cpo_config import LigerCPOConfig as LigerCPOConfig
-    from liger_trainer.configs.distillation_config import LigerDistillationConfig as LigerDistillationConfig
-    from liger_trainer.configs.dpo_config import LigerDPOConfig as LigerDPOConfig
-    from liger_trainer.configs.gkd_config import LigerGKDConfig as LigerGKDConfig
-    from liger_trainer.configs.grpo_config import LigerGRPOConfig as LigerGRPOConfig
+    from liger_trainer.configs.flags import LigerTrainingArguments as LigerTrainingArguments
     from liger_trainer.configs.kernel_config import KernelConfig as KernelConfig
-    from liger_trainer.configs.kto_config import LigerKTOConfig as LigerKTOConfig
-    from liger_trainer.configs.orpo_config import LigerORPOConfig as LigerORPOConfig
-    from liger_trainer.configs.reward_config import LigerRewardConfig as LigerRewardConfig
-    from liger_trainer.configs.rloo_config import LigerRLOOConfig as LigerRLOOConfig
-    from liger_trainer.configs.sft_config import LigerSFTConfig as LigerSFTConfig
-    from liger_trainer.configs.training_arguments import LigerTrainingArguments as LigerTrainingArguments
+    from liger_trainer.configs.trl_configs import LigerDistillationConfig as LigerDistillationConfig
+    from liger_trainer.configs.trl_configs import LigerDPOConfig as LigerDPOConfig
+    from liger_trainer.configs.trl_configs import LigerGRPOConfig as LigerGRPOConfig
+    from liger_trainer.configs.trl_configs import LigerKTOConfig as LigerKTOConfig
+    from liger_trainer.configs.trl_configs import LigerRewardConfig as LigerRewardConfig
+    from liger_trainer.configs.trl_configs import LigerRLOOConfig as LigerRLOOConfig
+    from liger_trainer.configs.trl_configs import LigerSFTConfig as LigerSFTConfig
+    from liger_trainer.configs.trl_experimental_configs import LigerCPOConfig as LigerCPOConfig
+    from liger_trainer.configs.trl_experimental_configs import LigerGKDConfig as LigerGKDConfig
+    from liger_trainer.configs.trl_experimental_configs import LigerORPOConfig as LigerORPOConfig
     from liger_trainer.liger.apply import undo_liger_kernel as undo_liger_kernel
     from liger_trainer.liger.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel

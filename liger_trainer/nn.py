@@ -3,6 +3,7 @@
 Arguments that only steer how Liger's kernels work inside are accepted and have no effect, as each class says.
 """
 
+from liger_trainer.liger.losses.grpo import triton_grpo_loss
 from liger_trainer.liger.nn.distillation import (
     LigerFusedCETVDLoss,
     LigerFusedLinearCosineSimilarityLoss,
@@ -13,9 +14,18 @@ from liger_trainer.liger.nn.distillation import (
     LigerKLDIVLoss,
     LigerTVDLoss,
 )
-from liger_trainer.liger.nn.embedding import LigerEmbedding
-from liger_trainer.liger.nn.experts import LigerExperts
-from liger_trainer.liger.nn.losses import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+from liger_trainer.liger.nn.layers import (
+    LigerEmbedding,
+    LigerExperts,
+    LigerMultiTokenAttention,
+    LigerSoftmax,
+    LigerSparsemax,
+)
+from liger_trainer.liger.nn.losses import (
+    LigerCrossEntropyLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerVocabParallelCrossEntropy,
+)
 from liger_trainer.liger.nn.mlp import (
     LigerBlockSparseTop2MLP,
     LigerFalconH1MLP,
@@ -29,12 +39,17 @@ from liger_trainer.liger.nn.mlp import (
     LigerReLUSquared,
     LigerSwiGLUMLP,
     LigerSwiGLUMLPForMuseGlimmer,
+    LigerTiledGEGLUMLP,
+    LigerTiledSwiGLUMLP,
 )
-from liger_trainer.liger.nn.norms import LigerDyT, LigerGroupNorm, LigerLayerNorm, LigerPolyNorm, LigerRMSNorm
-from liger_trainer.liger.nn.policy import triton_grpo_loss
-from liger_trainer.liger.nn.rms_norms import (
+from liger_trainer.liger.nn.norms import (
+    LigerDyT,
     LigerFusedAddRMSNorm,
+    LigerGroupNorm,
+    LigerLayerNorm,
     LigerModulatedRMSNorm,
+    LigerPolyNorm,
+    LigerRMSNorm,
     LigerRMSNormForGemma,
     LigerRMSNormForGemma2,
     LigerRMSNormForGemma3,
@@ -53,9 +68,6 @@ from liger_trainer.liger.nn.rope import (
     liger_rotary_pos_emb_gpt_oss,
     liger_rotary_pos_emb_vision,
 )
-from liger_trainer.liger.nn.softmax import LigerMultiTokenAttention, LigerSoftmax, LigerSparsemax
-from liger_trainer.liger.nn.tiled_mlp import LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
-from liger_trainer.liger.nn.vocab_parallel import LigerVocabParallelCrossEntropy
 
 __all__ = [
     "LigerBlockSparseTop2MLP",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig
 
-from liger_trainer.benchmarks.quantised import quantise
+from liger_trainer.benchmarks.training_step import quantise
 from liger_trainer.kernels.lora.nf4 import NF4_CODE, NestedAbsmax, NF4Weight
 
 __all__ = ["library", "loading_in_4_bits", "matrix", "moved", "quantise", "random_weight"]

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from liger_trainer import apply_liger_kernel, quantize_experts
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.patching.moe.quantized_experts import FourBits, four_bits
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
 from liger_trainer.trainers.trainer import LigerTrainer

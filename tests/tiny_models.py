@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from liger_trainer.recipe.known_models import FAMILIES
 from liger_trainer.recipe.model import model_class
-from liger_trainer.recipe.tiny_models import FAMILIES
 
 VOCAB = 128
 COMMON: dict[str, Any] = {

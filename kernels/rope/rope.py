@@ -18,6 +18,8 @@ alive.
 Memory layout: q and k are usually transposed views of (batch, seq, heads, head_dim) memory. They are read through their
 strides, and results and gradients have that same memory order, so that the backward matmul of the projections takes the
 gradient without a copy.
+
+Shapes: batch sequences of seq tokens, heads of head_dim, rotary_dim columns that turn.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.autograd import input_gradients
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.rope_kernel import launch
 from liger_trainer.kernels.runtime import use_triton
@@ -73,7 +76,6 @@ def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype, pairs="halves", tabl
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, _k, cos, sin, unsqueeze_dim, transposed, _out_dtype, pairs, table, sections = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
     ctx.unsqueeze_dim, ctx.in_dtype = unsqueeze_dim, q.dtype
     ctx.options = (not transposed, q.dtype, _BACKWARD_PAIRS[pairs], table, sections)
@@ -84,7 +86,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
     dk_out = dk_out if ctx.needs_input_grad[1] else None
     some = dk_out if dq_out is None else dq_out
     if some is None:
-        return None, None, None, None, None, None, None, None, None, None
+        return input_gradients(ctx)
     cos, sin = ctx.saved_tensors
     no_heads = some.narrow(ctx.unsqueeze_dim, 0, 0)
     dq, dk = rotate(
@@ -95,8 +97,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
         ctx.unsqueeze_dim,
         *ctx.options,
     )
-    dq_or_none, dk_or_none = None if dq_out is None else dq, None if dk_out is None else dk
-    return dq_or_none, dk_or_none, None, None, None, None, None, None, None, None
+    return input_gradients(ctx, None if dq_out is None else dq, None if dk_out is None else dk)
 
 
 rotate.register_autograd(_backward, setup_context=_setup_context)
@@ -122,13 +123,6 @@ def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
         )
 
 
-def _check_devices(**tensors: torch.Tensor) -> None:
-    devices = [tensor.device for tensor in tensors.values()]
-    if any(device != devices[0] for device in devices):
-        names, places = (", ".join(f"`{x}`" for x in tensors), ", ".join(map(str, devices)))
-        raise ValueError(f"{names} must be on one device; they are on {places}.")
-
-
 def check_rope_arguments(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -141,7 +135,7 @@ def check_rope_arguments(
     """Raises ValueError unless the arguments of `rope` fit; `planes` are leading dimensions of the tables."""
     check_rows(q, k, unsqueeze_dim)
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
-    shapes = [(*planes, size, seq_len) for size in (1, batch)]  # a set would fix the batch size of a compiled graph
+    shapes = ((*planes, 1, seq_len), (*planes, batch, seq_len))  # a set would fix the batch size of a compiled graph
     if cos.shape != sin.shape or cos.dim() != 3 + len(planes) or tuple(cos.shape[:-1]) not in shapes:
         wanted = ", ".join(map(str, (*planes, f"{batch} or 1", seq_len, f"up to {head_dim}")))
         raise ValueError(
@@ -157,16 +151,18 @@ def check_rope_arguments(
             f"`cos` and `sin` rotate {rotary_dim} of the {head_dim} dimensions of a head; rotary_dim must be even and "
             "at most head_dim."
         )
-    _check_devices(q=q, k=k, cos=cos, sin=sin)
+    if not q.device == k.device == cos.device == sin.device:
+        places = ", ".join(str(tensor.device) for tensor in (q, k, cos, sin))
+        raise ValueError(f"`q`, `k`, `cos`, `sin` must be on one device; they are on {places}.")
 
 
 def runs_on_triton(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> bool:
     """Whether the kernel can run: q and k of one dtype, tables of one dtype without a gradient, a supported device."""
-    if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
-        return False
-    if q.dtype != k.dtype or any(table.dtype != tables[0].dtype for table in tables):
-        return False
-    return use_triton(q) and use_triton(tables[0])
+    differentiated = torch.is_grad_enabled()
+    for table in tables:
+        if table.dtype != tables[0].dtype or (differentiated and table.requires_grad):
+            return False
+    return q.dtype == k.dtype and use_triton(q) and use_triton(tables[0])
 
 
 def rope(

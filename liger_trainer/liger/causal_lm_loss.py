@@ -38,7 +38,7 @@ def fixed_fused_linear_cross_entropy(
         hidden_states: (tokens, hidden).
         lm_head_weight: (vocab, hidden).
         target: (tokens,), shifted already.
-        num_items_in_batch: What the sum is divided by; None for the mean.
+        num_items_in_batch: Divides the sum; None for the mean.
         ignore_index: Target that does not count.
         final_logit_softcapping: Soft-cap of the logits.
         accum_dtype: No effect.
@@ -85,7 +85,7 @@ def LigerForCausalLMLoss(
         lm_head_weight: (vocab, hidden).
         labels: (batch, tokens); not needed with `shift_labels`.
         hidden_size: The width of `hidden_states`.
-        num_items_in_batch: What the sum is divided by; None for the mean.
+        num_items_in_batch: Divides the sum; None for the mean.
         ignore_index: Label that does not count.
         shift_labels: (batch, tokens), the label of each position, in place of `labels`.
         final_logit_softcapping: Soft-cap of the logits.

@@ -47,7 +47,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
         Args:
             cls: The subclass.
-            ctx: Its context.
+            ctx: Context of the autograd function.
             student_input: (tokens, hidden).
             student_weight: (vocab, hidden).
             teacher_input: (tokens, hidden of the teacher).
@@ -57,8 +57,8 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
             teacher_bias: (vocab,).
             chunk_size: Tokens of one chunk.
             ignore_index: Label that does not count.
-            weight_hard_loss: Of the cross entropy with `target`.
-            weight_soft_loss: Of `distillation_loss_fn`.
+            weight_hard_loss: Factor of the cross entropy with `target`.
+            weight_soft_loss: Factor of `distillation_loss_fn`.
             beta: For `distillation_loss_fn`.
             compute_ce_loss: Whether the cross entropy counts.
             temperature: Divides the logits for `distillation_loss_fn`.

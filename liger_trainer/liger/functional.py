@@ -1,13 +1,12 @@
 """The functions of `liger_kernel.transformers.functional`, with their names and the order of their arguments.
 
-Each is a call of the operator in [`liger_trainer.functional`] or the module in [`liger_trainer.nn`] that describes it.
-Arguments that only steer how Liger's kernels work inside (`in_place`, `accum_dtype`, `chunk_mem_const`,
-`tiles_per_reduce`, `position_ids`) are accepted and have no effect. Losses are float32.
+Most are a row: Liger's signature, and the operator in [`liger_trainer.functional`] or the module in
+[`liger_trainer.nn`] that it calls and that describes the arguments. Losses are float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +21,7 @@ from liger_trainer.liger.hyper_connections import (
     liger_mhc_post_res,
     liger_mhc_pre,
 )
+from liger_trainer.liger.spelling import spelled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,54 +60,108 @@ __all__ = [
     "liger_tvd",
 ]
 
-
-def liger_cross_entropy(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-) -> torch.Tensor | CrossEntropyOutput:
-    """See [`liger_trainer.nn.LigerCrossEntropyLoss`]; `size_average` and `reduce` have no effect, as in Liger."""
-    loss = nn.LigerCrossEntropyLoss(
-        *(weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
-        *(return_z_loss, return_token_accuracy, return_predicted_tokens),
-    )
-    return loss(input, target)
-
-
-def liger_fused_linear_cross_entropy(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    ce_weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    chunk_mem_const: int = 1,
-) -> torch.Tensor | CrossEntropyOutput:
-    """See [`liger_trainer.nn.LigerFusedLinearCrossEntropyLoss`]."""
-    loss = nn.LigerFusedLinearCrossEntropyLoss(
-        *(ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype),
-        *(use_token_scaling, return_token_accuracy, return_predicted_tokens),
-    )
-    return loss(weight, input, target, bias)
+liger_cross_entropy: Callable[..., torch.Tensor | CrossEntropyOutput] = spelled(
+    __name__,
+    "liger_cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, "
+    "reduction='mean', label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, "
+    "return_token_accuracy=False, return_predicted_tokens=False)",
+    nn.LigerCrossEntropyLoss,
+    input="_input",
+)
+liger_fused_linear_cross_entropy: Callable[..., torch.Tensor | CrossEntropyOutput] = spelled(
+    __name__,
+    "liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, "
+    "lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', softcap=None, return_z_loss=False, accum_dtype=None, "
+    "use_token_scaling=False, return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1)",
+    nn.LigerFusedLinearCrossEntropyLoss,
+    input="_input",
+    weight="lin_weight",
+)
+liger_fused_linear_jsd: Callable[..., torch.Tensor] = spelled(
+    __name__,
+    "liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, "
+    "jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None)",
+    nn.LigerFusedLinearJSD,
+)
+liger_fused_linear_kl_div: Callable[..., torch.Tensor] = spelled(
+    __name__,
+    "liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels=None, reduction='batchmean', "
+    "ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None)",
+    nn.LigerFusedLinearKLDivLoss,
+)
+liger_jsd = spelled(
+    __name__,
+    "liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100)",
+    operators.jsd,
+    input="log_q",
+    target="log_p",
+    shift_labels="labels",
+)
+liger_kl_div = spelled(
+    __name__,
+    "liger_kl_div(input, target, size_average=True, reduce=True, reduction='mean', log_target=False, eps=1e-10)",
+    operators.kl_div,
+    input="y_pred",
+    target="y_true",
+)
+liger_tvd = spelled(
+    __name__,
+    "liger_tvd(input, target, shift_labels=None, reduction='mean', ignore_index=-100)",
+    operators.tvd,
+    input="p",
+    target="q",
+    shift_labels="labels",
+)
+liger_geglu = spelled(__name__, "liger_geglu(a, b)", operators.geglu, a="gate", b="up")
+liger_swiglu = spelled(__name__, "liger_swiglu(a, b)", operators.swiglu, a="gate", b="up")
+liger_relu_squared = spelled(__name__, "liger_relu_squared(x)", operators.relu_squared)
+liger_softmax = spelled(__name__, "liger_softmax(x)", operators.softmax)
+liger_sparsemax = spelled(__name__, "liger_sparsemax(input, dim=-1)", operators.sparsemax, input="x")
+liger_multi_token_attention = spelled(
+    __name__,
+    "liger_multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False)",
+    operators.multi_token_attention,
+)
+liger_dyt = spelled(__name__, "liger_dyt(x, alpha, gamma, beta)", operators.dyt)
+liger_group_norm = spelled(
+    __name__,
+    "liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)",
+    operators.group_norm,
+    X="x",
+    affine_scaling_weight="weight",
+    affine_shifting_bias="bias",
+)
+_NORM = {"X": "x", "R": "residual", "W": "weight", "B": "bias", "casting_mode": "casting"}
+liger_layer_norm = spelled(__name__, "liger_layer_norm(X, W, B, eps)", operators.layer_norm, **_NORM)
+liger_poly_norm = spelled(__name__, "liger_poly_norm(X, W, B, eps=1e-6, in_place=True)", operators.poly_norm, **_NORM)
+liger_rms_norm = spelled(
+    __name__,
+    "liger_rms_norm(X, W, eps, offset=0.0, casting_mode='llama', in_place=True)",
+    operators.rms_norm,
+    **_NORM,
+)
+liger_fused_add_rms_norm = spelled(
+    __name__,
+    "liger_fused_add_rms_norm(X, R, W, eps, offset=0.0, casting_mode='llama', in_place=True)",
+    operators.fused_add_rms_norm,
+    **_NORM,
+)
+liger_modulated_rms_norm = spelled(
+    __name__,
+    "liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode='llama', in_place=True)",
+    operators.modulated_rms_norm,
+    **_NORM,
+)
+liger_rope = spelled(
+    __name__,
+    "liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)",
+    nn.liger_rotary_pos_emb,
+)
+liger_qwen2vl_mrope = spelled(
+    __name__,
+    "liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1)",
+    nn.liger_multimodal_rotary_pos_emb,
+)
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
@@ -154,98 +208,6 @@ def negative_log_likelihood(
     return -result.log_probs, result.entropy
 
 
-def liger_fused_linear_jsd(
-    student_input: torch.Tensor,
-    student_weight: torch.Tensor,
-    teacher_input: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    shift_labels: torch.Tensor | None = None,
-    jsd_beta: float = 0.5,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    accum_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """See [`liger_trainer.nn.LigerFusedLinearJSD`]."""
-    loss = nn.LigerFusedLinearJSD(jsd_beta, ignore_index, temperature, accum_dtype)
-    return loss(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
-
-
-def liger_fused_linear_kl_div(
-    student_input: torch.Tensor,
-    student_weight: torch.Tensor,
-    target: torch.Tensor,
-    shift_labels: torch.Tensor | None = None,
-    reduction: str = "batchmean",
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    eps: float = 1e-10,
-    accum_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """See [`liger_trainer.nn.LigerFusedLinearKLDivLoss`]."""
-    loss = nn.LigerFusedLinearKLDivLoss(reduction, ignore_index, temperature, eps, accum_dtype)
-    return loss(student_input, student_weight, target, shift_labels)
-
-
-def liger_geglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``gelu_tanh(a) * b``; see [`liger_trainer.functional.geglu`]."""
-    return operators.geglu(a, b)
-
-
-def liger_group_norm(
-    X: torch.Tensor,
-    affine_scaling_weight: torch.Tensor,
-    affine_shifting_bias: torch.Tensor,
-    num_channels: int,
-    num_groups: int,
-    eps: float,
-) -> torch.Tensor:
-    """See [`liger_trainer.functional.group_norm`]; `num_channels` is that of `X`."""
-    return operators.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
-
-
-def liger_jsd(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    shift_labels: torch.Tensor | None = None,
-    beta: float = 0.5,
-    ignore_index: int = -100,
-) -> torch.Tensor:
-    """See [`liger_trainer.functional.jsd`]."""
-    return operators.jsd(input, target, shift_labels, beta, ignore_index)
-
-
-def liger_kl_div(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    size_average: bool = True,
-    reduce: bool = True,
-    reduction: str = "mean",
-    log_target: bool = False,
-    eps: float = 1e-10,
-) -> torch.Tensor:
-    """See [`liger_trainer.functional.kl_div`]; `size_average` and `reduce` have no effect, as in Liger."""
-    return operators.kl_div(input, target, reduction, log_target, eps)
-
-
-def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """See [`liger_trainer.functional.sparsemax`]."""
-    return operators.sparsemax(input, dim)
-
-
-def liger_multi_token_attention(
-    scores: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
-    groups: int = 1,
-    sparse: bool = False,
-) -> torch.Tensor:
-    """See [`liger_trainer.functional.multi_token_attention`]."""
-    return operators.multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
-
-
 def liger_fused_neighborhood_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -261,7 +223,7 @@ def liger_fused_neighborhood_attention(
         key: As `query`.
         value: As `query`.
         kernel_size: How many positions, an odd number; less at the ends.
-        dilation: Their distance.
+        dilation: Distance of these positions.
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
 
     Returns:
@@ -278,113 +240,6 @@ def liger_fused_neighborhood_attention(
     distance = position - position[:, None]
     near = (distance.abs() <= kernel_size // 2 * dilation) & (distance % dilation == 0)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, near, scale=scale)
-
-
-def liger_tvd(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    shift_labels: torch.Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-) -> torch.Tensor:
-    """See [`liger_trainer.functional.tvd`]."""
-    return operators.tvd(input, target, shift_labels, reduction, ignore_index)
-
-
-def liger_layer_norm(X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float) -> torch.Tensor:
-    """See [`liger_trainer.functional.layer_norm`]."""
-    return operators.layer_norm(X, W, B, eps)
-
-
-def liger_qwen2vl_mrope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    mrope_section: Sequence[int],
-    unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See [`liger_trainer.functional.rope_multimodal`]."""
-    return operators.rope_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim)
-
-
-def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """See [`liger_trainer.functional.relu_squared`]."""
-    return operators.relu_squared(x)
-
-
-def liger_rms_norm(
-    X: torch.Tensor,
-    W: torch.Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> torch.Tensor:
-    """See [`liger_trainer.functional.rms_norm`]."""
-    return operators.rms_norm(X, W, eps, offset, casting_mode)
-
-
-def liger_modulated_rms_norm(
-    X: torch.Tensor,
-    W: torch.Tensor | None,
-    scale: torch.Tensor,
-    shift: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> torch.Tensor:
-    """See [`liger_trainer.functional.modulated_rms_norm`]."""
-    return operators.modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
-
-
-def liger_poly_norm(
-    X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float = 1e-6, in_place: bool = True
-) -> torch.Tensor:
-    """See [`liger_trainer.functional.poly_norm`]."""
-    return operators.poly_norm(X, W, B, eps)
-
-
-def liger_fused_add_rms_norm(
-    X: torch.Tensor,
-    R: torch.Tensor,
-    W: torch.Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See [`liger_trainer.functional.fused_add_rms_norm`]: the norm of ``X + R``, and that sum."""
-    return operators.fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
-
-
-def liger_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See [`liger_trainer.nn.liger_rotary_pos_emb`]."""
-    return nn.liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
-
-
-def liger_swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``silu(a) * b``; see [`liger_trainer.functional.swiglu`]."""
-    return operators.swiglu(a, b)
-
-
-def liger_softmax(x: torch.Tensor) -> torch.Tensor:
-    """See [`liger_trainer.functional.softmax`]."""
-    return operators.softmax(x)
-
-
-def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
-    """See [`liger_trainer.functional.dyt`]."""
-    return operators.dyt(x, alpha, gamma, beta)
 
 
 def liger_attn_res(

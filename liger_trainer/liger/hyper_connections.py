@@ -35,8 +35,8 @@ def liger_mhc_coeffs(
         phi: Projection, (n * hidden, n * n + 2 * n): to the logits of pre, post and the mixing, in that order.
         b: Bias, (n * n + 2 * n,).
         alpha_pre: Factor of the first n logits before the bias, a scalar.
-        alpha_post: Of the next n.
-        alpha_res: Of the others.
+        alpha_post: Factor of the next n.
+        alpha_res: Factor of the others.
         allow_fp32: No effect: every floating dtype is taken.
         tmax: How many times columns are normalised.
         rms_eps: Added to the mean square of a token's streams.
@@ -131,7 +131,7 @@ class LigerMHC(nn.Module):
     Args:
         layer: From (..., c) to (..., c).
         hc: How many streams, n.
-        c: Their width.
+        c: Width of a stream.
         tmax: How many times columns are normalised.
         rms_eps: Added to the mean square of a token's streams.
         pre_eps: Added to the weights of the layer's input.

@@ -71,8 +71,8 @@ class LayerMemory:
     """Bytes of one layer.
 
     Args:
-        input: Its input, which checkpointing saves.
-        saved: What it saves without checkpointing, including the input.
+        input: Bytes of the input, which checkpointing saves.
+        saved: Bytes saved without checkpointing, including the input.
         working: Peak of its recomputation and backward, without that input.
         gradients: Elements of weight gradients at that moment that are not in `.grad` yet.
     """

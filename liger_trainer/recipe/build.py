@@ -126,7 +126,7 @@ def _model_and_adapters(
         RecipeError: for 4-bit experts and a `chat_template_path`; TRL would train the tokens that it adds with its own
             adapters.
     """
-    scored = recipe.recipe.trainer == "reward"
+    scored = recipe.kind.scores
     adapters = dataclasses.replace(recipe.model, lora_task_type="SEQ_CLS") if scored else recipe.model
     source, peft_config = model_source(recipe, tokenizer, resumed), get_peft_config(adapters)
     if not isinstance(source, str) or peft_config is None or not recipe.model.load_in_4bit:

@@ -28,9 +28,9 @@ from transformers import (
 from liger_trainer.configs.flags import kernel_config_of
 from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
 from liger_trainer.recipe.file import RecipeError, first_line
+from liger_trainer.recipe.known_models import PUBLISHED
 from liger_trainer.recipe.load import Recipe
-from liger_trainer.recipe.published_configs import PUBLISHED
-from liger_trainer.recipe.schema import mapping
+from liger_trainer.recipe.schema import TRAINERS, mapping
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def config_of_values(values: Mapping[str, Any], source: Path, packaged: bool = F
         config = make_config(settings, given)
         if values.get("tokenizer_vocab_size") and not _has_vocab_size(settings):
             config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
-    if values.get("trainer") != "reward":
+    if not TRAINERS[values.get("trainer", "sft")].scores:
         check_causal(config, given)
     return config
 

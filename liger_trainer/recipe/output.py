@@ -1,4 +1,4 @@
-"""``output_dir``: the user's files are never overwritten, and a killed run continues from its last checkpoint."""
+"""The end of a run and its folder: what is never overwritten, how a killed run continues, and the summary."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from accelerate import PartialState
+from rich.console import Console
+from rich.markup import escape
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, pipeline, set_seed
 
+from liger_trainer.callbacks.memory import peak_memory
+from liger_trainer.callbacks.run_report import REPORT
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
@@ -129,3 +137,112 @@ def room_for(folder: str) -> Iterator[None]:
             f"Writing failed: {first_line(error)}{room} With more room, `--resume_from_checkpoint true` continues from "
             "the last complete checkpoint; with another `--output_dir`, its path does."
         ) from error
+
+
+MEASURES = {  # keys that TRL's trainers log, with their names in the summary
+    "reward": "mean reward",
+    "rewards/accuracies": "preference acc.",
+    "accuracy": "preference acc.",
+    "rewards/margins": "reward margin",
+}
+
+
+def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Prints the summary of a finished run and draws its loss curve; call it on the main process."""
+    folder = Path(str(recipe.training.output_dir))
+    history = trainer.state.log_history
+    console = Console(width=120 if not sys.stdout.isatty() else None, highlight=False)
+    console.print("\n[bold]Result[/bold]")
+    for name, value in summary_lines(history, metrics, trainer.args.device.type):
+        console.print(f"  {name:<16} {escape(value)}")
+    if recipe.recipe.loss_curve:
+        curve = draw_loss_curve(history, folder / "loss_curve.png")
+        if curve is not None:
+            console.print(f"  {'loss curve':<16} {escape(str(curve))}", soft_wrap=True)
+    if (folder / REPORT).is_file():
+        console.print(f"  {'report':<16} {escape(str(folder / REPORT))}", soft_wrap=True)
+    console.print(f"  {'saved model':<16} {escape(str(folder))}", soft_wrap=True)
+    for prompt, text in continuations(recipe, folder):
+        console.print(f"\n[bold]{escape(prompt)}[/bold]{escape(text)}")
+
+
+def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], device: str) -> list[tuple[str, str]]:
+    """Name and value of each line of the summary, from the Trainer's log and final metrics."""
+    losses = _values(history, "loss")
+    lines = [("steps", str(history[-1]["step"] if history else 0))]
+    if losses:
+        lines.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
+    evaluations = _values(history, "eval_loss")
+    if evaluations:
+        first = f"{evaluations[0]:.3f} → " if len(evaluations) > 1 else ""
+        lines.append(("evaluation loss", f"{first}{evaluations[-1]:.3f}"))
+    lines += measured(history)
+    if metrics.get("train_runtime"):
+        lines.append(("time", f"{metrics['train_runtime']:.0f} s"))
+    for key, name, form in (("tokens_per_second", "tokens/s", ",.0f"), ("mfu", "MFU", ".1%")):
+        values = [value for value in _values(history, key) if value]
+        if values:
+            lines.append((name, f"{statistics.median_high(values):{form}}"))
+    memory = max(_values(history, "peak_memory_gib"), default=0.0) or peak_memory(torch.device("cpu")) / 2**30
+    lines.append(("peak memory", f"{memory:.2f} GiB ({'of the process' if device == 'cpu' else device})"))
+    return lines
+
+
+def _values(history: list[dict[str, Any]], key: str) -> list[float]:
+    """The values logged as `key`, without None, which the Trainer logs for values that are not finite."""
+    return [entry[key] for entry in history if entry.get(key) is not None]
+
+
+def measured(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """First and last value of each alignment measure, in evaluations or, with fewer than two, in training logs."""
+    lines = []
+    for key, name in MEASURES.items():
+        values = _values(history, f"eval_{key}")
+        where = "evaluation"
+        if len(values) < 2:
+            values, where = _values(history, key), "training"
+        if values:
+            lines.append((name, f"{values[0]:.3f} → {values[-1]:.3f} ({where})"))
+    return lines
+
+
+def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
+    """Draws the loss and the measures of the summary over steps into `path`; returns None if nothing was logged."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn = {key: name for key, name in {"loss": "loss", **MEASURES}.items() if _values(history, key)}
+    if not drawn:
+        return None
+    figure, rows = plt.subplots(len(drawn), figsize=(7, 4 * len(drawn)), squeeze=False)
+    for axes, (key, name) in zip(rows[:, 0], drawn.items(), strict=True):
+        for logged, label, style in ((key, "training", ".-"), (f"eval_{key}", "evaluation", "o--")):
+            points = [(entry["step"], entry[logged]) for entry in history if entry.get(logged) is not None]
+            if points:
+                axes.plot(*zip(*points), style, label=label, markersize=4)
+        axes.set(xlabel="step", ylabel=name, title=name.capitalize())
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
+    """``sample_prompts``, each with its continuation by the model loaded from `folder`."""
+    prompts = recipe.recipe.sample_prompts
+    if not prompts:
+        return []
+    set_seed(recipe.training.seed)
+    generate: Any = pipeline(
+        "text-generation",
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        device=recipe.training.device,
+    )
+    options = {"max_new_tokens": recipe.recipe.sample_tokens, "do_sample": True, "temperature": 0.7, "top_k": 40}
+    answers = (generate(prompt, return_full_text=False, **options) for prompt in prompts)
+    return [(prompt, answer[0]["generated_text"]) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -21,9 +21,8 @@ from liger_trainer.recipe.data import load_data, load_tokenizer
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.model import check_model
-from liger_trainer.recipe.output import owned_folder, prepare_output_dir, room_for
+from liger_trainer.recipe.output import owned_folder, prepare_output_dir, room_for, summarize
 from liger_trainer.recipe.rewards import check_reward_models
-from liger_trainer.recipe.summary import summarize
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from liger_trainer.trainers.checks.batches import BatchError
 from liger_trainer.trainers.checks.reward_functions import RewardError

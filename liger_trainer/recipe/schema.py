@@ -151,15 +151,40 @@ class TrainerKind:
         data: The kind of rows, as in `smoke.ROW_KINDS`.
         columns: Alternatives; the data must have all columns of one of them.
         more: A dataclass of further keys.
+        loss: The cross entropy of logits, a function of log-probabilities, or none of the two, where the model scores
+            sequences and has another head.
         from_folder: Whether the trainer loads its model, or a reference model, from a folder or the Hub, so that a new
             model must be saved first.
+        has_reference: Whether the loss needs a reference model; one that generates needs it for its penalty alone.
     """
 
     name: str
     data: str
     columns: tuple[tuple[str, ...], ...]
     more: type | None = None
+    loss: Literal["cross_entropy", "log_probs", "none"] = "log_probs"
     from_folder: bool = True
+    has_reference: bool = False
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a sample is two sequences, a chosen and a rejected one."""
+        return self.data == "preference"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model that is trained writes the answers, so that the data has no labels."""
+        return self.data == "prompt"
+
+    @property
+    def scores(self) -> bool:
+        """Whether the model gives a sequence a number, and writes no text."""
+        return self.loss == "none"
+
+    @property
+    def batch_is_fixed(self) -> bool:
+        """Whether another micro-batch would change the loss: KTO estimates a mean over it, groups must stay whole."""
+        return self.data in ("unpaired", "prompt")
 
     @property
     def trainer_class(self) -> Any:
@@ -178,15 +203,15 @@ _PAIRS = (("chosen", "rejected"),)
 _LABELLED = (("prompt", "completion", "label"), ("chosen", "rejected"))
 
 TRAINERS = {
-    "sft": TrainerKind("SFT", "messages", _MESSAGES, from_folder=False),
-    "causal_lm": TrainerKind("", "text", ((TEXT_FIELD,),), CausalLMArguments, from_folder=False),
-    "dpo": TrainerKind("DPO", "preference", _PAIRS),
-    "kto": TrainerKind("KTO", "unpaired", _LABELLED),
+    "sft": TrainerKind("SFT", "messages", _MESSAGES, loss="cross_entropy", from_folder=False),
+    "causal_lm": TrainerKind("", "text", ((TEXT_FIELD,),), CausalLMArguments, "cross_entropy", from_folder=False),
+    "dpo": TrainerKind("DPO", "preference", _PAIRS, has_reference=True),
+    "kto": TrainerKind("KTO", "unpaired", _LABELLED, has_reference=True),
     "orpo": TrainerKind("ORPO", "preference", _PAIRS),
     "cpo": TrainerKind("CPO", "preference", _PAIRS),
     "grpo": TrainerKind("GRPO", "prompt", (("prompt",),), RewardArguments),
     "rloo": TrainerKind("RLOO", "prompt", (("prompt",),), RewardArguments),
-    "reward": TrainerKind("Reward", "preference", _PAIRS),
+    "reward": TrainerKind("Reward", "preference", _PAIRS, loss="none"),
 }
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.recipe.known_models import FAMILIES, family_of
 from liger_trainer.recipe.schema import TRAINERS
-from liger_trainer.recipe.tiny_models import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -1,4 +1,4 @@
-"""The page about a training run, from what the Trainer has logged."""
+"""`report.html`: the page about a training run, and the pages and curves that other reports share."""
 
 from liger_trainer.run_report.report import run_report
 

@@ -1,21 +1,46 @@
-"""The sections of the page, in the order of reading."""
+"""The page about a training run, from what the Trainer has logged: its sections, in the order of reading."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import math
+import platform
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
-from liger_trainer.pages import page, paragraph, section, table
+from liger_trainer._version import __version__
+from liger_trainer.compat.private import installed_version
+from liger_trainer.configs.flags import copies_without_waiting
 from liger_trainer.patching.report import KernelReport
-from liger_trainer.run_report.charts import charts
-from liger_trainer.run_report.samples import samples
-from liger_trainer.run_report.settings import changed_arguments, environment
+from liger_trainer.run_report.curves import curves
+from liger_trainer.run_report.page import page, paragraph, section, table
+
+Points = list[tuple[float, float]]
+
+# These first, then whatever else was logged, in its order.
+_FIRST = (
+    *("loss", "reward", "rewards", "rewards/accuracies", "accuracy", "rewards/margins", "mean_token_accuracy"),
+    *("perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "peak_memory_gib"),
+)
+_NO_CURVES = ("step", "epoch", "total_flos", "num_tokens", "num_input_tokens_seen")
+_OF_THE_EVALUATION = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
+_PAIR = ("chosen", "rejected")
+
+_SAMPLES, _CHARACTERS = 8, 2000  # rows, and characters of a cell
+
+_PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
+_EMPTY: tuple[Any, ...] = (None, [], {})
+_SECRETS = ("token", "key", "password", "secret")
+_HIDDEN = "(not shown)"
 
 
 def run_report(
@@ -29,10 +54,10 @@ def run_report(
     """The text of an HTML file about a run.
 
     Args:
-        args: Its arguments.
-        state: Of the Trainer; its `log_history` has the curves.
+        args: Arguments of the run.
+        state: State of the Trainer; its `log_history` has the curves.
         model: The trained model, to name it.
-        kernels: What was patched; None without kernels.
+        kernels: The report of the patcher; None without kernels.
         completions: The last of a policy, as [`samples`] takes them.
         ended: Why training has stopped before its last step, if it has.
     """
@@ -60,7 +85,7 @@ def _facts(
 ) -> list[tuple[str, object]]:
     summary: dict[str, Any] = next((entry for entry in reversed(state.log_history) if "train_runtime" in entry), {})
     facts: dict[str, object] = {
-        "model": _name(model),
+        "model": _model_name(model),
         "arguments": type(args).__name__,
         "step": f"{state.global_step:,} of {state.max_steps:,}",
         "epoch": None if state.epoch is None else f"{state.epoch:.2f}",
@@ -72,7 +97,7 @@ def _facts(
     return [(name, fact) for name, fact in facts.items() if fact]
 
 
-def _name(model: nn.Module | None) -> str:
+def _model_name(model: nn.Module | None) -> str:
     path = getattr(getattr(model, "config", None), "name_or_path", "")
     return " · ".join(filter(None, (type(model).__name__ if model is not None else "", path)))
 
@@ -97,3 +122,117 @@ def _kernels(report: KernelReport | None) -> str:
 
 def _pairs(rows: Iterable[tuple[str, object]]) -> str:
     return table(("name", "value"), [(name, str(value)) for name, value in rows])
+
+
+def charts(history: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A chart for each quantity in `history` (`TrainerState.log_history`), training and evaluation together.
+
+    What TRL logs of chosen and of rejected answers shares a chart. A value that the Trainer has logged as None was not
+    finite.
+    """
+    found: dict[str, dict[str, Points]] = {}
+    for entry in history:
+        if "train_runtime" in entry:  # of the whole run
+            continue
+        for key, value in entry.items():
+            number = math.nan if value is None else value
+            if not _is_logged_number(key, number) or "step" not in entry:
+                continue
+            title, line = _place(key)
+            found.setdefault(title, {}).setdefault(line, []).append((entry["step"], float(number)))
+    order = {title: index for index, title in enumerate(_FIRST)}
+    return [curves(title, found[title]) for title in sorted(found, key=lambda title: order.get(title, len(order)))]
+
+
+def _is_logged_number(key: str, value: object) -> bool:
+    left_out = key in _NO_CURVES or (key.startswith("eval_") and key.endswith(_OF_THE_EVALUATION))
+    return isinstance(value, int | float) and not isinstance(value, bool) and not left_out
+
+
+def _place(key: str) -> tuple[str, str]:
+    """The title of the chart and the name of the line."""
+    title = key.removeprefix("eval_")
+    where = "training" if title == key else "evaluation"
+    prefix, _, last = title.rpartition("/")
+    return (prefix, f"{last}, {where}") if prefix and last in _PAIR else (title, where)
+
+
+def samples(completions: Mapping[str, Any]) -> str:
+    """A section with the last completions, or nothing if there are none.
+
+    Args:
+        completions: As TRL's trainers keep them: `prompt`, `completion` and `advantages`, each with one value for each
+            completion, and `rewards` and `extra`, which hold such columns by their names.
+    """
+    columns = {
+        "prompt": completions.get("prompt", ()),
+        "completion": completions.get("completion", ()),
+        **completions.get("rewards", {}),
+        **completions.get("extra", {}),
+        "advantage": completions.get("advantages", ()),
+    }
+    count = len(columns["prompt"])
+    if not count:
+        return ""
+    columns = {name: list(values)[-_SAMPLES:] for name, values in columns.items() if len(values) == count}
+    rows = [[_shown(value) for value in row] for row in zip(*columns.values(), strict=True)]
+    words = f"The last {len(rows)} of the {count} completions that were generated last."
+    return section("Samples", paragraph(words), table(list(columns), rows))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = "\n".join(map(_turn, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} … ({len(text):,} characters)"
+
+
+def _turn(message: Any) -> str:
+    """A message of a conversation; its images are named, not shown."""
+    if not isinstance(message, Mapping):
+        return str(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+    return f"{message.get('role')}: {content}"
+
+
+def changed_arguments(args: TrainingArguments) -> list[tuple[str, object]]:
+    """Name and value of each argument that is not the default of its class; tokens and keys are not shown."""
+    values = args.to_dict()
+    given = [field for field in dataclasses.fields(args) if field.init and getattr(args, field.name) not in _EMPTY]
+    changed = [field.name for field in given if not _is_default(args, field, values[field.name])]
+    return [(name, _without_secrets(name, values[name])) for name in changed]
+
+
+def environment(args: TrainingArguments) -> list[tuple[str, object]]:
+    """Device, processes, and versions of this package and those that it works with."""
+    versions = [(name, installed_version(name) or "not installed") for name in _PACKAGES]
+    return [
+        ("device", _device(args.device)),
+        ("processes", args.world_size),
+        ("system", platform.platform()),
+        ("python", platform.python_version()),
+        ("liger-trainer", __version__),
+        *versions,
+    ]
+
+
+def _is_default(args: TrainingArguments, field: dataclasses.Field[Any], value: Any) -> bool:
+    if field.name == "accelerator_config":  # the default, None, stands for this one
+        return value.items() <= AcceleratorConfig(non_blocking=copies_without_waiting(args)).to_dict().items()
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return value == (default.value if isinstance(default, enum.Enum) else default)
+
+
+def _without_secrets(name: str, value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_secrets(str(key), inner) for key, inner in value.items()}
+    return _HIDDEN if isinstance(value, str) and name.lower().endswith(_SECRETS) else value
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    backend = torch.get_device_module(device)
+    return backend.get_device_name(device) if hasattr(backend, "get_device_name") else str(device)

@@ -9,7 +9,7 @@ from trl.experimental.cpo import CPOTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import CPO_PAIRS
-from liger_trainer.configs.cpo_config import LigerCPOConfig
+from liger_trainer.configs.trl_experimental_configs import LigerCPOConfig
 from liger_trainer.trainers.pair_mixin import PairMixin, forward_pairs
 
 require(CPO_PAIRS)

@@ -7,7 +7,7 @@ from trl import DPOTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import DPO_HEAD
-from liger_trainer.configs.dpo_config import LigerDPOConfig
+from liger_trainer.configs.trl_configs import LigerDPOConfig
 from liger_trainer.trainers.reference import ReferenceMixin
 
 require(DPO_HEAD)

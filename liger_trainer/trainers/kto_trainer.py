@@ -7,7 +7,7 @@ from trl import KTOTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import KTO_HEAD
-from liger_trainer.configs.kto_config import LigerKTOConfig
+from liger_trainer.configs.trl_configs import LigerKTOConfig
 from liger_trainer.trainers.reference import ReferenceMixin
 
 require(KTO_HEAD)

@@ -9,7 +9,7 @@ from trl.experimental.orpo import ORPOTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import ORPO_PAIRS
-from liger_trainer.configs.orpo_config import LigerORPOConfig
+from liger_trainer.configs.trl_experimental_configs import LigerORPOConfig
 from liger_trainer.trainers.pair_mixin import PairMixin, forward_pairs
 
 require(ORPO_PAIRS)

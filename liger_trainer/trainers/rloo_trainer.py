@@ -7,7 +7,7 @@ from trl import RLOOTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import RLOO_GENERATION, RLOO_HEAD
-from liger_trainer.configs.rloo_config import LigerRLOOConfig
+from liger_trainer.configs.trl_configs import LigerRLOOConfig
 from liger_trainer.trainers.generation_mixin import GenerationMixin
 
 require(RLOO_HEAD)

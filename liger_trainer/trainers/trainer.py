@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.moe.router_aux_loss import aux_loss_coefficients, averaged_aux_loss

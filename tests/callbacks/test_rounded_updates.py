@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer.callbacks.rounded_updates import changed_share, expected_share
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
 
 RATES = {5e-7: (0.0034, 0.0097), 5e-6: (0.033, 0.078), 1e-5: (0.067, 0.155)}

@@ -11,10 +11,10 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from liger_trainer.callbacks.run_report import REPORT, RunReportCallback
 from liger_trainer.callbacks.throughput import ThroughputCallback
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.run_report import run_report
-from liger_trainer.run_report.settings import changed_arguments
-from tests.pages.reading import Page, places
+from liger_trainer.run_report.report import changed_arguments
+from tests.run_report.reading import Page, places
 from tests.trainers import test_parity_distillation as distillation
 from tests.trainers.builders import causal
 from tests.trainers.parity import build, reward, save_models

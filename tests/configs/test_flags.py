@@ -10,20 +10,23 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 from trl import TrlParser
 
-from liger_trainer.configs.cpo_config import LigerCPOConfig
-from liger_trainer.configs.distillation_config import LigerDistillationConfig
-from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.flags import KernelFlags, activation_memory_of, kernel_config_of, retained_bytes_of
-from liger_trainer.configs.gkd_config import LigerGKDConfig
-from liger_trainer.configs.grpo_config import LigerGRPOConfig
-from liger_trainer.configs.kto_config import LigerKTOConfig
+import liger_trainer
+from liger_trainer.configs.flags import (
+    KernelFlags,
+    LigerTrainingArguments,
+    activation_memory_of,
+    kernel_config_of,
+    retained_bytes_of,
+)
 from liger_trainer.configs.liger_adamw import liger_adamw_options
-from liger_trainer.configs.orpo_config import LigerORPOConfig
-from liger_trainer.configs.reward_config import LigerRewardConfig
-from liger_trainer.configs.rloo_config import LigerRLOOConfig
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
-from liger_trainer.run_report.settings import changed_arguments
+from liger_trainer.configs.trl_configs import (
+    LigerDPOConfig,
+    LigerGRPOConfig,
+    LigerKTOConfig,
+    LigerRLOOConfig,
+    LigerSFTConfig,
+)
+from liger_trainer.run_report.report import changed_arguments
 
 CLASSES = [LigerTrainingArguments, LigerSFTConfig, LigerDPOConfig, LigerKTOConfig, LigerGRPOConfig, LigerRLOOConfig]
 
@@ -207,10 +210,7 @@ def test_size_inside_the_mapping_wins(tmp_path):
     assert args.kernel_config().logits_memory == 2**20
 
 
-OF_TRL = [
-    LigerCPOConfig, LigerDPOConfig, LigerDistillationConfig, LigerGKDConfig, LigerGRPOConfig, LigerKTOConfig,
-    LigerORPOConfig, LigerRLOOConfig, LigerRewardConfig, LigerSFTConfig,
-]  # fmt: skip
+OF_TRL = [getattr(liger_trainer, f"Liger{name}Config") for name in liger_trainer._TRL_TRAINERS]
 
 
 @pytest.mark.parametrize("cls", OF_TRL)

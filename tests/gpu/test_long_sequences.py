@@ -9,9 +9,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
-from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
+from liger_trainer.configs.trl_configs import LigerDPOConfig, LigerSFTConfig
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.offloading import PartialOffload
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer

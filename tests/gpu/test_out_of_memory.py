@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.device import one_gpu
 from tests.trainers.tiny import COMMON, llama, token_rows

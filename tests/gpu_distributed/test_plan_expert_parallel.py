@@ -18,7 +18,7 @@ pytest.importorskip("transformers.distributed")
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.benchmarks.models import MODELS, model_config
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.settings import Setting
 from liger_trainer.trainers.trainer import LigerTrainer

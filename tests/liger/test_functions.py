@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from liger_trainer.liger.autograd_functions import LOSSES, OPERATIONS
 from liger_trainer.liger.causal_lm_loss import LigerForCausalLMLoss, unpack_cross_entropy_result
 from liger_trainer.liger.distillation_base import LigerFusedLinearDistillationBase
 from liger_trainer.liger.helpers import apply_tiled_mlp, fused_selective_log_softmax
+from liger_trainer.liger.spelling import spelled
 
 TOKENS, HIDDEN, VOCAB, EPS = 6, 8, 10, 1e-5
 LABELS = torch.tensor([1, 3, -100, 0, 9, -100])
@@ -478,3 +480,16 @@ def test_neighbours_are_checked():
     for size, dilation, name in ((4, 1, "kernel_size"), (-1, 1, "kernel_size"), (3, 0, "dilation")):
         with pytest.raises(ValueError, match=f"`{name}` is"):
             functional.liger_fused_neighborhood_attention(Q, Q, Q, size, dilation)
+
+
+def test_rows_are_functions_of_their_module():
+    assert pickle.loads(pickle.dumps(functional.liger_swiglu)) is functional.liger_swiglu
+    with pytest.raises(TypeError, match=r"liger_swiglu\(\) missing 1 required positional argument: 'b'"):
+        functional.liger_swiglu(X)
+    with pytest.raises(TypeError, match=r"softmax takes none of \['dim'\] of liger_softmax"):
+        spelled(__name__, "liger_softmax(x, dim=-1)", functional.liger_softmax)
+
+
+def test_rows_compile():
+    compiled = torch.compile(lambda a, b: functional.liger_swiglu(a, b), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(X, Y), F.silu(X) * Y)

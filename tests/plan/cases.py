@@ -8,10 +8,9 @@ from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.training import Task
 from liger_trainer.benchmarks.training_providers import Setup
 from liger_trainer.plan.estimate import moments
-from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import read_layer_shape
-from liger_trainer.plan.work import Run, Work
+from liger_trainer.plan.work import HeadSettings, Run, Work
 
 GIB = 2**30
 

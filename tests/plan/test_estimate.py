@@ -7,9 +7,8 @@ import pytest
 
 from liger_trainer.plan.activations import Precision, attention_saved, layer_memory
 from liger_trainer.plan.estimate import estimate, host_bytes, moments
-from liger_trainer.plan.head import HeadSettings, head_memory
 from liger_trainer.plan.settings import Setting, candidates, relative_cost
-from liger_trainer.plan.work import Work
+from liger_trainer.plan.work import HeadSettings, Work, head_memory
 from liger_trainer.tools.planning.inputs import read_inputs
 from tests.plan import cases
 from tests.plan.cases import GIB, counted, run_of

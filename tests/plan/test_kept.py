@@ -4,8 +4,17 @@ import dataclasses
 
 import pytest
 
-from liger_trainer.plan.estimate import estimate, kept, largest_activation_memory, moments
-from liger_trainer.plan.kept import Result, attended_tokens, keep, layer_results, most
+from liger_trainer.plan.estimate import (
+    Result,
+    attended_tokens,
+    estimate,
+    keep,
+    kept,
+    largest_activation_memory,
+    layer_results,
+    moments,
+    most,
+)
 from liger_trainer.plan.settings import Setting, relative_cost
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.tools.planning.choose import activation_memory_rows, make_plan, written_setting

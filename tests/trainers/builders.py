@@ -8,9 +8,8 @@ from datasets import Dataset
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
+from liger_trainer.configs.trl_configs import LigerDPOConfig, LigerSFTConfig
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
-from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
+from liger_trainer.configs.trl_configs import LigerDPOConfig
 from liger_trainer.trainers.offloading import PartialOffload, step_offloading
 from tests.trainers.builders import causal, dpo, sft
 from tests.trainers.tiny import COMMON, llama

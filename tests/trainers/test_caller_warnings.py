@@ -10,7 +10,7 @@ from trl import SFTConfig
 
 from liger_trainer import LigerSFTTrainer
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
-from liger_trainer.configs.sft_config import LigerSFTConfig
+from liger_trainer.configs.trl_configs import LigerSFTConfig
 from tests.trainers.builders import sft
 from tests.trainers.tiny import llama, text_dataset, tokenizer
 

@@ -14,8 +14,8 @@ from trl import SFTConfig, SFTTrainer
 
 pytest.importorskip("transformers.distributed")
 
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
+from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.trainers.checks.launch import check_launch
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer

@@ -9,7 +9,7 @@ from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer
 from liger_trainer.compat.rebound import forward_calling
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
 from tests.trainers import builders
 from tests.trainers.tiny import COMMON, SIZES, llama, mixtral, text_dataset, token_rows
 

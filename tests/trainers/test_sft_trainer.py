@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig
 from trl import SFTTrainer
 
-from liger_trainer.configs.sft_config import LigerSFTConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
+from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from tests.trainers.builders import sft
 from tests.trainers.parity import assert_close_weights, assert_same_logs

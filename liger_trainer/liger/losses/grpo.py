@@ -1,4 +1,4 @@
-"""The GRPO family over a head: policy losses whose logits exist one chunk of tokens at a time."""
+"""The GRPO family: policy losses of logits, and over a head whose logits exist one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,109 @@ from typing import Any
 
 import torch
 
-from liger_trainer.functional import grpo_loss_from_log_probs
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
-from liger_trainer.liger.losses.sequences import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
-from liger_trainer.liger.nn.options import OptionsModule
-from liger_trainer.liger.nn.policy import items_per_process
-from liger_trainer.liger.operators.grpo_loss import check_policy_options, token_weights
+from liger_trainer.configs.loss_types import divided_by
+from liger_trainer.functional import grpo_loss
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
+from liger_trainer.liger.losses.pairs import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
+from liger_trainer.liger.nn.losses import OptionsModule
+from liger_trainer.liger.operators.grpo_loss import GRPOLossOutput, PolicyOptions, policy_loss, token_weights
 from liger_trainer.liger.operators.linear_grouped_loss import linear_grouped_loss
+
+
+def items_per_process(
+    num_items_in_batch: int | float | torch.Tensor | None, mask: torch.Tensor | None, tokens: torch.Tensor
+) -> torch.Tensor | float:
+    """The items of the whole batch, by default the valid tokens of all processes, divided by the processes."""
+    import torch.distributed as dist
+
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_items_in_batch is not None:
+        return num_items_in_batch / processes
+    valid = (torch.ones_like(tokens) if mask is None else mask != 0).sum().to(torch.float32)
+    if processes > 1:
+        dist.all_reduce(valid)
+    return valid / processes
+
+
+def triton_grpo_loss(
+    logits: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    ref_logp: torch.Tensor | None,
+    completion_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor | None = None,
+    temperature: float = 0.9,
+    beta: float = 0.04,
+    eps_low: float = 0.2,
+    eps_high: float = 0.4,
+    inplace: bool = False,
+    loss_type: str = "dapo",
+    max_completion_length: int | None = None,
+    importance_sampling_level: str = "token",
+    reduce: bool = False,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vllm_is_ratio: torch.Tensor | None = None,
+    delta: float | None = None,
+    use_bias_correction_kl: bool = False,
+    num_items_in_batch: int | float | torch.Tensor | None = None,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> Any:
+    """[`liger_trainer.functional.grpo_loss`] with Liger's arguments and results.
+
+    Unlike there, `inplace` is False by default: the caller's logits are not overwritten. "luspo" sums the losses of a
+    sequence whatever its padding.
+
+    Args:
+        logits: (batch, tokens + 1, vocab).
+        old_logp: (batch, tokens), or None.
+        ref_logp: (batch, tokens), or None without `beta`.
+        completion_ids: (batch, tokens).
+        advantages: (batch,).
+        completion_mask: (batch, tokens), or None.
+        temperature: Divides the logits.
+        beta: Factor of the KL penalty.
+        eps_low: Lower clipping distance.
+        eps_high: Upper clipping distance.
+        inplace: Lets the backward write over the logits.
+        loss_type: Which loss.
+        max_completion_length: Length that "dr_grpo" divides by.
+        importance_sampling_level: "token" or "sequence".
+        reduce: Whether the loss is reduced.
+        sapo_temperature_pos: Temperature of "sapo" for positive advantages.
+        sapo_temperature_neg: Temperature of "sapo" for the other advantages.
+        vllm_is_ratio: (batch,), (batch, 1) or (batch, tokens).
+        delta: Upper bound of an unclipped ratio.
+        use_bias_correction_kl: Multiplies the KL penalty by the ratio.
+        num_items_in_batch: Tokens of the whole batch, over all processes.
+        vespo_k_pos: Shape of "vespo" for advantages of at least 0.
+        vespo_lambda_pos: Rate of "vespo" for advantages of at least 0.
+        vespo_k_neg: Shape of "vespo" for negative advantages.
+        vespo_lambda_neg: Rate of "vespo" for negative advantages.
+
+    Returns:
+        With `reduce` the loss and a list of the mean KL, if there is a `beta`, and the clipped share; else the losses,
+        KLs (or None) and clipped marks of all tokens.
+
+    Raises:
+        ValueError: for a shape or option that is not allowed.
+    """
+    items = None
+    if reduce and divided_by(loss_type) == "step":
+        items = items_per_process(num_items_in_batch, completion_mask, completion_ids)
+    result = grpo_loss(
+        *(logits, completion_ids, advantages, completion_mask, old_logp, ref_logp, temperature, inplace),
+        *(loss_type, importance_sampling_level, eps_low, eps_high, delta, beta, use_bias_correction_kl),
+        *(vllm_is_ratio, sapo_temperature_pos, sapo_temperature_neg),
+        *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        *(max_completion_length, items, "mean" if reduce else "none"),
+    )
+    if not reduce:
+        return result.loss, result.kl, result.clipped
+    return result.loss, [metric for metric in (result.kl, result.clipped) if metric is not None]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -33,14 +129,14 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
         max_completion_length: Length that "dr_grpo" divides by; by default that of the batch with its padding.
         importance_sampling_level: "token", or "sequence" for the first five loss types.
         sapo_temperature_pos: Temperature of "sapo" for positive advantages, above 0.
-        sapo_temperature_neg: For the others.
+        sapo_temperature_neg: Temperature of "sapo" for the other advantages.
         temperature: Divides the logits of policy and reference, above 0.
         delta: Upper bound of an unclipped ratio, above 0; for the first five loss types.
         use_bias_correction_kl: Multiplies the KL penalty by the ratio.
         vespo_k_pos: Shape of "vespo" for advantages of at least 0.
-        vespo_lambda_pos: Rate for these.
-        vespo_k_neg: Shape for the others.
-        vespo_lambda_neg: Rate for the others.
+        vespo_lambda_pos: Rate of "vespo" for advantages of at least 0.
+        vespo_k_neg: Shape of "vespo" for negative advantages.
+        vespo_lambda_neg: Rate of "vespo" for negative advantages.
         logits_memory: Bytes of logits at a time, 1 GiB by default. A head that is trained costs three matmuls; four
             where the loss couples the tokens of a completion ("vespo", or ratios of sequences) whose logits do not fit.
 
@@ -69,14 +165,11 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
     logits_memory: int = LOGITS_MEMORY
 
     def __post_init__(self) -> None:
-        check_policy_options(
-            self.loss_type,
-            self.importance_sampling_level,
-            self.delta,
-            self.sapo_temperature_pos,
-            self.sapo_temperature_neg,
-        )
+        self._options()  # checks them
         super().__post_init__()
+
+    def _options(self) -> PolicyOptions:
+        return PolicyOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(PolicyOptions)})
 
     def forward(
         self,
@@ -145,10 +238,10 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
             "sampling_ratio": None if vllm_is_ratio is None else vllm_is_ratio.view(batch, -1),
         }
         items = None
-        if self.loss_type in ("dapo", "cispo", "vespo"):
+        if divided_by(self.loss_type) == "step":
             items = items_per_process(num_items_in_batch, mask, selected_token_ids)
         dtype = torch.float64 if _input.dtype == torch.float64 else torch.float32
-        weights = token_weights(mask, self.loss_type, self.max_completion_length, items, dtype)
+        weights = token_weights(mask, self._options(), items, dtype)
         couples_tokens = self.importance_sampling_level == "sequence" or self.loss_type == "vespo"
         row = length if couples_tokens else 1  # tokens that the formula sees as a completion
         parts = {**tokens, "weights": weights.expand(batch, 1)}
@@ -159,6 +252,7 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
             some = slice(start // row, stop // row)
             part = {name: None if tensor is None else tensor[some] for name, tensor in parts.items()}
             factors = part.pop("weights")
+            assert factors is not None
             return (self._policy_loss(log_probs.view(-1, row), part, "none").loss * factors).sum()
 
         result = linear_grouped_loss(
@@ -177,28 +271,11 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
             seen = self._policy_loss(result.log_probs.view(batch, length), tokens, "mean")
         return result.loss, ((seen.clipped,) if seen.kl is None else (seen.kl, seen.clipped))
 
-    def _policy_loss(self, log_probs: torch.Tensor, tokens: dict[str, Any], reduction: str) -> Any:
-        """`grpo_loss_from_log_probs` of completions; `tokens` are its tensors, by name."""
+    def _policy_loss(self, log_probs: torch.Tensor, tokens: dict[str, Any], reduction: str) -> GRPOLossOutput:
+        """`policy_loss` of completions; `tokens` are its tensors, by name."""
         if tokens["ref_log_probs"] is None:
             tokens = {**tokens, "ref_log_probs": log_probs.detach()}
-        return grpo_loss_from_log_probs(
-            log_probs,
-            **tokens,
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            delta=self.delta,
-            beta=self.beta,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
-            reduction=reduction,
-        )
+        return policy_loss(log_probs, **tokens, options=self._options(), reduction=reduction)
 
 
 def _by_token(tensor: torch.Tensor | None, length: int) -> torch.Tensor | None:

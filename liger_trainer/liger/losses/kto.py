@@ -6,15 +6,15 @@ import dataclasses
 
 import torch
 
-from liger_trainer.liger.losses.preference_formulas import kto
-from liger_trainer.liger.losses.sequences import (
+from liger_trainer.liger.losses.pairs import (
     LOGITS_MEMORY,
     check_sequences,
     check_shape,
     completion_log_probs,
     reference_log_probs,
 )
-from liger_trainer.liger.nn.options import OptionsModule
+from liger_trainer.liger.losses.preference_formulas import kto
+from liger_trainer.liger.nn.losses import OptionsModule
 from liger_trainer.liger.operators.linear_grouped_loss import linear_grouped_loss
 
 

@@ -7,7 +7,15 @@ import functools
 
 import torch
 
-from liger_trainer.liger.losses.pairs import PairLoss, Result, check_label_smoothing, check_pairs
+from liger_trainer.liger.losses.pairs import (
+    LOGITS_MEMORY,
+    PairLoss,
+    Result,
+    check_label_smoothing,
+    check_pairs,
+    check_shape,
+    reference_log_probs,
+)
 from liger_trainer.liger.losses.preference_formulas import (
     COUPLES_PAIRS,
     DPO_LOSSES,
@@ -16,7 +24,6 @@ from liger_trainer.liger.losses.preference_formulas import (
     log_odds,
     odds_ratio,
 )
-from liger_trainer.liger.losses.sequences import LOGITS_MEMORY, check_shape, reference_log_probs
 
 
 @dataclasses.dataclass(eq=False, repr=False)

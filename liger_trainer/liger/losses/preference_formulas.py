@@ -21,11 +21,11 @@ class Pairs(NamedTuple):
 
     Attributes:
         chosen: Log-probability of the chosen completion under the policy.
-        rejected: That of the rejected one.
+        rejected: Log-probability of the rejected completion.
         ref_chosen: Log-probability of the chosen completion under the reference, 0 without one.
-        ref_rejected: That of the rejected one.
+        ref_rejected: The same of the rejected completion.
         chosen_length: How many tokens `chosen` and `ref_chosen` are sums of, at least 1.
-        rejected_length: Those of `rejected` and `ref_rejected`.
+        rejected_length: How many tokens `rejected` and `ref_rejected` are sums of, at least 1.
     """
 
     chosen: torch.Tensor

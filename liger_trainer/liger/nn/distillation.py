@@ -19,7 +19,7 @@ from liger_trainer.functional import (
     linear_kl_div,
     tvd,
 )
-from liger_trainer.liger.nn.options import OptionsModule
+from liger_trainer.liger.nn.losses import OptionsModule
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -125,8 +125,8 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
     Args:
         eps: Lower bound of the probabilities in the logarithm.
-        args: Those of ``torch.nn.KLDivLoss``.
-        kwargs: Likewise: `reduction`, by default ``"mean"``, and `log_target`.
+        args: Arguments of ``torch.nn.KLDivLoss``.
+        kwargs: Keyword arguments of it: `reduction`, by default ``"mean"``, and `log_target`.
     """
 
     def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:

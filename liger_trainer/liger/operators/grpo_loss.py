@@ -23,31 +23,52 @@ import math
 
 import torch
 
+from liger_trainer.configs.loss_types import POLICY_LOSS_TYPES
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
-
-PPO_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
-LOSS_TYPES = (*PPO_TYPES, "cispo", "sapo", "vespo")
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 
-def check_policy_options(
-    loss_type: str, level: str, delta: float | None, sapo_temperature_pos: float, sapo_temperature_neg: float
-) -> None:
-    """Raises ValueError for an option that is not allowed or does not fit the loss type."""
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"`loss_type` is {loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}.")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"`importance_sampling_level` is {level!r}; it must be 'token' or 'sequence'.")
-    if loss_type not in PPO_TYPES and level == "sequence":
-        raise ValueError(f"loss_type={loss_type!r} has no importance_sampling_level='sequence'; use 'token'.")
-    if loss_type not in PPO_TYPES and delta is not None:
-        raise ValueError(f"loss_type={loss_type!r} does not clip on two sides; leave `delta` at None.")
-    if delta is not None and not delta > 0.0:
-        raise ValueError(f"`delta` is {delta}; it bounds a ratio, so it must be above 0, or None.")
-    if not (sapo_temperature_pos > 0.0 and sapo_temperature_neg > 0.0):
-        raise ValueError(
-            f"SAPO's temperatures are {sapo_temperature_pos}, {sapo_temperature_neg}; both must be above 0."
-        )
+@dataclasses.dataclass(frozen=True)
+class PolicyOptions:
+    """The options of a policy loss; `grpo_loss_from_log_probs` describes them.
+
+    Raises:
+        ValueError: For an option that is not allowed or does not fit the loss type.
+    """
+
+    loss_type: str
+    importance_sampling_level: str
+    epsilon_low: float
+    epsilon_high: float
+    delta: float | None
+    beta: float
+    use_bias_correction_kl: bool
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+    max_completion_length: int | None
+
+    def __post_init__(self) -> None:
+        loss_type, delta = self.loss_type, self.delta
+        temperatures = (self.sapo_temperature_pos, self.sapo_temperature_neg)
+        if loss_type not in POLICY_LOSS_TYPES:
+            known = ", ".join(map(repr, POLICY_LOSS_TYPES))
+            raise ValueError(f"`loss_type` is {loss_type!r}; it must be one of {known}.")
+        clips_ratio = POLICY_LOSS_TYPES[loss_type].clips_ratio
+        if self.importance_sampling_level not in ("token", "sequence"):
+            level = self.importance_sampling_level
+            raise ValueError(f"`importance_sampling_level` is {level!r}; it must be 'token' or 'sequence'.")
+        if not clips_ratio and self.importance_sampling_level == "sequence":
+            raise ValueError(f"loss_type={loss_type!r} has no importance_sampling_level='sequence'; use 'token'.")
+        if not clips_ratio and delta is not None:
+            raise ValueError(f"loss_type={loss_type!r} does not clip on two sides; leave `delta` at None.")
+        if delta is not None and not delta > 0.0:
+            raise ValueError(f"`delta` is {delta}; it bounds a ratio, so it must be above 0, or None.")
+        if not all(temperature > 0.0 for temperature in temperatures):
+            raise ValueError(f"SAPO's temperatures are {temperatures[0]}, {temperatures[1]}; both must be above 0.")
 
 
 def by_sign(condition: torch.Tensor, yes: float, no: float, dtype: torch.dtype) -> torch.Tensor:
@@ -60,8 +81,7 @@ def gamma_weights(
     log_ratio: torch.Tensor,
     advantages: torch.Tensor,
     sampling_ratio: torch.Tensor | None,
-    positive: tuple[float, float],
-    negative: tuple[float, float],
+    options: PolicyOptions,
 ) -> torch.Tensor:
     """VESPO's weight of each sequence, phi(W) = exp(lambda) * W**k * exp(-lambda * W), (B, 1), without a gradient."""
     lowest, highest = math.log(1e-8), 20.0
@@ -69,28 +89,26 @@ def gamma_weights(
     if sampling_ratio is not None:
         log_w = log_w + sampling_ratio.log().clamp(lowest, highest).sum(-1, keepdim=True)
     log_w = log_w.clamp(lowest, highest)
-    shape, rate = (by_sign(advantages >= 0, *pair, log_w.dtype) for pair in zip(positive, negative))
-    rate = rate.clamp(min=1e-4)
+    positive = advantages >= 0
+    shape = by_sign(positive, options.vespo_k_pos, options.vespo_k_neg, log_w.dtype)
+    rate = by_sign(positive, options.vespo_lambda_pos, options.vespo_lambda_neg, log_w.dtype).clamp(min=1e-4)
     return (rate + shape * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def token_weights(
-    mask: torch.Tensor,
-    loss_type: str,
-    max_completion_length: int | None,
-    num_items: int | float | torch.Tensor | None,
-    dtype: torch.dtype,
+    mask: torch.Tensor, options: PolicyOptions, num_items: int | float | torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """The factors, `(B, 1)` or 0-d, by which token losses `(B, L)`, 0 where masked, add up to the loss of a batch."""
     batch, length = mask.shape
     one = torch.ones((), dtype=dtype, device=mask.device)
-    if loss_type in ("grpo", "sapo"):
+    divided_by = POLICY_LOSS_TYPES[options.loss_type].divided_by
+    if divided_by == "completion":
         return one / (mask.sum(-1, keepdim=True).clamp(min=1) * max(batch, 1))
-    if loss_type == "luspo":
+    if divided_by == "completions":
         return one / max(batch, 1)
-    if loss_type == "dr_grpo":
-        return one / max(batch * (max_completion_length or length), 1)
-    if loss_type == "bnpo" or num_items is None:
+    if divided_by == "longest completion":
+        return one / max(batch * (options.max_completion_length or length), 1)
+    if divided_by == "micro-batch" or num_items is None:
         return one / mask.sum().clamp(min=1)
     # A 0-d CPU tensor enters a device operation by value, without a copy that would synchronise.
     return one / (num_items.clamp(min=1) if isinstance(num_items, torch.Tensor) else max(num_items, 1))
@@ -111,6 +129,70 @@ class GRPOLossOutput:
     kl: torch.Tensor | None
     clipped: torch.Tensor
     log_probs: torch.Tensor
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor | None,
+    old_log_probs: torch.Tensor | None,
+    ref_log_probs: torch.Tensor | None,
+    sampling_ratio: torch.Tensor | None,
+    options: PolicyOptions,
+    num_items: int | float | torch.Tensor | None = None,
+    reduction: str = "mean",
+) -> GRPOLossOutput:
+    """`grpo_loss_from_log_probs` with its options as one object."""
+    loss_type, beta = options.loss_type, options.beta
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean' or 'none'.")
+    if beta != 0.0 and ref_log_probs is None:
+        raise ValueError(f"`beta` is {beta}, which needs `ref_log_probs`; give them, or beta=0.0.")
+    mask = torch.ones_like(log_probs, dtype=torch.bool) if completion_mask is None else completion_mask != 0
+    advantages = (advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages).to(log_probs.dtype)
+    if advantages.shape == mask.shape:
+        advantages = torch.where(mask, advantages, 0.0)
+    if sampling_ratio is not None:
+        sampling_ratio = sampling_ratio.unsqueeze(-1) if sampling_ratio.dim() == 1 else sampling_ratio
+        if sampling_ratio.shape == mask.shape:
+            sampling_ratio = torch.where(mask, sampling_ratio, 1.0)
+    log_probs = torch.where(mask, log_probs, 0.0)
+    old = log_probs.detach() if old_log_probs is None else old_log_probs
+    log_ratio = torch.where(mask, log_probs - old, 0.0)
+    if options.importance_sampling_level == "sequence":
+        ratio = (log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+    else:
+        ratio = log_ratio.exp()
+    clipped = torch.zeros_like(mask)
+    if loss_type == "cispo":
+        losses = -ratio.clamp(max=options.epsilon_high).detach() * advantages * log_probs
+        clipped = (ratio > options.epsilon_high) & (advantages > 0)
+    elif loss_type == "sapo":
+        temperature = by_sign(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, ratio.dtype)
+        losses = -torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature * advantages
+    elif loss_type == "vespo":
+        losses = -gamma_weights(log_ratio, advantages, sampling_ratio, options) * advantages * log_probs
+    else:
+        low, high = 1.0 - options.epsilon_low, 1.0 + options.epsilon_high
+        free = ratio if options.delta is None else ratio.clamp(max=options.delta)
+        losses = -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages)
+        clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+    if sampling_ratio is not None and loss_type != "vespo":
+        losses = losses * sampling_ratio
+    kl = None
+    if beta != 0.0 and ref_log_probs is not None:
+        distance = torch.where(mask, ref_log_probs - log_probs, 0.0)
+        kl = torch.expm1(distance) - distance
+        kl = kl * ratio if options.use_bias_correction_kl else kl
+        losses = losses + beta * kl
+        kl = torch.where(mask, kl.detach(), 0.0)
+    losses = torch.where(mask, losses, 0.0)
+    clipped = (clipped & mask).to(losses.dtype)
+    if reduction == "none":
+        return GRPOLossOutput(losses, kl, clipped, log_probs.detach())
+    valid = mask.sum().clamp(min=1)
+    loss = (losses * token_weights(mask, options, num_items, losses.dtype)).sum()
+    return GRPOLossOutput(loss, None if kl is None else kl.sum() / valid, clipped.sum() / valid, log_probs.detach())
 
 
 def grpo_loss_from_log_probs(
@@ -171,57 +253,15 @@ def grpo_loss_from_log_probs(
     Raises:
         ValueError: For an option that is not allowed or does not fit the loss type.
     """
-    check_policy_options(loss_type, importance_sampling_level, delta, sapo_temperature_pos, sapo_temperature_neg)
-    if reduction not in ("mean", "none"):
-        raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean' or 'none'.")
-    if beta != 0.0 and ref_log_probs is None:
-        raise ValueError(f"`beta` is {beta}, which needs `ref_log_probs`; give them, or beta=0.0.")
-    mask = torch.ones_like(log_probs, dtype=torch.bool) if completion_mask is None else completion_mask != 0
-    advantages = (advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages).to(log_probs.dtype)
-    if advantages.shape == mask.shape:
-        advantages = torch.where(mask, advantages, 0.0)
-    if sampling_ratio is not None:
-        sampling_ratio = sampling_ratio.unsqueeze(-1) if sampling_ratio.dim() == 1 else sampling_ratio
-        if sampling_ratio.shape == mask.shape:
-            sampling_ratio = torch.where(mask, sampling_ratio, 1.0)
-    log_probs = torch.where(mask, log_probs, 0.0)
-    old = log_probs.detach() if old_log_probs is None else old_log_probs
-    log_ratio = torch.where(mask, log_probs - old, 0.0)
-    if importance_sampling_level == "sequence":
-        ratio = (log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
-    else:
-        ratio = log_ratio.exp()
-    clipped = torch.zeros_like(mask)
-    if loss_type == "cispo":
-        losses = -ratio.clamp(max=epsilon_high).detach() * advantages * log_probs
-        clipped = (ratio > epsilon_high) & (advantages > 0)
-    elif loss_type == "sapo":
-        temperature = by_sign(advantages > 0, sapo_temperature_pos, sapo_temperature_neg, ratio.dtype)
-        losses = -torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature * advantages
-    elif loss_type == "vespo":
-        positive, negative = (vespo_k_pos, vespo_lambda_pos), (vespo_k_neg, vespo_lambda_neg)
-        losses = -gamma_weights(log_ratio, advantages, sampling_ratio, positive, negative) * advantages * log_probs
-    else:
-        low, high = 1.0 - epsilon_low, 1.0 + epsilon_high
-        free = ratio if delta is None else ratio.clamp(max=delta)
-        losses = -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages)
-        clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-    if sampling_ratio is not None and loss_type != "vespo":
-        losses = losses * sampling_ratio
-    kl = None
-    if beta != 0.0 and ref_log_probs is not None:
-        distance = torch.where(mask, ref_log_probs - log_probs, 0.0)
-        kl = torch.expm1(distance) - distance
-        kl = kl * ratio if use_bias_correction_kl else kl
-        losses = losses + beta * kl
-        kl = torch.where(mask, kl.detach(), 0.0)
-    losses = torch.where(mask, losses, 0.0)
-    clipped = (clipped & mask).to(losses.dtype)
-    if reduction == "none":
-        return GRPOLossOutput(losses, kl, clipped, log_probs.detach())
-    valid = mask.sum().clamp(min=1)
-    loss = (losses * token_weights(mask, loss_type, max_completion_length, num_items, losses.dtype)).sum()
-    return GRPOLossOutput(loss, None if kl is None else kl.sum() / valid, clipped.sum() / valid, log_probs.detach())
+    options = PolicyOptions(
+        *(loss_type, importance_sampling_level, epsilon_low, epsilon_high, delta, beta, use_bias_correction_kl),
+        *(sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        max_completion_length,
+    )
+    return policy_loss(
+        *(log_probs, advantages, completion_mask, old_log_probs, ref_log_probs, sampling_ratio),
+        *(options, num_items, reduction),
+    )
 
 
 def grpo_loss(
@@ -307,27 +347,12 @@ def grpo_loss(
     labels = torch.nn.functional.pad(labels, (0, logits.shape[1] - length), value=IGNORE_INDEX)
     nll = cross_entropy(logits, labels, IGNORE_INDEX, "none", temperature=temperature, inplace=inplace_backward)
     assert isinstance(nll, torch.Tensor)
-    return grpo_loss_from_log_probs(
-        -nll[:, :length],
-        advantages,
-        completion_mask,
-        old_log_probs,
-        ref_log_probs,
-        loss_type,
-        importance_sampling_level,
-        epsilon_low,
-        epsilon_high,
-        delta,
-        beta,
-        use_bias_correction_kl,
-        sampling_ratio,
-        sapo_temperature_pos,
-        sapo_temperature_neg,
-        vespo_k_pos,
-        vespo_lambda_pos,
-        vespo_k_neg,
-        vespo_lambda_neg,
+    options = PolicyOptions(
+        *(loss_type, importance_sampling_level, epsilon_low, epsilon_high, delta, beta, use_bias_correction_kl),
+        *(sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         max_completion_length,
-        num_items,
-        reduction,
+    )
+    return policy_loss(
+        *(-nll[:, :length], advantages, completion_mask, old_log_probs, ref_log_probs, sampling_ratio),
+        *(options, num_items, reduction),
     )

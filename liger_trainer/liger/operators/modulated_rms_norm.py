@@ -368,7 +368,7 @@ def modulated_rms_norm(
             - with `x` of shape (tokens, hidden_size), also (groups, hidden_size) for `groups` equal runs of tokens;
             - anything else that broadcasts to `x` is expanded to a row for each token.
 
-        shift: Of a dtype and shape as for `scale`; None for no shift.
+        shift: A tensor of a dtype and shape as for `scale`; None for no shift.
         eps: Added to the mean square.
         offset: Added to the weight; 1.0 for Gemma.
         casting: ``"llama"`` (default), ``"gemma"``, ``"olmo2"`` or ``"none"``, see `rms_norm`.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_trainer.errors import UserError
 from liger_trainer.tools.cli.argument_types import positive
-from liger_trainer.tools.cli.quiet import quiet_libraries
+from liger_trainer.tools.cli.run_recipe import quiet_libraries
 
 if TYPE_CHECKING:
     from liger_trainer.tools.export.conversation import Conversation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -10,6 +11,7 @@ import logging
 import os
 import platform
 import sys
+import tomllib
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +23,26 @@ from liger_trainer.compat.private import (
     is_newer_than_tested,
 )
 from liger_trainer.compat.transformers import LEAST_PEFT
-from liger_trainer.tools.requirements import requirements
+
+
+@functools.cache
+def requirements() -> dict[str, str]:
+    """The supported version range of each library that the trainers need here, such as ``{"trl": "<2,>=1.16"}``.
+
+    The ranges come from the installed distribution or, in a plain checkout, from pyproject.toml.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires("liger-trainer") or []
+    except importlib.metadata.PackageNotFoundError:
+        text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+        project = tomllib.loads(text)["project"]
+        lines = project["dependencies"] + project["optional-dependencies"]["train"]
+    needed = [Requirement(line) for line in lines]
+    needed = [item for item in needed if item.marker is None or item.marker.evaluate({"extra": "train"})]
+    return {item.name: str(item.specifier) for item in needed}
+
 
 Status = Literal["ok", "note", "warning", "error"]
 _MARKS = {"ok": "[green]ok[/green]", "note": "note", "warning": "[yellow]warning[/yellow]", "error": "[red]error[/red]"}

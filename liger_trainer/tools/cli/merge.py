@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.errors import UserError
-from liger_trainer.tools.cli.quiet import quiet_libraries
+from liger_trainer.tools.cli.run_recipe import quiet_libraries
 from liger_trainer.tools.export.gguf import TYPES, convert, find_converter
 
 if TYPE_CHECKING:

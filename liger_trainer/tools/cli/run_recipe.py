@@ -1,13 +1,58 @@
-"""Runs a recipe in this process, which a launcher may have started as one of several."""
+"""Runs recipes, as a command or as a script, alone or as one of several ranks."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import time
 import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
+
+LAUNCHER_SECONDS = 5.0
+"""Time for a launcher to end a process whose peer has died; torchrun looks ten times a second."""
+
+
+def recorded(run: Callable[[str, Sequence[str]], int]) -> Callable[[str, Sequence[str]], int | None]:
+    """Wraps `run` so that the launcher's summary shows the traceback of the rank that failed first, and no other.
+
+    When a rank dies, the collectives of all others fail within microseconds. The launcher takes the earliest error that
+    it finds for the root cause, so the other ranks wait here until it ends them.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    def wait_before_reporting_a_lost_peer(name: str, arguments: Sequence[str]) -> int:
+        try:
+            return run(name, arguments)
+        except Exception as error:
+            if lost_a_peer(error):
+                time.sleep(LAUNCHER_SECONDS)
+            raise
+
+    return record(wait_before_reporting_a_lost_peer)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed because a peer died: NCCL has an error class for it, gloo only its source path."""
+    import torch
+
+    if not torch.distributed.is_available():
+        return False
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport/" in str(error)
+
+
+def rank() -> int:
+    """The rank of this process, as its launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def leave_process_group() -> None:
+    """Leaves the process group, if there is one. Every process must call this: leaving may wait for the others."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def run_yaml(namespace: MutableMapping[str, Any]) -> bool:
@@ -42,7 +87,7 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     """
     prepare_environment()
     from liger_trainer.tools.cli.doctor import unmet_requirement
-    from liger_trainer.tools.cli.ranks import rank, recorded
+    from liger_trainer.tools.cli.run_recipe import rank, recorded
 
     unmet = unmet_requirement()
     if unmet is not None:
@@ -88,7 +133,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     from liger_trainer.callbacks.stop_on_signal import StoppedBySignal
     from liger_trainer.recipe import RecipeError, load_recipe
     from liger_trainer.recipe.file import TrainingError
-    from liger_trainer.tools.cli.ranks import leave_process_group, rank
+    from liger_trainer.tools.cli.run_recipe import leave_process_group, rank
 
     try:
         recipe = load_recipe(name, options, smoke="--smoke" in arguments)
@@ -118,3 +163,16 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
     leave_process_group()
     return 0
+
+
+def quiet_libraries() -> None:
+    """To be called before the first import of a library that reads environment variables."""
+    prepare_libraries()
+    import torch
+
+    if not torch.accelerator.is_available():
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that is not used
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()

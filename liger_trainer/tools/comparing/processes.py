@@ -18,7 +18,7 @@ def run_sides(request: Request, say: Callable[[str], None]) -> dict[str, Measure
     """Runs every side in a process of its own, and deletes what they left for each other.
 
     Args:
-        request: What to compare; its folder exists.
+        request: The comparison; its folder exists.
         say: Is told what runs.
 
     Returns:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_trainer._version import __version__
-from liger_trainer.pages import curves, page, paragraph, section, table
+from liger_trainer.run_report.curves import curves
+from liger_trainer.run_report.page import page, paragraph, section, table
 from liger_trainer.tools.comparing.request import Request
 from liger_trainer.tools.comparing.side import AGAIN, OURS, SIDES, STOCK, Measured
 from liger_trainer.tools.comparing.verdict import FACTOR, RULE, Difference, Verdict, relative_norms
@@ -28,11 +29,11 @@ class Comparison:
     """Everything that a comparison found.
 
     Args:
-        request: What was compared.
+        request: The comparison.
         title: The recipe and its trainer.
-        runs: What each of `SIDES` has measured.
+        runs: The measurements of each of `SIDES`.
         verdict: The verdict.
-        notes: What was done otherwise than in the recipe, as sentences.
+        notes: Differences from the recipe, as sentences.
     """
 
     request: Request

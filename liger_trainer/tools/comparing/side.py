@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, set_seed
 
-from liger_trainer.callbacks.batch_tokens import token_masks
+from liger_trainer.callbacks.labelled_share import token_masks
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.errors import UserError
 from liger_trainer.recipe.build import build_trainer
@@ -31,10 +31,8 @@ from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe, build_recipe, load_recipe
 from liger_trainer.recipe.model import config_of_recipe
 from liger_trainer.recipe.run import check_before_loading, train_recipe
-from liger_trainer.tools.comparing.completions import Completions
-from liger_trainer.tools.comparing.gradients import compare_gradients, norm_of, save_gradients
+from liger_trainer.tools.comparing.measures import Completions, compare_gradients, norm_of, save_gradients, split_sums
 from liger_trainer.tools.comparing.request import WARM_START, Request, values_of
-from liger_trainer.tools.comparing.rounding import split_sums
 from liger_trainer.tools.comparing.stock import stock_recipe
 
 STOCK, AGAIN, OURS = "stock", "stock_again", "ours"
@@ -57,7 +55,7 @@ class Measured:
         gradients: For each part of a layer, norm and difference of [`compare_gradients`]; empty for the stock run.
         dropped: Arguments of ours that the stock run does not have.
         generated: How often it asked for completions.
-        kernels: What was patched, as rows of component, target, count and kernel; empty for the stock runs.
+        kernels: Patched parts, as rows of component, target, count and kernel; empty for the stock runs.
     """
 
     weights: str
@@ -201,7 +199,7 @@ class Recorder:
 
     Args:
         trainer: A trainer that has not trained yet.
-        completions: What takes the time of generation.
+        completions: The callback that takes the time of generation.
         folder: Where the gradients are.
         record: Whether to save the gradients there; else they are compared with those saved.
     """

@@ -27,10 +27,10 @@ class Difference:
     """How far two runs are from stock.
 
     Args:
-        name: Of what: ``"loss"``, ``"gradient norm"``, or a part of the model for its gradient at the first step.
+        name: ``"loss"``, ``"gradient norm"``, or a part of the model for its gradient at the first step.
         ours: Our largest difference from stock: of the loss as it is, of all else relative to stock's norm.
-        noise: The same of the second stock run.
-        yardstick: What ours is measured by: the noise, with the least that `RULE` says.
+        noise: The same distance of the second stock run.
+        yardstick: The measure of ours: the noise, with the least that `RULE` says.
         step: The step of our largest difference, from 1.
     """
 
@@ -57,7 +57,7 @@ class Verdict:
 
     Args:
         curves: The differences of loss and gradient norm.
-        parts: Those of the gradients at the first step, the largest ratio first.
+        parts: Comparisons of the gradients at the first step, the largest ratio first.
         reasons: Why ours differs, as sentences; empty if it agrees.
     """
 
@@ -80,7 +80,7 @@ def judge(runs: Mapping[str, Measured]) -> Verdict:
     """Compares the runs.
 
     Args:
-        runs: What each of `SIDES` has measured.
+        runs: The measurements of each of `SIDES`.
 
     Raises:
         UserError: if stock's gradients are all 0 or its losses are not finite, so that nothing can be compared.

@@ -1,4 +1,7 @@
-"""What is checked: the keys of a recipe, or of a model as if it were one, and the configuration of the model."""
+"""What is checked, and what a check finds.
+
+A case is the keys of a recipe, or of a model as if it were one, and the configuration of the model.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,32 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe, shipped_recipes
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.model import config_of_values
+from liger_trainer.recipe.schema import TRAINERS, TrainerKind
 from liger_trainer.recipe.smoke import shrink
 from liger_trainer.tools.planning.inputs import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-POLICY = ("grpo", "rloo")
-"""Trainers whose answers are generated, so that the data has no labels."""
+
+@dataclasses.dataclass(frozen=True)
+class Trap:
+    """A mistake that training would not report.
+
+    Args:
+        what: The mistake, and why nothing shows it.
+        fix: Keys of a recipe that correct it.
+    """
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. Fix: {self.fix}."
+
+
+class CannotCheckError(Exception):
+    """Something could not be looked at; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +57,11 @@ class Case:
     values: Mapping[str, Any]
     config: PreTrainedConfig
     is_model: bool
+
+    @property
+    def kind(self) -> TrainerKind:
+        """What its trainer is."""
+        return TRAINERS[self.values["trainer"]]
 
     @cached_property
     def model_and_dtype(self) -> tuple[Any, Any]:

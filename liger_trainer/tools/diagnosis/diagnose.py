@@ -6,24 +6,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from liger_trainer.tools.diagnosis.adapters import tied_adapters
-from liger_trainer.tools.diagnosis.case import POLICY, Case
-from liger_trainer.tools.diagnosis.ends import no_end
-from liger_trainer.tools.diagnosis.fp8 import idle_fp8
+from liger_trainer.recipe.schema import TRAINERS
+from liger_trainer.tools.diagnosis.case import CannotCheckError, Case, Trap
 from liger_trainer.tools.diagnosis.labels import (
     cut_answers,
     few_labels,
     left_out,
+    no_end,
     placeholders,
     two_beginnings,
     without_label,
 )
-from liger_trainer.tools.diagnosis.low_bit import low_bit_base
-from liger_trainer.tools.diagnosis.packing import leaks
-from liger_trainer.tools.diagnosis.rates import rounded
 from liger_trainer.tools.diagnosis.sample import Sample, read_sample
-from liger_trainer.tools.diagnosis.sampling import sampling
-from liger_trainer.tools.diagnosis.trap import CannotCheckError, Trap
+from liger_trainer.tools.diagnosis.settings import idle_fp8, leaks, low_bit_base, rounded, sampling, tied_adapters
 
 OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "dtype and learning rate": rounded,
@@ -41,7 +36,10 @@ OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
     "image tokens": placeholders,
     "two beginnings": two_beginnings,
 }
-_NEEDS: dict[str, tuple[str, ...]] = {"packing": ("sft",), "sampling": POLICY}  # trainers, where not all
+_NEEDS: dict[str, tuple[str, ...]] = {  # trainers, where not all
+    "packing": ("sft",),
+    "sampling": tuple(name for name, kind in TRAINERS.items() if kind.generates),
+}
 
 # What a model without a recipe is tried with: settings that are traps for some models.
 _TRIED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -56,8 +54,8 @@ class Diagnosis:
     """What was found.
 
     Args:
-        traps: What is wrong with the recipe or the model.
-        notes: What would be wrong with other settings, for a model without a recipe.
+        traps: Mistakes of the recipe or the model.
+        notes: Mistakes with other settings, for a model without a recipe.
         checked: The names of the checks that looked.
         unchecked: The names of those that could not, with the reasons.
     """
@@ -99,10 +97,10 @@ def _look_at_data(case: Case, found: Diagnosis) -> None:
     except CannotCheckError as error:
         found.unchecked["the data, its labels and the end of an answer"] = str(error)
         return
-    if case.values["trainer"] != "reward":  # which scores an answer, and writes none
+    if not case.kind.scores:
         found.look("the end of an answer", no_end, case, sample)
     labels = f"{', '.join(OF_LABELS)} in the first {sample.rows} rows"
-    if case.values["trainer"] in POLICY:
+    if case.kind.generates:
         found.unchecked["labels"] = "the answers are generated"
     elif not sample.rows:
         found.unchecked["labels"] = "no data is named; give a recipe, or `--data_files` or `--dataset_name`"

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import TemplateError
 
-from liger_trainer.callbacks.batch_tokens import token_masks
+from liger_trainer.callbacks.labelled_share import token_masks
 from liger_trainer.recipe.build import chat_template, processing_class
 from liger_trainer.recipe.data import BUILT_IN, SPOKEN, load_data, load_tokenizer, text_blocks
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe, build_recipe
-from liger_trainer.tools.diagnosis.case import POLICY, Case
-from liger_trainer.tools.diagnosis.trap import CannotCheckError
+from liger_trainer.tools.diagnosis.case import CannotCheckError, Case
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -68,8 +67,8 @@ class Sample:
         rows: Number of rows; 0 without data.
         dropped: How many of them the trainer leaves out, with `max_length`.
         empty: How many it would leave out without `max_length`, since they have no label.
-        whole: Their sequences without `max_length`; a pair has two. Empty if answers are generated.
-        cut: Those that are trained on, with `max_length`.
+        whole: Sequences of the rows without `max_length`; a pair has two. Empty if answers are generated.
+        cut: Sequences that are trained on, with `max_length`.
     """
 
     processor: Any
@@ -103,7 +102,7 @@ def read_sample(case: Case) -> Sample:
         tokenizer = _loaded(load_tokenizer, recipe, data, None)
         rows = _first_rows(data)
         is_chat = any(isinstance(rows[0].get(name), list) for name in SPOKEN)
-        if recipe.recipe.trainer in POLICY:
+        if recipe.kind.generates:
             return Sample(tokenizer, is_chat=is_chat, rows=len(rows))
         if recipe.recipe.trainer == "causal_lm":
             blocks = tuple(_of_rows(_blocks(recipe, tokenizer, rows)))
@@ -198,10 +197,14 @@ def _trainer(recipe: Recipe, tokenizer: Any, rows: Dataset) -> Any:
     if hasattr(args, "chat_template_path"):
         args.chat_template_path = chat_template(args.chat_template_path)
     processor = processing_class(recipe, tokenizer, rows) or _processor(recipe)
-    kind = recipe.recipe.trainer
-    reference = {"ref_model": _small_model(tokenizer, kind)} if kind in ("dpo", "kto") else {}
-    return recipe.kind.trainer_class(
-        model=_small_model(tokenizer, kind), args=args, train_dataset=rows, processing_class=processor, **reference
+    kind = recipe.kind
+    reference = {"ref_model": _small_model(tokenizer)} if kind.has_reference else {}
+    return kind.trainer_class(
+        model=_small_model(tokenizer, kind.scores),
+        args=args,
+        train_dataset=rows,
+        processing_class=processor,
+        **reference,
     )
 
 
@@ -217,7 +220,7 @@ def _processor(recipe: Recipe) -> Any:
         raise CannotCheckError(f"the processor of {name!r} cannot be loaded: {first_line(error)}") from error
 
 
-def _small_model(tokenizer: Any, kind: str) -> Any:
+def _small_model(tokenizer: Any, scores: bool = False) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     sizes: dict[str, Any] = {
@@ -228,7 +231,7 @@ def _small_model(tokenizer: Any, kind: str) -> Any:
         "num_labels": 1,
     }
     config = LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=len(tokenizer))
-    return (LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM)(config)
+    return (LlamaForSequenceClassification if scores else LlamaForCausalLM)(config)
 
 
 def _sequences(trainer: Any) -> Iterator[Sequence]:

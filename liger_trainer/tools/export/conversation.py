@@ -30,7 +30,7 @@ class Conversation:
 
     Args:
         model: A model that generates.
-        tokenizer: Its tokenizer; without a chat template, the model continues the plain text of all turns.
+        tokenizer: The tokenizer of the model; without a chat template, the model continues the plain text of all turns.
         max_new_tokens: Tokens of an answer, at most.
         temperature: 0 takes the likeliest token; None leaves it to the model's generation configuration.
         system: The system message.

@@ -10,6 +10,7 @@ from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, estimate, kept, largest_activation_memory
 from liger_trainer.plan.settings import CONFIGS, Setting, candidates, relative_cost
 from liger_trainer.plan.work import Run
+from liger_trainer.recipe.schema import TRAINERS
 from liger_trainer.tools.planning.inputs import Inputs, checkpointing_key, kernels_of
 
 GIB = 2**30
@@ -114,7 +115,7 @@ def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
         values["gradient_accumulation_steps"],
         quantised=bool(values["load_in_4bit"] or values["load_in_8bit"] or values["fp8_base"]),
         tiles=bool(shape.intermediate) and not shape.experts_per_token,
-        fixed_batch=inputs.batch_is_fixed,
+        fixed_batch=TRAINERS[inputs.values["trainer"]].batch_is_fixed,
         experts=inputs.shared_experts,
         zero2=not (quantised_experts or values["fp8_base"]) and inputs.run.optim != LIGER_ADAMW,
     )

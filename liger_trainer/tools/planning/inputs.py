@@ -19,17 +19,16 @@ from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.parallel.sequences import reason_of_sizes
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.probe import Probe
-from liger_trainer.plan.head import HeadSettings
 from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.shapes import named_attention, read_layer_shape
-from liger_trainer.plan.work import Run, Work
+from liger_trainer.plan.work import HeadSettings, Run, Work
 from liger_trainer.recipe.checks import split_obstacle, target_modules
 from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, find_recipe, first_line, read_recipe
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.model import config_of_values, model_class, published_config
-from liger_trainer.recipe.schema import mapping
+from liger_trainer.recipe.schema import TRAINERS, mapping
 from liger_trainer.recipe.smoke import shrink
 
 if TYPE_CHECKING:
@@ -38,11 +37,6 @@ if TYPE_CHECKING:
     from liger_trainer.configs.kernel_config import KernelConfig
 
 _ADAMS = ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "adamw_32bit")  # which round
-PAIRS = ("dpo", "orpo", "cpo", "reward")
-"""Trainers whose batches have two sequences for each sample."""
-
-_POLICY = ("grpo", "rloo")
-_SUMMED = ("sft", "causal_lm")  # trainers whose loss is a cross entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Inputs:
         source: The recipe's file.
         values: All its keys.
         run: Model and work.
-        notes: What was assumed, or is not counted.
+        notes: Assumptions, and memory that is not counted.
         shared_experts: Experts per layer that GPUs can share; 0 if there are none or they cannot be split.
         activation_memory: Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
     """
@@ -64,11 +58,6 @@ class Inputs:
     notes: tuple[str, ...]
     shared_experts: int = 0
     activation_memory: int | Literal["auto"] = 0
-
-    @property
-    def batch_is_fixed(self) -> bool:
-        """Whether another micro-batch would change the loss: KTO estimates a mean over it, groups must stay whole."""
-        return self.values["trainer"] in ("kto", *_POLICY)
 
 
 def read_inputs(
@@ -103,7 +92,7 @@ def read_inputs(
         if values["optim"] == LIGER_ADAMW:
             liger_adamw_options(SimpleNamespace(**values))
         shape = read_layer_shape(model, fused, bool(values["use_liger_kernel"] and kernels.experts))
-        if values["use_liger_kernel"] and kernels.linear_cross_entropy and values["trainer"] != "reward":
+        if values["use_liger_kernel"] and kernels.linear_cross_entropy and not TRAINERS[values["trainer"]].scores:
             check_logits_memory(int(kernels.logits_memory), shape.vocab)
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
@@ -190,7 +179,7 @@ def build_on_meta(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[
         dtype = stored if isinstance(stored, torch.dtype) and values["model_name_or_path"] else torch.float32
     else:
         dtype = getattr(torch, dtype)
-    scored = values["trainer"] == "reward"
+    scored = TRAINERS[values["trainer"]].scores
     if scored:
         from transformers import AutoModelForSequenceClassification
 
@@ -252,11 +241,10 @@ def kernels_of(values: Mapping[str, Any], source: Path) -> KernelConfig:
 
 
 def _work(values: Mapping[str, Any], source: Path, base_bytes: float, gpus: int, prompt_length: int) -> Work:
-    trainer = values["trainer"]
-    loss = "none" if trainer == "reward" else "cross_entropy" if trainer in _SUMMED else "log_probs"
-    head = HeadSettings.of(SimpleNamespace(**values), loss)
+    trainer = TRAINERS[values["trainer"]]
+    head = HeadSettings.of(SimpleNamespace(**values), trainer.loss)
     reference = base_bytes if _has_reference(values) else 0.0
-    if trainer in _POLICY:
+    if trainer.generates:
         answer = values["max_completion_length"] or 0
         length = answer + prompt_length
         return Work(1, length, answer, head, reference, **_generation(values, gpus))
@@ -265,16 +253,17 @@ def _work(values: Mapping[str, Any], source: Path, base_bytes: float, gpus: int,
         raise RecipeError(
             f"{source}: `max_length` is not set, so the longest sequence is not known; plan with `--max_length N`."
         )
-    return Work(2 if trainer in PAIRS else 1, length, length, head, reference)
+    return Work(2 if trainer.pairs else 1, length, length, head, reference)
 
 
 def _has_reference(values: Mapping[str, Any]) -> bool:
     """Whether a second model is in memory; with adapters, the policy without them is the reference."""
     if values["use_peft"]:
         return False
-    if values["trainer"] in _POLICY:
+    kind = TRAINERS[values["trainer"]]
+    if kind.generates:
         return values["beta"] != 0
-    return values["trainer"] in ("dpo", "kto") and not values["precompute_ref_log_probs"]
+    return kind.has_reference and not values["precompute_ref_log_probs"]
 
 
 def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -297,7 +286,7 @@ def _notes(
     name = values["model_name_or_path"]
     if name is not None and published_config(name, values["model_revision"]) is not None:
         notes.append(f"The sizes of {name} are those packaged with liger_trainer; the Hub was not asked.")
-    if values["trainer"] in _POLICY:
+    if TRAINERS[values["trainer"]].generates:
         notes.append(f"Prompts are assumed to have {prompt_length} tokens (`--prompt_length`).")
     if values.get("tokens_per_micro_batch"):
         notes.append("`tokens_per_micro_batch` is not counted: a batch is planned as one forward, padded.")
@@ -332,8 +321,8 @@ def rounded_updates(
 
     Args:
         values: All keys of a recipe.
-        config: Of its model.
-        dtype: Of its weights.
+        config: Configuration of the model.
+        dtype: Dtype of the weights.
         gpus: Number of GPUs: FSDP and DeepSpeed split, and may keep fp32 weights, only on several.
 
     Returns:

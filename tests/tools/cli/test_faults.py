@@ -9,7 +9,7 @@ import torch
 
 from liger_trainer.recipe.file import RecipeError, TrainingError
 from liger_trainer.tools.cli import run_recipe_file
-from liger_trainer.tools.cli.ranks import lost_a_peer
+from liger_trainer.tools.cli.run_recipe import lost_a_peer
 from tests.forked import torchrun
 from tests.tools.cli.faulty_rank import run_with_fault
 from tests.tools.cli.runs import EIGHT_STEPS, ROOT, checkpoints, environment, logged, weights, write_recipe

@@ -7,8 +7,8 @@ import torch
 import yaml
 
 from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
+from liger_trainer.recipe.known_models import PUBLISHED
 from liger_trainer.recipe.model import model_class, published_config
-from liger_trainer.recipe.published_configs import PUBLISHED
 from liger_trainer.tools.cli import main
 
 SMALL = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, \

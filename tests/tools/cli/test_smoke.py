@@ -8,7 +8,7 @@ import pytest
 
 from liger_trainer.patching.moe import experts_formula
 from liger_trainer.patching.moe.experts import SIZES
-from liger_trainer.recipe import load_recipe, smoke, tiny_models
+from liger_trainer.recipe import known_models, load_recipe, smoke
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe.run import run_recipe
 from liger_trainer.tools.cli import main
@@ -133,7 +133,7 @@ def one_step(folder, family, *options):
     assert main(["train", recipe, "--smoke", "--max_steps", "1", "--output_dir", str(folder), *options]) == 0
 
 
-@pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
+@pytest.mark.parametrize("family", sorted(known_models.FAMILIES))
 def test_every_family(family, tmp_path):
     one_step(tmp_path / "run", family)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model_type"] in (family, f"{family}_text")
@@ -164,19 +164,19 @@ def test_balance_of_the_routers(tmp_path):
     ],
 )
 def test_family_from_the_id(name, family):
-    assert tiny_models.family_of({"model_name_or_path": name}) == family
+    assert known_models.family_of({"model_name_or_path": name}) == family
 
 
 def test_family_from_a_local_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "olmo2"}')
-    assert tiny_models.family_of({"model_name_or_path": str(tmp_path)}) == "olmo2"
+    assert known_models.family_of({"model_name_or_path": str(tmp_path)}) == "olmo2"
 
 
 def test_unknown_family_says_what_to_set():
     with pytest.raises(RecipeError, match="set `model_family`"):
-        tiny_models.family_of({"model_name_or_path": "someone/else"})
+        known_models.family_of({"model_name_or_path": "someone/else"})
     with pytest.raises(RecipeError, match="Did you mean 'qwen3_moe'"):
-        tiny_models.family_of({"model_family": "qwen3moe"})
+        known_models.family_of({"model_family": "qwen3moe"})
 
 
 def test_the_command_line_stays(tmp_path):

@@ -9,8 +9,8 @@ import warnings
 import pytest
 import torch
 
-from liger_trainer.configs.dpo_config import LigerDPOConfig
-from liger_trainer.configs.training_arguments import LigerTrainingArguments
+from liger_trainer.configs.flags import LigerTrainingArguments
+from liger_trainer.configs.trl_configs import LigerDPOConfig
 from liger_trainer.tools.cli import main, run_recipe_file
 from liger_trainer.tools.cli.run_recipe import prepare_environment
 from tests.distributed.accelerate_launch import as_launched

@@ -9,9 +9,7 @@ from torch import nn
 
 from liger_trainer.errors import UserError
 from liger_trainer.recipe.file import RecipeError
-from liger_trainer.tools.comparing.completions import Completions
-from liger_trainer.tools.comparing.gradients import compare_gradients, group_of, save_gradients
-from liger_trainer.tools.comparing.rounding import split_sums
+from liger_trainer.tools.comparing.measures import Completions, compare_gradients, group_of, save_gradients, split_sums
 from liger_trainer.tools.comparing.side import AGAIN, OURS, STOCK, Measured
 from liger_trainer.tools.comparing.verdict import FACTOR, judge
 

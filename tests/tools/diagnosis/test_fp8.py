@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.tools.diagnosis import fp8 as diagnosis
+from liger_trainer.tools.diagnosis import settings as diagnosis
 from liger_trainer.tools.diagnosis.case import read_case
 from liger_trainer.tools.diagnosis.diagnose import OF_SETTINGS
 from tests.tools.cli.runs import write_recipe

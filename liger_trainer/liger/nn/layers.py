@@ -1,0 +1,191 @@
+"""Embedding, softmax, sparsemax, multi-token attention and experts as modules, with the call signatures of Liger's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.functional import embedding, moe_experts, multi_token_attention, softmax, sparsemax
+from liger_trainer.kernels.moe.sort_by_expert import check_ids
+from liger_trainer.liger.nn.mlp import activation_of
+
+
+class LigerEmbedding(nn.Module):
+    """A table of vectors with a deterministic backward; see [`liger_trainer.functional.embedding`].
+
+    Args:
+        num_embeddings: Rows of the table.
+        embedding_dim: Columns of the table.
+        padding_idx: An id whose row starts as zeros and gets no gradient; negative ones count from the end.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.weight = nn.Parameter(torch.randn(num_embeddings, embedding_dim))
+        if padding_idx is not None:
+            with torch.no_grad():
+                self.weight[padding_idx].zero_()
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """The rows of `indices`, any shape of integers: ``(*indices.shape, embedding_dim)``."""
+        return embedding(indices, self.weight, self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+class LigerSoftmax(nn.Module):
+    """Softmax over the last dimension; see [`liger_trainer.functional.softmax`]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The softmax of `x`, of any shape."""
+        return softmax(x)
+
+
+class LigerSparsemax(nn.Module):
+    """Sparsemax along a dimension; see [`liger_trainer.functional.sparsemax`].
+
+    Args:
+        dim: The dimension that sums to 1.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sparsemax of `x`, of any shape that has `dim`."""
+        return sparsemax(x, self.dim)
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        return f"dim={self.dim}"
+
+
+class LigerMultiTokenAttention(nn.Module):
+    """Convolved causal attention weights; see [`liger_trainer.functional.multi_token_attention`] for the formula.
+
+    Args:
+        in_channels: Heads.
+        out_channels: Heads after the convolution.
+        kernel_size: Height (queries) and width (keys) of the convolution; one number for both.
+        stride: Stride of the convolution.
+        padding: Zeros around the attention weights.
+        dilation: Distance of the kernel's taps.
+        groups: Groups of heads that are convolved on their own.
+        bias: Whether there is a bias; it starts at zero.
+        sparse: Sparsemax instead of softmax.
+
+    Raises:
+        ValueError: if `groups` does not divide the heads.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__()
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise ValueError(f"`groups` is {groups}; it must divide {in_channels} and {out_channels} channels.")
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = _pair(kernel_size)
+        self.stride = _pair(stride)
+        self.padding = _pair(padding)
+        self.dilation = _pair(dilation)
+        self.groups = groups
+        self.sparse = sparse
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size))
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random weight, as `torch.nn.Conv2d` has it, and zero bias."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        """The convolved causal attention weights of `scores`, (batch, in_channels, length, length)."""
+        return multi_token_attention(
+            scores, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.sparse
+        )
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, sparse={self.sparse}"
+        )
+
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+
+
+class LigerExperts(nn.Module):
+    """The experts of Mixtral, Qwen3-MoE and many more: gated MLPs without biases, their weights stacked.
+
+    Args:
+        config: Has `hidden_size`; `num_experts` or `num_local_experts`; `moe_intermediate_size` or `intermediate_size`;
+            and `hidden_act`, one of silu, swish, gelu, gelu_pytorch_tanh, relu and relu2. Weights are drawn with its
+            `initializer_range`, or 0.02.
+
+    Raises:
+        ValueError: If there is no kernel for the config's activation.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        activation = activation_of(config)
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"`config.hidden_act` is {activation!r}; it must be one of {', '.join(_ACTIVATIONS)}.")
+        self.activation = _ACTIVATIONS[activation]
+        self.num_experts = _first(config, "num_experts", "num_local_experts")
+        self.intermediate_dim = _first(config, "moe_intermediate_size", "intermediate_size")
+        self.hidden_dim = config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        for weight in (self.gate_up_proj, self.down_proj):
+            nn.init.normal_(weight, std=getattr(config, "initializer_range", 0.02))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted experts `top_k_index` (T, k) of `hidden_states` (T, hidden_size); see [`moe_experts`].
+
+        Raises:
+            ValueError: As there, and on the CPU if an id is none of an expert; an accelerator asserts it.
+        """
+        check_ids(top_k_index, self.num_experts, type(self).__name__)
+        return moe_experts(
+            *(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj), activation=self.activation
+        )
+
+
+def _first(config: Any, *names: str) -> int:
+    return next(value for name in names if (value := getattr(config, name, None)) is not None)

@@ -1,0 +1,304 @@
+"""Checks of the keys of a recipe and of the configuration of its model.
+
+The checks are of half-precision weights that lose updates, adapters on tied weights, checkpoints in 8 bits and fewer,
+sampling from another distribution than the loss takes, packed documents that see each other, and fp8 that cannot run or
+saves no time.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from liger_trainer.head.lm_head import adapts_tied_weight
+from liger_trainer.kernels.fp8.linear import has_fp8
+from liger_trainer.packing.small_config import small_config
+from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.fp8 import ADAPTED, ENDS, LEAST_ROWS, find_fp8
+from liger_trainer.recipe.experts import count_experts
+from liger_trainer.recipe.file import first_line
+from liger_trainer.recipe.model import model_class
+from liger_trainer.recipe.schema import mapping
+from liger_trainer.tools.diagnosis.case import CannotCheckError, Case, Trap
+from liger_trainer.tools.planning.inputs import kernels_of, rounded_updates
+from liger_trainer.trainers.checks.trl_arguments import truncated_sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def rounded(case: Case) -> list[Trap]:
+    """Asks the estimate of ``liger-trainer plan``; an `accelerate_config` is taken to be launched on several GPUs."""
+    _, dtype = case.model_and_dtype
+    found = rounded_updates(case.values, case.config, dtype, gpus=2)
+    return [] if found is None else [Trap(f"{found[0]}, while the loss looks healthy", found[1])]
+
+
+def tied_adapters(case: Case) -> list[Trap]:
+    """LoRA on the head or the embedding of a model that ties the two, or a copy of one of them in `modules_to_save`."""
+    if not case.values["use_peft"]:
+        return []
+    model, _ = case.model_and_dtype
+    found = []
+    if adapts_tied_weight(model):
+        found.append(
+            Trap(
+                "Embedding and head share a weight, and `lora_target_modules` puts an adapter on one of them: "
+                "`merge_and_unload()` adds it to both, so the merged model computes other logits than the trained one",
+                'leave it out, with `lora_target_modules: "all-linear"`, or untie the head before you merge',
+            )
+        )
+    if _saves_one_of_two(case, model):
+        found.append(
+            Trap(
+                "Embedding and head share a weight, and `lora_modules_to_save` trains a copy of one of them alone: the "
+                "other keeps the old values, and the merged model is larger by that weight",
+                "`lora_modules_to_save: null`, or in a script `LoraConfig(..., ensure_weight_tying=True)`",
+            )
+        )
+    return found
+
+
+def _saves_one_of_two(case: Case, model: Any) -> bool:
+    if not getattr(case.config.get_text_config(), "tie_word_embeddings", False) or "peft" not in sys.modules:
+        return False
+    from peft.utils import ModulesToSaveWrapper
+
+    base = model.get_base_model()
+    ends = [base.get_output_embeddings(), base.get_input_embeddings()]
+    return sum(isinstance(end, ModulesToSaveWrapper) for end in ends) == 1
+
+
+_IN_16_BITS = "`model_name_or_path:` the same model in 16 bits"
+
+
+def low_bit_base(case: Case) -> list[Trap]:
+    """A format that transformers does not know, quantised activations, and adapters on weights that stay codes."""
+    settings = _quantization(case.config)
+    if settings is None:
+        return []
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method = settings.get("quant_method")
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(str(getattr(method, "value", method)))
+    if kind is None and not (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        what = f"transformers does not know the checkpoint's `quant_method` {method!r}"
+        return [Trap(f"{what}: it loads the codes as weights, without their scales", _IN_16_BITS)]
+    found = []
+    if any(_quantises_activations(group) for group in (settings.get("config_groups") or {}).values()):
+        found.append(
+            Trap(
+                "The checkpoint's linear layers quantise their inputs as well, and pass no gradient to the layers "
+                "below them: adapters there train on wrong gradients, or not at all",
+                f"{_IN_16_BITS}, or in a script `quantization_config={_name_of(kind)}(dequantize=True)`",
+            )
+        )
+    targets = case.values["use_peft"] and case.values.get("lora_target_parameters")
+    if targets and "dequantize" in _parameters_of(kind):
+        found.append(
+            Trap(
+                f"`lora_target_parameters` is {targets}, and the checkpoint is quantised ({method}): where its codes "
+                "stay packed, as on a GPU, PEFT adds these adapters to the codes or makes none",
+                f"`lora_target_parameters: null`, {_IN_16_BITS}, or in a script "
+                f"`quantization_config={_name_of(kind)}(dequantize=True)`",
+            )
+        )
+    return found
+
+
+def _quantization(config: Any) -> Mapping[str, Any] | None:
+    found = getattr(config, "quantization_config", None)
+    return found if found is None or isinstance(found, Mapping) else found.to_dict()
+
+
+def _quantises_activations(group: Any) -> bool:
+    return isinstance(group, Mapping) and group.get("input_activations") is not None
+
+
+def _parameters_of(kind: Any) -> tuple[str, ...]:
+    code = getattr(getattr(kind, "__init__", None), "__code__", None)
+    return code.co_varnames[: code.co_argcount] if code is not None else ()
+
+
+def _name_of(kind: Any) -> str:
+    return getattr(kind, "__name__", "...Config")
+
+
+def sampling(case: Case) -> list[Trap]:
+    """Truncation against importance ratios over the whole vocabulary, and a temperature that the loss does not know."""
+    if not case.kind.generates:
+        return []
+    options = mapping("generation_kwargs", case.values["generation_kwargs"]) or {}
+    found = truncated_sampling(SimpleNamespace(**{**case.values, "generation_kwargs": options}))
+    traps = [] if found is None else [Trap(*found)]
+    own, given = case.values["temperature"], options.get("temperature")
+    if given is not None and given != own:
+        what = f"`generation_kwargs` samples at `temperature` {given}, but the loss divides the logits by {own}"
+        traps.append(Trap(f"{what}: it takes probabilities of another policy", f"`temperature: {given}`"))
+    return traps
+
+
+LEAST_CHANGE = 1e-5
+"""Relative change of float32 logits from which a document is taken to depend on the one before it."""
+
+_LENGTH = 7  # of each document; longer than the window of the small copy
+
+
+def leaks(case: Case) -> list[Trap]:
+    """Rows that SFT packs without a boundary that every layer respects.
+
+    Raises:
+        CannotCheckError: if a small copy of the model cannot be run.
+    """
+    values = case.values
+    if values["trainer"] != "sft" or not (values["packing"] or values["padding_free"]):
+        return []
+    if values["packing"] and values["packing_strategy"] == "wrapped":
+        return [
+            Trap(
+                '`packing_strategy: "wrapped"` has no boundaries: every document sees those before it in its row, '
+                "while the loss looks healthy",
+                '`packing_strategy: "bfd"`, or "bfd_split"',
+            )
+        ]
+    key = "packing" if values["packing"] else "padding_free"
+    stateful, flash = _stateful(case.config), str(values["attn_implementation"]).startswith("flash")
+    if flash and not stateful:  # flash attention takes the boundaries that TRL gives, and does not run on every machine
+        return []
+    layers = f" (layers of the type {', '.join(stateful)})" if stateful else ""
+    try:
+        change = _change_of_small_copy(case)
+    except Exception as error:  # of the model's own code, on sizes that it may never have seen
+        if isinstance(error, ValueError) and "packed" in str(error):  # transformers knows that it would be wrong
+            what = f"`{key}: true` is wrong for {case.config.model_type} here{layers}: {first_line(error)}"
+            return [Trap(what.rstrip("."), f"`{key}: false`, or install what is missing")]
+        raise CannotCheckError(f"a small copy of the model could not be run{layers}: {first_line(error)}") from error
+    if change < LEAST_CHANGE:
+        return []
+    other = "" if stateful else ', or `attn_implementation: "flash_attention_2"`'
+    return [
+        Trap(
+            f"`{key}: true`, but a document changes what {case.config.model_type} computes for the next one in its row"
+            f"{layers}: logits of a small copy move by {change:.1g} of the largest, while the loss looks healthy",
+            f"`{key}: false`{other}",
+        )
+    ]
+
+
+def _stateful(config: PreTrainedConfig) -> list[str]:
+    """The types of layers that are no attention, but may carry a state from one document to the next."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return sorted(kind for kind in kinds if not kind.endswith("attention") or kind.startswith("linear"))
+
+
+def _change_of_small_copy(case: Case) -> float:
+    """[`_change`] of a copy of the model with small sizes and random weights, on a GPU if there is one."""
+    config = small_config(copy.deepcopy(case.config))
+    asked = case.values["attn_implementation"]
+    named = None if asked in (None, "auto") or str(asked).startswith("flash") else asked
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.random.fork_rng(), device:
+        torch.manual_seed(0)
+        model = model_class(config).from_config(config, attn_implementation=named).float().eval()
+        if named is None and case.values["use_liger_kernel"]:
+            apply_liger_kernel(model, kernels_of(case.values, case.source))
+        return _change(model)
+
+
+@torch.no_grad()
+def _change(model: Any) -> float:
+    """How much the logits of a document change with the document before it, relative to the largest."""
+    first, other, last = torch.randint(1, 60, (3, _LENGTH)).tolist()
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)  # TRL's, of packed rows
+
+    def logits(before: list[int]) -> torch.Tensor:
+        batch = collator([{"input_ids": ids, "labels": ids} for ids in (before, last)])
+        del batch["labels"]
+        inputs = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+        return model(**inputs, use_cache=False).logits[:, _LENGTH:]
+
+    one, two = logits(first), logits(other)
+    return float((one - two).abs().max() / one.abs().max())
+
+
+_LEAVE_OUT = "`fp8: null`"
+_NO_LAYER = "`fp8` is set, but no layer multiplies in it"
+
+
+def idle_fp8(case: Case) -> list[Trap]:
+    """`fp8` without a layer, a dtype or a GPU for it, with too few tokens, or for a mixture of experts."""
+    if kernels_of(case.values, case.source).fp8 is None:
+        return []
+    if not case.values["use_liger_kernel"]:
+        return [Trap("`fp8` is set, but `use_liger_kernel: false` leaves every layer in bf16", _LEAVE_OUT)]
+    return [*_of_gpu(), *_of_dtype(case), *_of_layers(case), *_of_tokens(case)]
+
+
+def _of_gpu() -> list[Trap]:
+    if not torch.cuda.is_available() or has_fp8(torch.device("cuda", 0)):
+        return []
+    what = f"`fp8` is set, but {torch.cuda.get_device_name(0)} is no NVIDIA Hopper or newer: every layer stays in bf16"
+    return [Trap(what, f"{_LEAVE_OUT}, or another GPU")]
+
+
+def _of_dtype(case: Case) -> list[Trap]:
+    _, dtype = case.model_and_dtype
+    if case.values["fp16"]:
+        return [Trap("`fp8` is set, but `fp16: true` has the layers multiply in fp16", "`bf16: true`, `fp16: false`")]
+    if case.values["bf16"] is False and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        return [Trap(f"`fp8` is set, but the layers multiply in {name}, as without it", "`bf16: true`")]
+    return []
+
+
+def _of_layers(case: Case) -> list[Trap]:
+    kernels = kernels_of(case.values, case.source)
+    _, applied = _layers(case, kernels.fp8_all_layers)
+    if applied and count_experts(case.config):
+        what = "`fp8` is set, but experts stay in bf16, and most of a mixture of experts' time is theirs"
+        return [Trap(what, f"{_LEAVE_OUT}, unless you have measured that it is faster")]
+    if applied:
+        return []
+    reasons, applied = _layers(case, True)
+    if applied:
+        return [Trap(f"{_NO_LAYER}: {ENDS}", '`liger_kernel_config: {"fp8_all_layers": true}`')]
+    if ADAPTED in reasons:
+        return [] if case.values["fp8_base"] else [Trap(f"{_NO_LAYER}: {ADAPTED}", "`fp8_base: true`")]
+    return [Trap(f"{_NO_LAYER}: {reasons[0] if reasons else 'it has no linear layers'}", _LEAVE_OUT)]
+
+
+def _layers(case: Case, all_layers: bool) -> tuple[list[str], bool]:
+    """Why layers stay in bf16, the most frequent reason first, and whether any does not; on whatever GPU."""
+    model, _ = case.model_and_dtype
+    mode = kernels_of(case.values, case.source).fp8
+    findings = list(find_fp8(model, mode, all_layers, torch.device("cpu")))
+    reasons = Counter(finding.reason for finding in findings if finding.forward is None)
+    return [reason for reason, _ in reasons.most_common()], any(finding.forward is not None for finding in findings)
+
+
+def _of_tokens(case: Case) -> list[Trap]:
+    """Of a micro-batch, at most; how long the answers of a policy are is not known."""
+    values = case.values
+    if case.kind.generates or not values["max_length"]:
+        return []
+    rows = values["per_device_train_batch_size"] * (2 if case.kind.pairs else 1)
+    tokens, most = rows * values["max_length"], values.get("tokens_per_micro_batch")
+    fix = "a larger `per_device_train_batch_size`, with fewer `gradient_accumulation_steps`, or a larger `max_length`"
+    if most and most < tokens:
+        tokens, fix = most, f"`tokens_per_micro_batch: {LEAST_ROWS}`, or more"
+    if tokens >= LEAST_ROWS:
+        return []
+    return [
+        Trap(
+            f"`fp8` is set, but a micro-batch has at most {tokens:,} tokens, and layers multiply fewer than "
+            f"{LEAST_ROWS:,} in bf16, as casting the weights would take longer than it saves",
+            fix,
+        )
+    ]
