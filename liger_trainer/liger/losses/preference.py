@@ -82,7 +82,6 @@ class LigerFusedLinearDPOLoss(PairLoss):
             raise ValueError(f"`beta` is {beta}; loss_type={loss_type!r} divides by it, so it must be above 0.")
         if not self.discopop_tau > 0.0:
             raise ValueError(f"`discopop_tau` is {self.discopop_tau}; it must be above 0.")
-        super().__post_init__()
 
     def forward(
         self,
@@ -195,7 +194,6 @@ class _ContrastiveLoss(PairLoss):
 
     def __post_init__(self) -> None:
         check_label_smoothing(self.label_smoothing)
-        super().__post_init__()
 
     def forward(
         self,
