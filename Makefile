@@ -1,8 +1,8 @@
 # make quickstart: environment, installation, and a small model trained from scratch
 # make quickstart_dpo, make quickstart_grpo: the same, and a small model aligned with preferences or rewards
-# make test:       environment, installation, and every check
-# make test-all:   the same, and the tests that take minutes: all families of transformers
-# make fast:       the tests that see a fault in an operator's reference, the patching, a trainer or a recipe, in 90 s
+# make test:       environment, installation, lint, types, documentation, and the tests that see every planted fault: 10 minutes
+# make test-all:   the same, and every other test: all matrices, all of the interpreter
+# make long:       the tests that take minutes each, such as all families of transformers
 # make models:     the table of docs/models.md, from the installed transformers
 # make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU
@@ -21,8 +21,12 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 RUN_DIR ?= outputs/$@-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_WORKERS ?= 2
+# The part of the tests: selected, rest, or nothing for all of them.
+PART ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST_PART = -n $(PYTEST_WORKERS) --dist worksteal $(if $(PART),--part $(PART))
 
-.PHONY: help quickstart quickstart_dpo quickstart_grpo test test-all models fast lint types unit interpreter coverage docs peers compat newest dist release-check docker tables clean
+.PHONY: help quickstart quickstart_dpo quickstart_grpo test test-all long models lint types unit interpreter coverage docs peers compat newest dist release-check docker tables clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -46,21 +50,19 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
 	touch $@
 
-# What takes one core runs side by side, and before the tests, which take them all.
+# What takes one core runs side by side, and before the tests, which take them all. tests/selection.py says which tests.
 test: $(VENV)/.installed-test $(VENV)/.installed-docs
 	$(MAKE) --jobs=2 types docs lint
-	$(MAKE) unit
-	$(MAKE) interpreter
+	$(MAKE) unit interpreter PART=selected
 
 test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --long -m long tests
+	$(MAKE) unit interpreter PART=rest
+
+long: $(VENV)/.installed-test
+	$(PYTEST) --long -m long tests
 
 models: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m liger_trainer.benchmarks.served --write
-
-# tests/fast.py says which.
-fast: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --fast tests
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -71,7 +73,7 @@ types: $(VENV)/.installed-test
 
 # One thread a process: the tensors are tiny, and the workers already use the cores.
 unit: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile tests
+	$(PYTEST) $(PYTEST_PART) tests
 
 # Branches of the product that the unit tests and the kernels under the interpreter take, here and in forked processes.
 coverage: $(VENV)/.installed-test
@@ -83,7 +85,7 @@ coverage: $(VENV)/.installed-test
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
 interpreter: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m kernel tests/kernels tests/liger
+	TRITON_INTERPRET=1 $(PYTEST) $(PYTEST_PART) -m kernel tests/kernels tests/liger
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -29,8 +29,7 @@ from transformers import (
 
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.patching.report import KernelReportRow
-from liger_trainer.patching.unserved import WITHOUT_A_GATE
+from liger_trainer.patching.report import WITHOUT_A_GATE, KernelReportRow
 from liger_trainer.trainers.choose_packing import PADDING_FREE, SHARE_PROMPT, choose_packing
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"

@@ -135,7 +135,7 @@ class Steps(TrainerCallback):
 
 def run(task: Task, provider: str) -> dict[str, Any]:
     """Trains a few steps; returns tokens/s per GPU in the median step, MFU, losses, and GiB of the fullest GPU."""
-    from liger_trainer.callbacks.flops import flops_per_token, peak_flops
+    from liger_trainer.callbacks.throughput import flops_per_token, peak_flops
 
     torch.manual_seed(0)  # the same weights in every process
     device = torch.device(task.device or (torch.accelerator.current_accelerator() or "cpu"))

@@ -100,7 +100,7 @@ def expected_share(rate: float, std: float, dtype: torch.dtype) -> float:
     Args:
         rate: The learning rate, above 0.
         std: The standard deviation, above 0.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
     """
     least = 2.0 ** math.ceil(math.log2(2 * rate / torch.finfo(dtype).eps))
     return math.erf(least / (math.sqrt(2) * std))

@@ -6,11 +6,13 @@
 
 It serves rows that are read several times, such as the keys of a prompt that several completions see. Which copies a
 row has is known before the forward, so the backward sorts nothing: a program handles some columns of one row, and adds
-its copies in their order, in fp32, rounded once. There are no atomics. (An embedding, `parity/embedding.py`, learns its
-ids on the device and has to sort them in each backward.)
+its copies in their order, in fp32, rounded once. There are no atomics. (An embedding learns its ids on the device and
+has to sort them in each backward: `liger/operators/embedding.py`.)
 
 Bytes moved in bf16 for T rows, K copies and H columns: 4 K H forward, 2 (K + T) H backward. Saved for the backward: the
 lists of `Copies`.
+
+Shapes: T rows, K copies, H columns.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ tiles and many terms, as an LM head with a chunk of few tokens has, cuBLAS split
 and adds up the parts. With a vocabulary that is no multiple of 8, the parts are rounded to half precision first, and
 the gradients are less exact than those of one matmul over all tokens. PyTorch's flags
 `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` switch that off.
+
+Shapes: a head (V, H), V vocabulary, H hidden size; operands of products as torch.mm takes them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ a small model the GPU waits for the host. So the function is called at once when
 
 Autograd functions do not look into lists. So theirs is given all arguments as one, which it passes on, and beside it
 the tensors among them, those of lists too, for which it returns the gradients.
+
+Arguments that travel together are one argument of the function, a named tuple. torch knows its fields as so many
+arguments: function, fake and `setup_context` get the tuple, a backward returns the gradients of the fields.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DISPATCH_MODES, FUNCTION_TRANSFORMS, RESULTS_TO_WRITE_TO
+from liger_trainer.kernels.autograd import input_gradients
 
 require(DISPATCH_MODES)
 require(RESULTS_TO_WRITE_TO)
@@ -35,43 +39,104 @@ class Operator(Generic[R]):
     Attributes:
         custom: The `torch.library.custom_op`, which dispatches.
         derivative: The autograd function that calls and differentiates `function`; None if it has no derivative.
-        tensors: Which arguments are tensors, or None in place of one.
-        lists: Which arguments are lists of tensors.
+        records: Which arguments of the function are named tuples, and their classes.
+        tensors: Which arguments of torch's are tensors, or None in place of one.
+        lists: Which of them are lists of tensors.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
-        self.custom = torch.library.custom_op(name, function, mutates_args=mutates)
-        self.register_fake = self.custom.register_fake
+        signature = inspect.signature(function, eval_str=True)
+        kinds = enumerate(parameter.annotation for parameter in signature.parameters.values())
+        self.records = {place: kind for place, kind in kinds if hasattr(kind, "_fields")}
+        flat = self._flat_function(function)
+        self.custom = torch.library.custom_op(name, flat, mutates_args=mutates)
+        if signature.return_annotation is None:
+            self.custom.register_fake(lambda *values: None)
         self.name = name
         self.function = function
         self.derivative: type[torch.autograd.Function] | None = None
-        parameters = inspect.signature(function).parameters
-        self.defaults = tuple(parameter.default for parameter in parameters.values())
+        self.defaults = tuple(parameter.default for parameter in signature.parameters.values())
+        parameters = inspect.signature(flat).parameters
         self.mutated = [place for place, name in enumerate(parameters) if name in mutates]
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
-        kinds = [re.search(rf"Tensor(\S*) {name}\b", schema) for name in parameters]
-        self.tensors = [place for place, kind in enumerate(kinds) if kind and "[]" not in kind[1]]
-        self.lists = [place for place, kind in enumerate(kinds) if kind and "[]" in kind[1]]
+        schema = torch.library.infer_schema(flat, mutates_args=mutates)
+        found = [re.search(rf"Tensor(\S*) {name}\b", schema) for name in parameters]
+        self.tensors = [place for place, kind in enumerate(found) if kind and "[]" not in kind[1]]
+        self.lists = [place for place, kind in enumerate(found) if kind and "[]" in kind[1]]
         self.returns_list = schema.endswith("-> Tensor[]")
+
+    def _flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with the fields of named tuples as arguments."""
+        if not self.records:
+            return function
+
+        def flat(*values: Any) -> Any:
+            return function(*self._grouped(values))
+
+        signature = inspect.signature(function, eval_str=True)
+        parameters = []
+        for place, parameter in enumerate(signature.parameters.values()):
+            if place in self.records:
+                fields = get_type_hints(self.records[place]).items()
+                parameters += [parameter.replace(name=name, annotation=hint) for name, hint in fields]
+            else:
+                parameters.append(parameter)
+        flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return flat
+
+    def _grouped(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of the function out of those of the schema."""
+        arguments = list(values)
+        for place, kind in self.records.items():
+            stop = place + len(kind._fields)
+            arguments[place:stop] = [kind(*arguments[place:stop])]
+        return tuple(arguments)
+
+    def of_schema(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the schema out of those of the function."""
+        if not self.records:
+            return arguments
+        values = list(arguments)
+        for place in reversed(self.records):
+            values[place : place + 1] = arguments[place]
+        return tuple(values)
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives the operator its function for tensors without memory, as `torch.library.register_fake`."""
+        return self.custom.register_fake(lambda *values: fake(*self._grouped(values)))
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, Any, Any], None] | None = None
     ) -> None:
-        """Gives the operator its derivative, as `torch.library.register_autograd`."""
-        self.custom.register_autograd(backward, setup_context=setup_context)
+        """Gives the operator its derivative, as `torch.library.register_autograd`.
 
-        def forward(ctx: Any, arguments: Sequence[Any], *tensors: torch.Tensor | None) -> Any:
+        A gradient that does not exist is None rather than zeros. Where none does, `backward` is not called.
+        """
+
+        def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
+
+        def setup_of_schema(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+            setup(ctx, self._grouped(inputs), output)
+
+        def guarded(ctx: Any, *gradients: Any) -> Any:
+            given = gradients[0] if self.returns_list else gradients
+            return input_gradients(ctx) if all(each is None for each in given) else backward(ctx, *gradients)
+
+        self.custom.register_autograd(guarded, setup_context=setup_of_schema)
+
+        def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
             # Autograd lets nobody write to a view that was made in here.
             one = isinstance(output, torch.Tensor)
             output = _no_view(output) if one else type(output)(map(_no_view, output))
-            ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], arguments)
-            if setup_context is not None:
-                setup_context(ctx, arguments, output)
+            ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], self.of_schema(arguments))
+            setup(ctx, arguments, output)
             return tuple(output) if self.returns_list else output
 
         def flat_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            results = backward(ctx, list(gradients)) if self.returns_list else backward(ctx, *gradients)
+            results = guarded(ctx, list(gradients)) if self.returns_list else guarded(ctx, *gradients)
             return None, *self._flat(results if isinstance(results, tuple) else (results,))
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
@@ -80,7 +145,7 @@ class Operator(Generic[R]):
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """The function's result, recorded for autograd if an input needs a gradient."""
         if kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            return self.custom(*args, **kwargs)
+            return self.custom(*self.of_schema(args), **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"`{self.name}` was called inside a transform of torch.func, such as grad or vmap, which it does not "
@@ -88,24 +153,25 @@ class Operator(Generic[R]):
                 "liger_trainer.functional has a `_reference`."
             )
         arguments = args + self.defaults[len(args) :]
-        tensors = self._flat(arguments)
+        values = self.of_schema(arguments)
+        tensors = self._flat(values)
         recorded = False
         for tensor in tensors:
             if tensor is None:
                 continue
             if type(tensor) not in _PLAIN or tensor.is_meta:
-                return self.custom(*args)
+                return self.custom(*values)
             recorded = recorded or tensor.requires_grad
         if recorded and torch.is_grad_enabled():
             if self.derivative is None:
-                return self.custom(*args)  # whose backward is an error
+                return self.custom(*values)  # whose backward is an error
             output: Any = self.derivative.apply(arguments, *tensors)
             if self.returns_list:
                 output = list(output)
             return output
         result = self.function(*arguments)
         for place in self.mutated:
-            _note_change(arguments[place])
+            _note_change(values[place])
         return result
 
     def _flat(self, values: Sequence[Any]) -> list[Any]:
@@ -139,7 +205,7 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
         mutates: The arguments that it writes to. Such an operator has no derivative.
 
     Returns:
-        A decorator. All arguments of its function are annotated, as for `torch.library`.
+        A decorator. All arguments of its function are annotated, as for `torch.library`, or as named tuples.
     """
     return lambda function: Operator(name, function, mutates)
 

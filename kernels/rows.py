@@ -6,6 +6,8 @@ written in memory order, without a copy, and results have the same layout.
 
 A norm of groups treats each group of `group_size` elements of a row on its own. The second dimension of its grid is the
 group, so that a program has the weight of one.
+
+Shapes: x (..., hidden_size) as (rows, hidden_size); groups of group_size elements of a row.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def backward_tiles(
     Args:
         config: The configuration to launch where the device allows it.
         rows: The input, (num_rows, hidden_size).
-        others: What the kernel reads beside it, of the same shape.
+        others: The tensors of the same shape that the kernel reads beside it.
         groups: Groups of a row, each with as many programs.
     """
     num_rows, hidden_size = rows.shape[0], rows.shape[1] // groups

@@ -10,9 +10,8 @@ from liger_trainer.kernels.lora.lora import LoRA, LoRALayer, lora_linear, lora_l
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
-from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
+from liger_trainer.kernels.mlp.glu import geglu, geglu_fused, swiglu, swiglu_fused
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
-from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert, tile_table

@@ -11,15 +11,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["COLUMNS"] = "200"  # pytest-xdist says 80, at which tables wrap; tests of the width set their own
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
-import tests.speedups  # noqa: F401
-from tests.fast import holds_fast_tests, is_fast
+import tests.speedups
+import tests.uninitialised  # noqa: F401
 from tests.seeding import seed
+from tests.selection import selected
 
 # Compiled code is for one kind of CPU, and torch's cache of it does not ask which.
 _KIND = f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
@@ -41,29 +41,31 @@ if INTERPRETED:
     mend_interpreter()
 
 
+ALL = pytest.StashKey[list[pytest.Item]]()
+"""Every test that was collected, also those that another call or machine runs."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="run what `make fast` runs (tests/fast.py)")
     parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
+    parser.addoption(
+        "--part", choices=("selected", "rest"), help="run what `make test` runs (tests/selection.py), or all else"
+    )
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Spares the imports of files without a fast test."""
-    is_file = collection_path.name.startswith("test_") and collection_path.is_file()
-    return True if config.getoption("--fast") and is_file and not holds_fast_tests(collection_path) else None
-
-
+@pytest.hookimpl(tryfirst=True)  # before the order is changed
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[ALL] = [*items]
+    left_out: set[pytest.Item] = set()
+    if part := config.getoption("--part"):
+        chosen = {*selected(items)}
+        left_out |= {*items} - chosen if part == "selected" else chosen
     if not INTERPRETED and not torch.cuda.is_available():
         # `make interpreter` runs these: Triton interprets in a whole process or not at all.
-        kernel = [item for item in items if item.get_closest_marker("kernel")]
-        config.hook.pytest_deselected(items=kernel)
-        items[:] = [item for item in items if not item.get_closest_marker("kernel")]
+        left_out |= {item for item in items if item.get_closest_marker("kernel")}
     if not config.getoption("--long"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
-    if config.getoption("--fast"):
-        config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
-        items[:] = [item for item in items if is_fast(item)]
+        left_out |= {item for item in items if item.get_closest_marker("long")}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     for item in items:
         if item.get_closest_marker("multigpu") and devices < 2:
@@ -133,3 +135,12 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureR
 def device() -> str:
     """The accelerator's type where there is one, else "cpu"."""
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled is left of other tests, nor counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

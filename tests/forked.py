@@ -38,6 +38,7 @@ IMPORTED = [
     "liger_trainer.trainers.dpo_trainer",
     "liger_trainer.trainers.grpo_trainer",
     "tests.speedups",
+    "tests.uninitialised",
 ]
 """What the server imports; a child imports what else it needs."""
 LIMIT = 240

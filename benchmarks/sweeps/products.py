@@ -19,16 +19,17 @@ import liger_trainer.liger.operators.fused_add_rms_norm  # noqa: F401 (registers
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.measure import relative_error
 from liger_trainer.benchmarks.sweeps.launch import Launch, Launches, Tensors, patched, randn, show
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.head import cross_entropy_kernel
 from liger_trainer.kernels.head import linear_cross_entropy as linear_cross_entropy_module
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats
+from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.token_statistics import RowStats
 from liger_trainer.kernels.head.weight_gradient import WeightGradientSum, hopper_launch
 from liger_trainer.kernels.head.weight_gradient import launch as plain_launch
 from liger_trainer.kernels.matmul import matmul_into
-from liger_trainer.kernels.mlp.gated_activation import scalars
-from liger_trainer.kernels.moe.activation import Activation, activate, activation_gradients_
+from liger_trainer.kernels.moe.activation import activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows, repeat_rows
@@ -54,12 +55,12 @@ def grouped_matmul(device: Device, arguments: argparse.Namespace) -> Launches:
     gate_up, down = random(experts, 2 * intermediate, hidden), random(experts, hidden, intermediate)
     x, pre, h = random(tokens, hidden), random(count, 2 * intermediate), random(count, intermediate)
     repeated, ends = repeat_rows(x, rows, top_k), rows.offsets[1:]
-    weights, silu, dpre = torch.rand(tokens, top_k, device="cuda"), Activation("silu", scalars()), torch.empty_like(pre)
+    weights, silu, dpre = torch.rand(tokens, top_k, device="cuda"), GatedActivation.of("silu"), torch.empty_like(pre)
     beside: dict[str, Callable[[], object]] = {
         "sort": lambda: sort_by_expert(index, experts),
         "repeat": lambda: repeat_rows(x, rows, top_k),
         "activation": lambda: activate(pre, silu),
-        "its gradient": lambda: activation_gradients_(dpre, h, pre, weights, rows, silu, True),
+        "its gradient": lambda: activation_gradients_(dpre, h, pre, weights, rows, silu, True, True),
         "combine": lambda: combine_rows(repeated, rows, top_k, weights),
     }
     show("beside the products", device, beside)
@@ -108,7 +109,7 @@ def cross_entropy(device: Device, arguments: argparse.Namespace) -> Launches:
             continue
         source = 2 * randn(tokens, vocab)
         target = torch.randint(0, vocab, (tokens,), device="cuda")
-        options, one = RowOptions(-100, 0.0, 0.0, softcap, 1.0, 1.0), torch.ones((), device="cuda")
+        options, one = LossOptions(-100, 0.0, 0.0, softcap, 1.0, 1.0), torch.ones((), device="cuda")
         stats = RowStats.allocate(source, tokens, False, False)
         double = source[-64:].double().requires_grad_()
         z = double if softcap is None else softcap * torch.tanh(double / softcap)

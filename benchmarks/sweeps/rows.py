@@ -22,12 +22,12 @@ from liger_trainer.benchmarks.sweeps.launch import Launch, Launches, Tensors, pa
 from liger_trainer.functional import qk_norm_rope as qk_norm_rope_function
 from liger_trainer.functional import rms_norm, rope
 from liger_trainer.kernels import rows as row_launches
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.lora import lora_gated_kernels
 from liger_trainer.kernels.lora.lora_gated_kernels import LaunchConfig, LowRank
 from liger_trainer.kernels.mlp import gated_activation
-from liger_trainer.kernels.mlp.gated_activation import scalars
 from liger_trainer.kernels.norms import layer_norm as layer_norms
 from liger_trainer.kernels.norms import rms_norm as rms_norms
 from liger_trainer.kernels.norms.layer_norm import layer_norm_reference
@@ -213,7 +213,7 @@ def gated(device: Device, arguments: argparse.Namespace) -> Launches:
         for direction, run, tensors, outputs, right, passes in directions:
 
             def launch() -> Tensors:
-                run(*tensors, activation, scalars(), False)
+                run(*tensors, GatedActivation.of(activation))
                 return outputs
 
             yield Launch(
@@ -244,10 +244,10 @@ def fp8_casts(device: Device, arguments: argparse.Namespace) -> Launches:
         shared_cast.drop()
     for activation, columns in (("silu", 14336), ("gelu_tanh", 10240), ("silu", 28672)):
         gate, up, h = (randn(rows, columns) for _ in range(3))
-        options: Any = (activation, scalars(), False)
+        options = GatedActivation.of(activation)
 
         def alone() -> torch.Tensor:
-            gated_activation.launch_forward(gate, up, h, *options)
+            gated_activation.launch_forward(gate, up, h, options)
             return h
 
         works = {"without a cast": alone, "with a separate one": lambda: cast_rows(alone())}
@@ -257,7 +257,7 @@ def fp8_casts(device: Device, arguments: argparse.Namespace) -> Launches:
             block, warps, registers = config
             given = {"PARTS": cdiv(columns, block), "BLOCK": block, "num_warps": warps, "maxnreg": registers}
             with mock.patch.object(gated_activation, "cast_config", return_value=given):
-                return [gated_activation.cast_of_h(gate, up, *options)[1]]
+                return [gated_activation.cast_of_h(gate, up, options)[1]]
 
         chosen = gated_activation.cast_config(columns)
         yield Launch(

@@ -20,6 +20,9 @@ Plain causal attention of whole rows is torch's, which has cuDNN for it. Else th
 operator, called with windows and documents, in float16 and bfloat16; and our kernels (`attention_kernel.py`) for
 soft-capped scores, for float32 and where torch has no flash operator. Both save q, k, v, o and L. Flash adds up dq with
 atomics, in any order, unless `torch.use_deterministic_algorithms` is set; ours never does.
+
+Shapes: q (batch, seq, heads, head_dim); k and v with key_heads, which divide heads; T = batch * seq tokens of all
+documents, K keys of all documents.
 """
 
 from __future__ import annotations
@@ -200,13 +203,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     q, k, v, *documents = inputs[:9]
     ctx.options = inputs[9:]
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *documents)
 
 
-def _backward(ctx: Any, d_out: torch.Tensor | None, _d_lse: None) -> tuple[Any, ...]:
-    if d_out is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, d_out: torch.Tensor, _d_lse: None) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks, *documents = ctx.saved_tensors  # read once: checkpointing unpacks them only once
     dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, *documents, *ctx.options)
     return input_gradients(ctx, dq, dk, dv, None if sinks is None else db)
@@ -233,7 +233,7 @@ def attention(
             SDPA computes. Under autocast, all three are cast to its dtype.
         k: (batch, seq, key_heads, head_dim); `heads` is a multiple of `key_heads`.
         v: As `k`, or of a smaller head_dim.
-        plan: What each query sees.
+        plan: The keys that each query sees.
         scale: Factor of the scores; None for head_dim ** -0.5.
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma2; None for none.
         sinks: (heads,), a score for each head that takes part in the softmax without a value, as in GPT-OSS.

@@ -25,6 +25,8 @@ sees its prompt: its queries are then at the last positions.
 
 A block of queries visits the blocks of keys in three parts: those at the far edge of the window, where some pairs are
 masked; those that all of its queries see whole, without a mask; those on the diagonal or at the end of the document.
+
+Shapes: T tokens and K keys of all documents, D head_dim; tiles are QUERIES by KEYS of one head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The launches of the attention kernels: tiles, grids, and what is allocated."""
+"""The launches of the attention kernels: tiles, grids, and what is allocated.
+
+Shapes: T tokens and K keys of all documents, D head_dim; rows of q lie beside each other by head, (T, heads, D).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which keys each query sees, in place of a mask of queries by keys."""
+"""Which keys each query sees, in place of a mask of queries by keys.
+
+Shapes: batch sequences of length tokens, K keys of all documents.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class SharedKeys(NamedTuple):
     """The keys of documents whose queries also see tokens of another document: completions that see their prompt.
 
     Attributes:
-        copies: Of which tokens the K keys of all documents are copies. A document's last keys are its own tokens.
+        copies: The tokens that the K keys of all documents are copies of. A document's last keys are its own tokens.
         offsets: int32 (documents + 1,), where the keys of each document begin, and K.
         longest: At least the number of keys of the document with most.
     """
@@ -69,8 +72,8 @@ def dense(plan: AttentionPlan, batch: int, length: int, device: torch.device) ->
     Args:
         plan: The plan.
         batch: Number of rows; 1 for a plan with `keys`.
-        length: Of each row.
-        device: Of the result.
+        length: Tokens of each row.
+        device: Device of the result.
 
     Returns:
         bool (batch, 1, length, length), or (1, 1, length, length) if it is the same in all rows.

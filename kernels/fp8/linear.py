@@ -19,6 +19,8 @@ backward: X and W in bf16, as by a linear layer. The recomputation of a checkpoi
 unless that is a gated MLP's (`kernels/mlp/gated_down.py`).
 
 On a CPU the codes are multiplied in fp32: the products are exact, as on a GPU, and the sum is rounded as in fp32.
+
+Shapes: M tokens, K inputs, N outputs: X (M, K), W (N, K), y (M, N).
 """
 
 from __future__ import annotations
@@ -177,13 +179,10 @@ def _(x, weight, bias, mode, shares):
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, _, ctx.mode, _ = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if dy is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     x, weight = ctx.saved_tensors
     rows, dx, dweight = dy.reshape(-1, dy.shape[-1]), None, None

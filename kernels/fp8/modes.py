@@ -30,9 +30,9 @@ class Products(NamedTuple):
 
     Args:
         output: Scaling of X, (tokens, inputs), and W, (outputs, inputs).
-        input_gradient: Of dY, (tokens, outputs), and W^T, (inputs, outputs).
-        weight_gradient: Of dY^T, (outputs, tokens), and X^T, (inputs, tokens); None for a product in bf16.
-        gradient_dtype: The name of dY's: e5m2 for one scale, as e4m3 would lose tokens with small gradients.
+        input_gradient: Scaling of dY, (tokens, outputs), and W^T, (inputs, outputs).
+        weight_gradient: Scaling of dY^T, (outputs, tokens), and X^T, (inputs, tokens); None for a product in bf16.
+        gradient_dtype: Name of the dtype of dY: e5m2 for one scale, as e4m3 would lose tokens with small gradients.
     """
 
     output: tuple[Scaling, Scaling]

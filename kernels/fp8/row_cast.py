@@ -18,6 +18,8 @@ A row with an infinity or a NaN gets a scale that is not finite, so that nothing
 clamped in silence.
 
 Bytes for a bf16 element: 3 for `cast_rows`, which reads once; 5 for the others, which first read for the magnitudes.
+
+Shapes: M or N rows, K columns; a transposed cast is (K, N), with N rounded up to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -182,7 +184,7 @@ def cast_whole(
 
     Args:
         x: (M, K) in bf16, fp16 or fp32, of any strides.
-        dtype: Of the codes, float8_e4m3fn or float8_e5m2.
+        dtype: Dtype of the codes, float8_e4m3fn or float8_e5m2.
         largest: `largest_magnitude` of `x`, where it is known.
 
     Returns:

@@ -8,6 +8,8 @@ tensors, which have no counter.
 
 At most one cast is held, M (K + 4) bytes for an input of (M, K), and none of a tensor that is gone: neither is the
 input kept alive, nor are its codes without it.
+
+Shapes: M tokens, K inputs.
 """
 
 from __future__ import annotations

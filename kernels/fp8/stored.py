@@ -15,6 +15,8 @@ W has no gradient. So `fp8_stored_linear` saves nothing for the backward, and a 
 something after it is saved. Layers with adapters are in `kernels/lora`.
 
 W8 is kept as bytes (uint8), which no cast of a model changes and every process group can send.
+
+Shapes: M tokens, K inputs, N outputs: X (M, K), W (N, K), y (M, N).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
+from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.fp8.linear import scaled_product
 from liger_trainer.kernels.fp8.row_cast import E4M3_MAX, cast_rows, cast_scaled_rows
 from liger_trainer.kernels.operator import operator
@@ -138,12 +140,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     # Part of the model, so not saved as activations are: they would be offloaded, and recomputed for.
     _, ctx.codes, ctx.scales, bias = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     need_x, _, _, need_bias = ctx.needs_input_grad
     dx = _input_gradient(dy, ctx.codes, ctx.scales) if need_x else None
     dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype) if need_bias else None

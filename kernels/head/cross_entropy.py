@@ -10,6 +10,8 @@ gradient, and only if the upstream gradient is another one (`rescale`).
 
 Bytes moved for (N, V) logits of b bytes: N*V*b forward and 2*N*V*b backward, or 2 to 3 N*V*b in the forward alone.
 Memory: the gradient, N*V*b, or none with `inplace`.
+
+Shapes: N tokens, V vocabulary; logits (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations
@@ -25,20 +27,54 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_double_backwa
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.cross_entropy_torch import transformed_logits
 from liger_trainer.kernels.head.logit_rows import row_view
-from liger_trainer.kernels.head.logits_gradient import logits_gradient
-from liger_trainer.kernels.head.loss_arguments import (
+from liger_trainer.kernels.head.loss_options import (
+    LossOptions,
     check_labels_on_cpu,
     check_logits,
     check_options,
     checked_class_weights,
+    compute_dtype,
     inverse_normalizer,
 )
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.head.token_statistics import RowStats, Shard
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
 _Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # the fields of `RowStats`
+
+
+@operator("liger_trainer::logits_gradient")
+def logits_gradient(
+    grad: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    nll: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor | None,
+    class_weights: torch.Tensor | None,
+    options: LossOptions,
+    shard: Shard,
+) -> torch.Tensor:
+    """The gradient of `logits`, contiguous, for upstream gradients of the token losses and of the entropies.
+
+    Every loss of given logits that takes labels computes it in the backward by this operator.
+
+    The logits are the columns from `vocab_start` on of a vocabulary of `vocab_size` ids; `nll`, `lse` and `entropy`,
+    each `(N,)`, are those of the whole vocabulary. `entropy` is read only if there is a `grad_entropy`.
+    """
+    stats = RowStats.of_backward(nll, lse, entropy)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    row_gradient_(
+        logits, target, stats, options, grad, None, class_weights, out, entropy_coefficient=grad_entropy, shard=shard
+    )
+    return out
+
+
+@logits_gradient.register_fake
+def _(grad, grad_entropy, logits, target, nll, lse, entropy, class_weights, options, shard):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 @operator("liger_trainer::cross_entropy_forward")
@@ -46,51 +82,39 @@ def _forward(
     logits: torch.Tensor,
     target: torch.Tensor,
     class_weights: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     entropy: bool,
     predicted: bool,
     inplace: bool,
 ) -> _Statistics:
     """The `RowStats` of every token. `inplace` is for the backward, which may then overwrite `logits`."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
     row_statistics_(logits, target, stats, options, class_weights=class_weights)
     return (*stats,)
 
 
 @_forward.register_fake
-def _(
-    logits, target, class_weights, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
-    entropy, predicted, inplace,
-):  # fmt: skip
+def _(logits, target, class_weights, options, entropy, predicted, inplace):
     return (*RowStats.allocate(logits, target.numel(), entropy, predicted),)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
-    logits, target, class_weights, *ctx.options, _, _, ctx.inplace = inputs
+    logits, target, class_weights, ctx.options, _, _, ctx.inplace = inputs
     _, nll, lse, _, _ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(logits, target, nll, lse, class_weights)
 
 
-def _backward_of_forward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _backward_of_forward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward("cross_entropy")
     logits, target, nll, lse, class_weights = ctx.saved_tensors
     if not ctx.inplace or graph_is_kept():
         gradient = logits_gradient(
-            grad, None, logits, target, nll, lse, None, class_weights, *ctx.options, 0, logits.shape[-1]
+            grad, None, logits, target, nll, lse, None, class_weights, ctx.options, Shard(0, logits.shape[-1])
         )
         return input_gradients(ctx, gradient)
     stats = RowStats.of_backward(nll, lse)
-    row_gradient_(logits, target, stats, RowOptions(*ctx.options), grad, class_weights=class_weights)
+    row_gradient_(logits, target, stats, ctx.options, grad, class_weights=class_weights)
     # From here on autograd refuses every use of these logits by another backward.
     torch.autograd.graph.increment_version(logits)
     return input_gradients(ctx, logits.detach())
@@ -106,27 +130,18 @@ def _gradient_(
     target: torch.Tensor,
     class_weights: torch.Tensor | None,
     coefficient: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     entropy: bool,
     predicted: bool,
 ) -> _Statistics:
     """As `_forward`; `gradient`, which may be `logits`, becomes that of the summed losses times `coefficient`."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
     row_statistics_(logits, target, stats, options, None, class_weights, coefficient=coefficient, out=gradient)
     return (*stats,)
 
 
 @_gradient_.register_fake
-def _(
-    logits, gradient, target, class_weights, coefficient,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, entropy, predicted,
-):  # fmt: skip
+def _(logits, gradient, target, class_weights, coefficient, options, entropy, predicted):
     return (*RowStats.allocate(logits, target.numel(), entropy, predicted),)
 
 
@@ -145,16 +160,12 @@ def _(logits, gradient, losses, scale, expected):
 
 def _reduce_setup(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     _, gradient, _, _, expected = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(gradient, expected)
 
 
-def _reduce_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    gradient = None
-    if grad is not None:
-        saved, expected = ctx.saved_tensors
-        (gradient,) = rescaled_gradients([saved], grad, expected, "cross_entropy")
-    return gradient, None, None, None, None
+def _reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gradient, expected = ctx.saved_tensors
+    return input_gradients(ctx, *rescaled_gradients([gradient], grad, expected, "cross_entropy"))
 
 
 _reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
@@ -187,7 +198,7 @@ def with_outputs(
     outputs: Sequence[str],
     stats: RowStats,
     target: torch.Tensor,
-    options: RowOptions,
+    options: LossOptions,
     scale: torch.Tensor | None,
 ) -> torch.Tensor | CrossEntropyOutput:
     """`loss` alone, or with the requested `outputs`; `scale` is the inverse normaliser, None for reduction "none"."""
@@ -214,7 +225,7 @@ def reduced(
     losses: torch.Tensor,
     stats: RowStats,
     target: torch.Tensor,
-    options: RowOptions,
+    options: LossOptions,
     reduction: str,
     num_items: int | torch.Tensor | None,
     outputs: Sequence[str],
@@ -264,7 +275,7 @@ def cross_entropy(
         reduction: "mean" (over valid tokens; with class weights, as in torch, over their weights), "sum", or "none" (0
             at ignored tokens). If every token is ignored the loss is 0, with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
-        label_smoothing: In [0, 1].
+        label_smoothing: A number in [0, 1].
         z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.
         softcap: Soft-cap of the logits, more than 0.
         logit_scale: Factor of the logits before the soft-cap.
@@ -289,7 +300,7 @@ def cross_entropy(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``, except on the reference path.
     """
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
     check_logits(logits, target)
     vocab_size = logits.shape[-1]
@@ -304,19 +315,19 @@ def cross_entropy(
     inplace = inplace and needs_gradient and not torch.compiler.is_compiling() and _may_overwrite(logits)
     in_forward = needs_gradient and (rows.is_contiguous() if inplace else expected_grad is not None)
     if reduction == "none" or not in_forward:
-        stats = RowStats(*_forward(rows, labels, class_weights, *options, *extras, inplace))
+        stats = RowStats(*_forward(rows, labels, class_weights, options, *extras, inplace))
         return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
     scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
     expected = expected_gradient(expected_grad, scale, logits.dtype, reduction == "mean" or num_items is not None)
     data = rows.detach()
     gradient = data if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    stats = RowStats(*_gradient_(data, gradient, labels, class_weights, scale * expected, *options, *extras))
+    stats = RowStats(*_gradient_(data, gradient, labels, class_weights, scale * expected, options, *extras))
     loss = _reduce(rows, gradient, stats.loss, scale, expected)
     return with_outputs(loss, outputs, stats, target, options, scale)
 
 
 def _row_statistics(
-    logits: torch.Tensor, target: torch.Tensor, options: RowOptions, class_weights: torch.Tensor | None
+    logits: torch.Tensor, target: torch.Tensor, options: LossOptions, class_weights: torch.Tensor | None
 ) -> RowStats:
     """Every statistic of `(N, V)` logits, by autograd; an ignored row gives 0 and no gradient, whatever it holds."""
     vocab_size = logits.shape[-1]
@@ -345,7 +356,7 @@ def _row_statistics(
 def _in_torch(
     logits: torch.Tensor,
     target: torch.Tensor,
-    options: RowOptions,
+    options: LossOptions,
     reduction: str,
     num_items: int | torch.Tensor | None,
     class_weights: torch.Tensor | None,
@@ -374,5 +385,5 @@ def cross_entropy_reference(
     outputs: Sequence[str] = (),
 ) -> torch.Tensor | CrossEntropyOutput:
     """`cross_entropy` in plain torch, computed in fp32 (float64 for float64 logits); it has the same arguments."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     return _in_torch(logits, target, options, reduction, num_items, class_weights, outputs)

@@ -24,6 +24,8 @@ token is log1p(rest) and its p - 1 is -rest / sum, exact where lse - z[t] and p 
 Bytes moved for (N, V) logits of b bytes: statistics N*V*b; gradient 2*N*V*b; both at once 2 to 3 N*V*b, depending on
 how much of the row is still in L2. Ignored rows are not read. A label outside [0, V) reads nothing out of bounds; its
 row is NaN.
+
+Shapes: N tokens, V vocabulary; logits (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from liger_trainer.kernels.head.logit_rows import (
     transform_factors,
     transform_logits,
 )
-from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard
+from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
 _LARGEST_BOUND = 60.0  # of log2(e) * |z| under a soft-cap: exp(z - cap) stays well above fp32's smallest number
@@ -272,7 +275,7 @@ def _launch_rows(
     gradient: torch.Tensor | None,
     target: torch.Tensor,
     stats: RowStats,
-    options: RowOptions,
+    options: LossOptions,
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     coefficient: torch.Tensor | None,
@@ -352,7 +355,7 @@ def row_statistics_(
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: RowStats,
-    options: RowOptions,
+    options: LossOptions,
     bias: torch.Tensor | None = None,
     class_weights: torch.Tensor | None = None,
     coefficient: torch.Tensor | None = None,
@@ -385,7 +388,7 @@ def row_gradient_(
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: RowStats,
-    options: RowOptions,
+    options: LossOptions,
     coefficient: torch.Tensor,
     bias: torch.Tensor | None = None,
     class_weights: torch.Tensor | None = None,
@@ -416,7 +419,7 @@ def row_partials_(
     logits: torch.Tensor,
     target: torch.Tensor,
     partials: torch.Tensor,
-    options: RowOptions,
+    options: LossOptions,
     shard: Shard,
     bias: torch.Tensor | None = None,
     width: int | None = None,

@@ -1,6 +1,8 @@
 """The passes of `cross_entropy_kernel.py` in plain torch, for devices without Triton and for float64.
 
 The functions take the same arguments as those of the same name there.
+
+Shapes: N tokens, V vocabulary, or the columns of a shard of it.
 """
 
 from __future__ import annotations
@@ -9,17 +11,11 @@ import math
 
 import torch
 
-from liger_trainer.kernels.head.row_statistics import (
-    ExtraStats,
-    RowOptions,
-    RowPartials,
-    RowStats,
-    Shard,
-    compute_dtype,
-)
+from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowPartials, RowStats, Shard
 
 
-def transformed_logits(x: torch.Tensor, options: RowOptions) -> torch.Tensor:
+def transformed_logits(x: torch.Tensor, options: LossOptions) -> torch.Tensor:
     """``softcap * tanh(x * logit_scale / softcap) / temperature``, or ``x * logit_scale / temperature`` uncapped."""
     z = x * options.logit_scale
     if options.softcap is not None:
@@ -28,7 +24,7 @@ def transformed_logits(x: torch.Tensor, options: RowOptions) -> torch.Tensor:
 
 
 def _transformed_rows(
-    logits: torch.Tensor, options: RowOptions, bias: torch.Tensor | None
+    logits: torch.Tensor, options: LossOptions, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The transformed logits z as `(N, V)` of the computing dtype, and the slope of the soft-cap, None without one."""
     x = logits.reshape(-1, logits.shape[-1]).to(compute_dtype(logits))
@@ -50,7 +46,7 @@ def row_statistics_torch_(
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: RowStats,
-    options: RowOptions,
+    options: LossOptions,
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     coefficient: torch.Tensor | None,
@@ -92,7 +88,7 @@ def row_gradient_torch_(
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: RowStats,
-    options: RowOptions,
+    options: LossOptions,
     bias: torch.Tensor | None,
     class_weights: torch.Tensor | None,
     coefficient: torch.Tensor,
@@ -133,7 +129,7 @@ def row_partials_torch_(
     logits: torch.Tensor,
     target: torch.Tensor,
     partials: torch.Tensor,
-    options: RowOptions,
+    options: LossOptions,
     shard: Shard,
     bias: torch.Tensor | None,
 ) -> None:

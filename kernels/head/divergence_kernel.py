@@ -1,6 +1,6 @@
 """The row kernel of distillation: divergence and student gradient of one row of logits of two heads.
 
-The divergences are those of `divergence_options`. Their gradients with respect to the student's transformed logits z
+The divergences are those of `divergence`. Their gradients with respect to the student's transformed logits z
 are
 
     forward_kl    s - t                          reverse_kl    s * (log(s / t) - KL(s || t))
@@ -17,6 +17,8 @@ already read (`gradient_memory`): the low half if it goes up the columns, the hi
 
 Bytes moved for N rows of V logits of b bytes in both models and a gradient of g bytes an element: N*V * (4*b + g), jsd
 N*V * (6*b + g), less what is in L2.
+
+Shapes: N tokens, V classes that are compared.
 """
 
 from __future__ import annotations
@@ -24,8 +26,7 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.fast_math import has_lg2, log2
-from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceStats
-from liger_trainer.kernels.head.divergence_torch import divergence_rows_torch_
+from liger_trainer.kernels.head.divergence import DivergenceOptions, DivergenceStats, divergence_rows_torch_
 from liger_trainer.kernels.head.logit_rows import fold, load_logits, row_config, transform_factors, transform_logits
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 

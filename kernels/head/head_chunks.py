@@ -1,4 +1,7 @@
-"""Chunks of tokens for the operators over an LM head: how many tokens a chunk holds, and memory for the gradients."""
+"""Chunks of tokens for the operators over an LM head: how many tokens a chunk holds, and memory for the gradients.
+
+Shapes: N tokens, H hidden size, V vocabulary; a chunk is n of the N tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.head.weight_gradient import MAX_HALF_CHUNKS, sums_in_block_floating_point
+from liger_trainer.kernels.head.loss_options import compute_dtype
+from liger_trainer.kernels.head.weight_gradient import MAX_HALF_CHUNKS, WeightGradientSum, sums_in_block_floating_point
+from liger_trainer.kernels.matmul import matmul_into
 from liger_trainer.kernels.runtime import cdiv
 
 COLUMN_MULTIPLE = 64  # the buffer's rows are padded to it: matmuls lose their fast path on odd strides
@@ -19,13 +24,13 @@ _WAVE = 2**22  # elements of a matmul's result that occupy every multiprocessor,
 class Needs(NamedTuple):
     """Which gradients are computed."""
 
-    hidden: bool
-    weight: bool
-    bias: bool
+    hidden_gradient: bool
+    weight_gradient: bool
+    bias_gradient: bool
 
     @classmethod
     def of(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Needs:
-        """Those of the tensors that require one, none where gradients are disabled."""
+        """The tensors that require one; none where gradients are disabled."""
         enabled = torch.is_grad_enabled()
         return cls(*(enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)))
 
@@ -80,9 +85,9 @@ def allocate_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised dX, dW and dbias, strided like their inputs so that autograd adopts them; empty if not needed."""
     return (
-        torch.empty_like(hidden) if needs.hidden else hidden.new_empty(0),
-        torch.empty_like(weight) if needs.weight else weight.new_empty(0),
-        torch.empty_like(bias) if needs.bias and bias is not None else weight.new_empty(0),
+        torch.empty_like(hidden) if needs.hidden_gradient else hidden.new_empty(0),
+        torch.empty_like(weight) if needs.weight_gradient else weight.new_empty(0),
+        torch.empty_like(bias) if needs.bias_gradient and bias is not None else weight.new_empty(0),
     )
 
 
@@ -113,3 +118,55 @@ def chunk_spans(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
     """The first token and the one after the last of every chunk of `rows` tokens from `start` to `stop`."""
     for first in range(start, stop, rows):
         yield first, min(first + rows, stop)
+
+
+class HeadGradients:
+    """dX, dW and dbias of a head, from the gradients of the logits of one chunk of tokens after the other.
+
+    Args:
+        hidden: X, (N, H).
+        weight: W, (V, H).
+        bias: (V,), or None.
+        needs: Which of the three are computed.
+        chunks: How many chunks there will be.
+        vocab_size: Columns of the logits, the first of V; by default all.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs: Needs,
+        chunks: int,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.results = d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
+        self.partial = vocab_size is not None and vocab_size < weight.shape[0]
+        if self.partial:
+            weight, d_weight, d_bias = weight[:vocab_size], d_weight[:vocab_size], d_bias[:vocab_size]
+        self.hidden, self.weight, self.chunks = hidden, weight, chunks
+        self.d_hidden = d_hidden if needs.hidden_gradient else None
+        self.weight_sum = WeightGradientSum(d_weight, chunks) if needs.weight_gradient else None
+        self.bias_sum = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden)) if needs.bias_gradient else None
+
+    def add(self, start: int, stop: int, gradient: torch.Tensor) -> None:
+        """Adds a chunk: the `gradient` of the logits of tokens `start` to `stop`, (stop - start, V)."""
+        if self.d_hidden is not None:
+            matmul_into(self.d_hidden[start:stop], gradient, self.weight)
+        if self.weight_sum is not None:
+            self.weight_sum.add(gradient, self.hidden[start:stop])
+        if self.bias_sum is not None:
+            self.bias_sum += gradient.sum(0, dtype=self.bias_sum.dtype)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dX, dW and dbias, rounded once and empty if not needed; 0 without a chunk, and for classes without logits."""
+        d_hidden, d_weight, d_bias = self.results
+        if self.weight_sum is not None:
+            self.weight_sum.finish()
+        if self.bias_sum is not None:
+            d_bias[: len(self.bias_sum)].copy_(self.bias_sum)
+        if self.partial or not self.chunks:
+            d_weight[self.weight.shape[0] if self.chunks else 0 :].zero_()
+            d_bias[self.weight.shape[0] :].zero_()
+        return d_hidden, d_weight, d_bias

@@ -13,18 +13,20 @@ its upstream gradient: it saves two fp32 numbers a token and recomputes the logi
 
 Bytes moved besides the matmuls' own, b bytes an element: 2 to 3 N*V*b for the row kernel and 2*V*H*b for each chunk
 after the first, to accumulate dW. If the buffer holds few tokens, the first chunk is larger than the others and lies in
-the memory that dW fills later (`logits_in_weight_gradient`). Memory: one chunk of logits, dX, dW. Saved for backward:
+the memory that dW fills later (`large_first_chunk`). Memory: one chunk of logits, dX, dW. Saved for backward:
 dX, dW and dbias.
 
 Ignored tokens take no elementwise work, but their rows stay in the matmuls: to leave them out, the host has to know a
 bound of their number, and reading it here would stall the device. A trainer knows one, and gives this operator the
 labelled rows alone (`liger_trainer/head/labelled_rows.py`).
+
+Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,19 +39,27 @@ from liger_trainer.kernels.head.cross_entropy import (
     with_outputs,
 )
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_rows, chunk_spans, logits_buffer
-from liger_trainer.kernels.head.logits_in_weight_gradient import plan_panels, run_panels
-from liger_trainer.kernels.head.loss_arguments import (
+from liger_trainer.kernels.head.head_chunks import (
+    HeadGradients,
+    Needs,
+    allocate_gradients,
+    chunk_rows,
+    chunk_spans,
+    logits_buffer,
+)
+from liger_trainer.kernels.head.large_first_chunk import plan_panels, run_panels
+from liger_trainer.kernels.head.loss_options import (
+    LossOptions,
     check_labels_on_cpu,
     check_linear,
     check_options,
     checked_class_weights,
+    compute_dtype,
     inverse_normalizer,
 )
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, compute_dtype
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
+from liger_trainer.kernels.head.token_statistics import RowStats
+from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv
 
@@ -59,13 +69,27 @@ _Statistics = tuple[_T, _T, _T, _T, _T]  # the fields of `RowStats`
 _LossAndGradients = tuple[_T, _T, _T, _T, _T, _T, _T, _T]  # the loss, `_Gradients`, all but the first of `_Statistics`
 
 
+class HeadInputs(NamedTuple):
+    """What the loss is computed from.
+
+    Args:
+        hidden: (N, H), contiguous.
+        weight: (V, H).
+        target: (N,).
+        bias: (V,), or None.
+        class_weights: (V,), or None.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    bias: torch.Tensor | None
+    class_weights: torch.Tensor | None = None
+
+
 def _run_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    options: RowOptions,
+    inputs: HeadInputs,
+    options: LossOptions,
     logits_memory: int,
     stats: RowStats,
     coefficient: torch.Tensor | None,
@@ -76,117 +100,69 @@ def _run_chunks(
 
     `coefficient` is the upstream gradient of the token losses, 0-d or `(N,)`; None if no gradient is needed.
     """
+    hidden, weight, target, bias, class_weights = inputs
     check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
     tokens, vocab_size = hidden.shape[0], weight.shape[0]
-    rows = chunk_rows(hidden, weight, logits_memory, needs.weight)
-    d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
-    if tokens == 0:
-        return d_hidden, d_weight.zero_(), d_bias.zero_()
-    buffer = logits_buffer(hidden, weight, rows)
-    panels = plan_panels(hidden, weight, rows) if needs.weight and class_weights is None else None
+    rows = chunk_rows(hidden, weight, logits_memory, needs.weight_gradient)
+    panels = plan_panels(hidden, weight, rows) if needs.weight_gradient and class_weights is None else None
     begin = 0 if panels is None else panels.tokens
-    chunks = cdiv(tokens - begin, rows) + (panels is not None)
-    weight_sum = WeightGradientSum(d_weight, chunks) if needs.weight else None
-    bias_sum = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden))
+    gradients = HeadGradients(hidden, weight, bias, needs, cdiv(tokens - begin, rows) + (panels is not None))
+    if tokens == 0:
+        return gradients.finish()
+    buffer = logits_buffer(hidden, weight, rows)
+
+    def upstream(start: int, stop: int) -> torch.Tensor | None:
+        return coefficient[start:stop] if coefficient is not None and coefficient.dim() else coefficient
+
     with fp32_reductions(weight):
         if panels is not None:
-            assert coefficient is not None
-            assert weight_sum is not None
-            run_panels(
-                panels,
-                hidden[:begin],
-                weight,
-                target[:begin],
-                bias,
-                options,
-                stats.rows(0, begin),
-                coefficient[:begin] if coefficient.dim() else coefficient,
-                recompute,
-                buffer,
-                d_hidden[:begin] if needs.hidden else None,
-                weight_sum,
-                bias_sum if needs.bias else None,
-            )
+            found, factor = stats.rows(0, begin), upstream(0, begin)
+            assert factor is not None
+            run_panels(panels, target[:begin], bias, options, found, factor, recompute, buffer, gradients)
         for start, stop in chunk_spans(begin, tokens, rows):
-            part, labels, found = hidden[start:stop], target[start:stop], stats.rows(start, stop)
-            upstream = coefficient[start:stop] if coefficient is not None and coefficient.dim() else coefficient
-            logits = torch.mm(part, weight.t(), out=buffer[: stop - start, :vocab_size])
+            labels, found, factor = target[start:stop], stats.rows(start, stop), upstream(start, stop)
+            logits = torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start, :vocab_size])
             if recompute:
-                assert upstream is not None
-                row_gradient_(logits, labels, found, options, upstream, bias, class_weights, width=buffer.shape[1])
+                assert factor is not None
+                row_gradient_(logits, labels, found, options, factor, bias, class_weights, width=buffer.shape[1])
             else:
-                row_statistics_(logits, labels, found, options, bias, class_weights, upstream, buffer.shape[1])
-            # With an upstream gradient, `logits` now holds the gradient of the logits.
-            if needs.hidden:
-                matmul_into(d_hidden[start:stop], logits, weight)
-            if weight_sum is not None:
-                weight_sum.add(logits, part)
-            if needs.bias:
-                bias_sum += logits.sum(0, dtype=bias_sum.dtype)
-            del logits
-    del buffer
-    if weight_sum is not None:
-        weight_sum.finish()
-    return d_hidden, d_weight, d_bias.copy_(bias_sum)
+                row_statistics_(logits, labels, found, options, bias, class_weights, factor, buffer.shape[1])
+            gradients.add(start, stop, logits)  # which are their gradient by now, if one is needed
+    return gradients.finish()
 
 
 @operator("liger_trainer::linear_cross_entropy_forward")
 def loss_and_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
+    inputs: HeadInputs,
     scale: torch.Tensor,
     expected: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
     entropy: bool,
     predicted: bool,
-    hidden_gradient: bool,
-    weight_gradient: bool,
-    bias_gradient: bool,
+    needs: Needs,
 ) -> _LossAndGradients:
     """The loss times `scale`, its gradients times `expected`, and nll, lse, entropy and predicted of `RowStats`."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
-    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
+    stats = RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted)
     coefficient = scale * expected
-    gradients = _run_chunks(
-        hidden, weight, target, bias, class_weights, options, logits_memory, stats, coefficient, needs, recompute=False
-    )
+    gradients = _run_chunks(inputs, options, logits_memory, stats, coefficient, needs, recompute=False)
     return (stats.loss.sum() * scale, *gradients, *stats[1:])
 
 
 @loss_and_gradients.register_fake
-def _(
-    hidden, weight, target, bias, class_weights, scale, expected,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory,
-    entropy, predicted, hidden_gradient, weight_gradient, bias_gradient,
-):  # fmt: skip
-    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
-    return (stats.loss.new_empty(()), *allocate_gradients(hidden, weight, bias, needs), *stats[1:])
+def _(inputs, scale, expected, options, logits_memory, entropy, predicted, needs):
+    stats = RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted)
+    return (stats.loss.new_empty(()), *allocate_gradients(inputs.hidden, inputs.weight, inputs.bias, needs), *stats[1:])
 
 
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
-    *_, expected = inputs[:7]  # the tensors
-    *_, hidden_gradient, weight_gradient, bias_gradient = inputs
+    _, _, expected, *_, ctx.needs = inputs
     _loss, d_hidden, d_weight, d_bias, *_ = output
-    ctx.needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
 
 
-def _forward_backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _forward_backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     *gradients, expected = ctx.saved_tensors
     gradients = list(where_needed(ctx.needs, *gradients))
     d_hidden, d_weight, d_bias = rescaled_gradients(gradients, grad, expected, "linear_cross_entropy")
@@ -198,93 +174,57 @@ loss_and_gradients.register_autograd(_forward_backward, setup_context=_forward_s
 
 @operator("liger_trainer::linear_cross_entropy_rows")
 def _rows(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    inputs: HeadInputs,
+    options: LossOptions,
     logits_memory: int,
     entropy: bool,
     predicted: bool,
 ) -> _Statistics:
     """The `RowStats` of every token, without gradients."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    needs = Needs(hidden=False, weight=False, bias=False)
-    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    _run_chunks(
-        hidden, weight, target, bias, class_weights, options, logits_memory, stats, None, needs, recompute=False
-    )
+    needs = Needs(hidden_gradient=False, weight_gradient=False, bias_gradient=False)
+    stats = RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted)
+    _run_chunks(inputs, options, logits_memory, stats, None, needs, recompute=False)
     return (*stats,)
 
 
 @_rows.register_fake
-def _(
-    hidden, weight, target, bias, class_weights,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory, entropy, predicted,
-):  # fmt: skip
-    return (*RowStats.allocate(hidden, target.numel(), entropy, predicted),)
+def _(inputs, options, logits_memory, entropy, predicted):
+    return (*RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted),)
 
 
 @operator("liger_trainer::linear_cross_entropy_rows_backward")
 def _rows_backward(
     grad: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
+    inputs: HeadInputs,
     nll: torch.Tensor,
     lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
-    hidden_gradient: bool,
-    weight_gradient: bool,
-    bias_gradient: bool,
+    needs: Needs,
 ) -> _Gradients:
     """dX, dW and dbias for the upstream gradients `grad` of the token losses, from recomputed logits."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
     stats = RowStats.of_backward(nll, lse)
-    return _run_chunks(
-        hidden, weight, target, bias, class_weights, options, logits_memory, stats, grad, needs, recompute=True
-    )
+    return _run_chunks(inputs, options, logits_memory, stats, grad, needs, recompute=True)
 
 
 @_rows_backward.register_fake
-def _(
-    grad, hidden, weight, target, bias, class_weights, nll, lse,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, logits_memory,
-    hidden_gradient, weight_gradient, bias_gradient,
-):  # fmt: skip
-    return allocate_gradients(hidden, weight, bias, Needs(hidden_gradient, weight_gradient, bias_gradient))
+def _(grad, inputs, nll, lse, options, logits_memory, needs):
+    return allocate_gradients(inputs.hidden, inputs.weight, inputs.bias, needs)
 
 
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
-    hidden, weight, target, bias, class_weights, *ctx.options, _, _ = inputs
+    head, ctx.options, ctx.logits_memory, _, _ = inputs
     _, nll, lse, _, _ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(hidden, weight, target, bias, class_weights, nll, lse)
+    ctx.save_for_backward(*head, nll, lse)
 
 
-def _rows_autograd(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _rows_autograd(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward("linear_cross_entropy")
     hidden_gradient, weight_gradient, _, bias_gradient, *_ = ctx.needs_input_grad
-    needs = (hidden_gradient, weight_gradient, bias_gradient)
-    gradients = _rows_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
+    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
+    *head, nll, lse = ctx.saved_tensors
+    gradients = _rows_backward(grad, HeadInputs(*head), nll, lse, ctx.options, ctx.logits_memory, needs)
     d_hidden, d_weight, d_bias = where_needed(needs, *gradients)
     return input_gradients(ctx, d_hidden, d_weight, None, d_bias)
 
@@ -328,7 +268,7 @@ def linear_cross_entropy(
             at ignored tokens; the backward then recomputes the logits). If every token is ignored the loss is 0,
             with zero gradients.
         num_items: Divides the sum of the token losses by this instead, with "mean" and "sum"; a number or a 0-d tensor.
-        label_smoothing: In [0, 1].
+        label_smoothing: A number in [0, 1].
         z_loss: Factor of ``lse**2`` for each valid token; not weighted by class, and its mean is over the tokens.
         softcap: Soft-cap of the logits, more than 0.
         logit_scale: Factor of the logits before the soft-cap.
@@ -349,7 +289,7 @@ def linear_cross_entropy(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
     hidden, weight, bias = head_as_autocast(hidden, weight, bias)
     check_linear(hidden, weight, target, bias, logits_memory)
@@ -360,13 +300,13 @@ def linear_cross_entropy(
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     needs = Needs.of(hidden, weight, bias)
     if reduction == "none" or not any(needs):
-        stats = RowStats(*_rows(flat, weight, labels, bias, class_weights, *options, logits_memory, *extras))
+        stats = RowStats(*_rows(HeadInputs(flat, weight, labels, bias, class_weights), options, logits_memory, *extras))
         return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
     scale = inverse_normalizer(labels, ignore_index, reduction, num_items, compute_dtype(hidden))
     normalised = reduction == "mean" or num_items is not None
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, *tokens = loss_and_gradients(
-        flat, weight, labels, bias, class_weights, scale, expected, *options, logits_memory, *extras, *needs
+        HeadInputs(flat, weight, labels, bias, class_weights), scale, expected, options, logits_memory, *extras, needs
     )
     return with_outputs(loss, outputs, RowStats(tokens[0], *tokens), target, options, scale)
 

@@ -1,7 +1,7 @@
 """Distillation with both LM heads in one operator: the logits of the two models exist one chunk of tokens at a time.
 
 For hidden states X `(N, H)` and head W `(V, H)` of the student and those of the teacher, which may have another hidden
-size, and a divergence L of their logits (`divergence_options`):
+size, and a divergence L of their logits (`divergence`):
 
     for each chunk of tokens:   Z = X_c @ W.T,  T = X_teacher_c @ W_teacher.T     into two buffers, fp32
                                 dZ = dL/dZ             over Z, in the dtype of X, one kernel (`divergence_kernel`)
@@ -16,42 +16,44 @@ Bytes moved besides the matmuls' own, b bytes an element of X: at most N*V*(16 +
 2*V*H*b for each chunk after the first, to accumulate dW. Memory: two chunks of logits, dX, dW. Saved for backward: dX,
 dW and dbias.
 
-The public functions are in `linear_jsd` and, for a teacher given as probabilities, in `parity/linear_kl_div`.
+The public functions are in `linear_jsd` and, for a teacher given as probabilities, in `liger/operators/linear_kl_div`.
+
+Shapes: N tokens, H hidden size, V vocabulary, which is that of both heads; H_teacher hidden size of the teacher.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, where_needed
-from liger_trainer.kernels.head.divergence_kernel import divergence_rows_, gradient_memory
-from liger_trainer.kernels.head.divergence_options import (
+from liger_trainer.kernels.head.divergence import (
     DivergenceOptions,
     DivergenceOutput,
     DivergenceStats,
     check_divergence_options,
 )
+from liger_trainer.kernels.head.divergence_kernel import divergence_rows_, gradient_memory
 from liger_trainer.kernels.head.head_chunks import (
     COLUMN_MULTIPLE,
+    HeadGradients,
     Needs,
     allocate_gradients,
     chunk_rows,
     chunk_spans,
     round_up,
 )
-from liger_trainer.kernels.head.loss_arguments import (
+from liger_trainer.kernels.head.loss_options import (
     check_labels_on_cpu,
     check_logits_memory,
     check_num_items,
     check_tokens,
+    compute_dtype,
     inverse_normalizer,
 )
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.row_statistics import compute_dtype
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
 from liger_trainer.kernels.matmul import fp32_reductions, matmul_into, multiplies_into_fp32
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv
@@ -66,14 +68,30 @@ def _logits_dtype(hidden: torch.Tensor) -> torch.dtype:
     return compute_dtype(hidden) if multiplies_into_fp32(hidden.device) else hidden.dtype
 
 
+class TwoHeads(NamedTuple):
+    """Student and teacher, with the labels of their tokens.
+
+    Args:
+        hidden: (N, H), contiguous.
+        weight: (V, H).
+        bias: (V,), or None.
+        teacher: Hidden states (N, H_teacher), or without a `teacher_weight` the probabilities themselves.
+        teacher_weight: (V, H_teacher), or None.
+        teacher_bias: (V,), or None.
+        labels: (N,), or None if every token counts.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    teacher: torch.Tensor
+    teacher_weight: torch.Tensor | None
+    teacher_bias: torch.Tensor | None
+    labels: torch.Tensor | None
+
+
 def _run_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher: torch.Tensor,
-    teacher_weight: torch.Tensor | None,
-    teacher_bias: torch.Tensor | None,
-    labels: torch.Tensor | None,
+    heads: TwoHeads,
     coefficient: torch.Tensor,
     options: DivergenceOptions,
     vocab_size: int,
@@ -81,31 +99,26 @@ def _run_chunks(
     stats: DivergenceStats,
     needs: Needs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fills `stats` and returns dX, dW and dbias, empty if not needed.
-
-    `teacher` holds hidden states, or without a `teacher_weight` the probabilities themselves.
-    """
+    """Fills `stats` and returns dX, dW and dbias, empty if not needed."""
+    hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels = heads
     tokens = hidden.shape[0]
     if labels is not None and stats.hard.numel():
         check_labels_on_cpu(labels, vocab_size, options.ignore_index)
-    d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
-    if tokens == 0:
-        return d_hidden, d_weight.zero_(), d_bias.zero_()
     head = weight[:vocab_size]
     dtype, teacher_dtype = _logits_dtype(hidden), _logits_dtype(teacher)
     class_bytes = dtype.itemsize + (0 if teacher_weight is None else teacher_dtype.itemsize)
-    rows = chunk_rows(hidden, head, logits_memory, needs.weight, class_bytes=class_bytes)
+    rows = chunk_rows(hidden, head, logits_memory, needs.weight_gradient, class_bytes=class_bytes)
+    gradients = HeadGradients(hidden, weight, bias, needs, cdiv(tokens, rows), vocab_size)
+    if tokens == 0:
+        return gradients.finish()
     width = round_up(vocab_size, COLUMN_MULTIPLE)
     buffer = hidden.new_empty(rows, width, dtype=dtype)
     gradient_buffer = gradient_memory(buffer, hidden.dtype, options.divergence)
     teacher_buffer = teacher.new_empty(rows if teacher_weight is not None else 0, width, dtype=teacher_dtype)
-    weight_sum = WeightGradientSum(d_weight[:vocab_size], cdiv(tokens, rows)) if needs.weight else None
-    bias_sum = d_bias.new_zeros(min(d_bias.shape[0], vocab_size), dtype=compute_dtype(hidden))
     with fp32_reductions(head):
         for start, stop in chunk_spans(0, tokens, rows):
-            part = hidden[start:stop]
             logits, gradient = (memory[: stop - start, :vocab_size] for memory in (buffer, gradient_buffer))
-            matmul_into(logits, part, head.t())
+            matmul_into(logits, hidden[start:stop], head.t())
             if teacher_weight is None:
                 target, target_width = teacher[start:stop, :vocab_size], vocab_size
             else:
@@ -124,65 +137,27 @@ def _run_chunks(
                 target_width,
                 gradient,
             )
-            if needs.hidden:
-                matmul_into(d_hidden[start:stop], gradient, head)
-            if weight_sum is not None:
-                weight_sum.add(gradient, part)
-            if needs.bias:
-                bias_sum += gradient.sum(0, dtype=bias_sum.dtype)
-            del logits, gradient, target
-    del buffer, gradient_buffer, teacher_buffer
-    if weight_sum is not None:
-        weight_sum.finish()
-    d_weight[vocab_size:].zero_()
-    d_bias[: bias_sum.shape[0]].copy_(bias_sum)
-    d_bias[vocab_size:].zero_()
-    return d_hidden, d_weight, d_bias
+            gradients.add(start, stop, gradient)
+    return gradients.finish()
 
 
 @operator("liger_trainer::linear_divergence")
 def _linear_divergence(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher: torch.Tensor,
-    teacher_weight: torch.Tensor | None,
-    teacher_bias: torch.Tensor | None,
-    labels: torch.Tensor | None,
+    heads: TwoHeads,
     token_weights: torch.Tensor | None,
     scale: torch.Tensor,
     expected: torch.Tensor,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    soft_weight: float,
-    hard_weight: float,
-    student_softcap: float | None,
-    student_logit_scale: float,
-    teacher_softcap: float | None,
-    teacher_logit_scale: float,
-    eps: float,
-    ignore_index: int,
+    options: DivergenceOptions,
     vocab_size: int,
     logits_memory: int,
     hard: bool,
     entropy: bool,
-    hidden_gradient: bool,
-    weight_gradient: bool,
-    bias_gradient: bool,
+    needs: Needs,
 ) -> _LossAndGradients:
     """The loss times `scale`, its gradients times `expected`, and the fields of `DivergenceStats`."""
-    options = DivergenceOptions(
-        divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale,
-        teacher_softcap, teacher_logit_scale, eps, ignore_index,
-    )  # fmt: skip
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
-    stats = DivergenceStats.allocate(hidden, hidden.shape[0], hard, entropy)
+    stats = DivergenceStats.allocate(heads.hidden, heads.hidden.shape[0], hard, entropy)
     coefficient = scale * expected if token_weights is None else scale * expected * token_weights
-    gradients = _run_chunks(
-        hidden, weight, bias, teacher, teacher_weight, teacher_bias,
-        labels, coefficient, options, vocab_size, logits_memory, stats, needs,
-    )  # fmt: skip
+    gradients = _run_chunks(heads, coefficient, options, vocab_size, logits_memory, stats, needs)
     losses = options.soft_weight * stats.soft
     if options.hard_weight != 0.0:
         losses = losses + options.hard_weight * stats.hard
@@ -192,30 +167,19 @@ def _linear_divergence(
 
 
 @_linear_divergence.register_fake
-def _(
-    hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, token_weights, scale, expected,
-    divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale,
-    teacher_softcap, teacher_logit_scale, eps, ignore_index, vocab_size, logits_memory,
-    hard, entropy, hidden_gradient, weight_gradient, bias_gradient,
-):  # fmt: skip
-    stats = DivergenceStats.allocate(hidden, hidden.shape[0], hard, entropy)
-    needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
-    return (stats.soft.new_empty(()), *allocate_gradients(hidden, weight, bias, needs), *stats)
+def _(heads, token_weights, scale, expected, options, vocab_size, logits_memory, hard, entropy, needs):
+    stats = DivergenceStats.allocate(heads.hidden, heads.hidden.shape[0], hard, entropy)
+    return (stats.soft.new_empty(()), *allocate_gradients(heads.hidden, heads.weight, heads.bias, needs), *stats)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
-    *_, expected = inputs[:10]  # the tensors
-    *_, hidden_gradient, weight_gradient, bias_gradient = inputs
+    _, _, _, expected, *_, ctx.needs = inputs
     _loss, d_hidden, d_weight, d_bias, *_ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
-    ctx.needs = Needs(hidden_gradient, weight_gradient, bias_gradient)
 
 
-def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     *gradients, expected = ctx.saved_tensors
     gradients = list(where_needed(ctx.needs, *gradients))
     return input_gradients(ctx, *rescaled_gradients(gradients, grad, expected, _FUNCTIONS))
@@ -271,9 +235,9 @@ def reduced_divergence(
     teacher_weight, teacher_bias = (None if tensor is None else tensor.detach() for tensor in teacher[1:])
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, soft, nll, entropy = _linear_divergence(
-        flat, weight, bias, target, teacher_weight, teacher_bias, labels, token_weights, scale, expected,
-        *options, vocab_size, logits_memory, hard, "entropy" in outputs, *needs,
-    )  # fmt: skip
+        TwoHeads(flat, weight, bias, target, teacher_weight, teacher_bias, labels),
+        *(token_weights, scale, expected, options, vocab_size, logits_memory, hard, "entropy" in outputs, needs),
+    )
     if not outputs:
         return loss
     weights = scale if token_weights is None else scale * token_weights

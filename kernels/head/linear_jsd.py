@@ -1,4 +1,7 @@
-"""Generalised JSD, KL and cosine distance of two LM heads, from hidden states (operator: `linear_divergence`)."""
+"""Generalised JSD, KL and cosine distance of two LM heads, from hidden states (operator: `linear_divergence`).
+
+Shapes: N tokens, H hidden size, V vocabulary; H_teacher hidden size of the teacher.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,15 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
-from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
-from liger_trainer.kernels.head.divergence_torch import divergence_of_logits_reference, logits_reference
+from liger_trainer.kernels.head.divergence import (
+    DivergenceOptions,
+    DivergenceOutput,
+    common_vocab_size,
+    divergence_of_logits_reference,
+    logits_reference,
+)
 from liger_trainer.kernels.head.linear_divergence import reduced_divergence
-from liger_trainer.kernels.head.loss_arguments import check_head
+from liger_trainer.kernels.head.loss_options import check_head
 
 
 def _of_two_heads(
@@ -111,7 +119,7 @@ def linear_jsd(
         teacher_weight: `(V, H_teacher)` of the dtype of `teacher_hidden`.
         labels: `(...)` of int64 or int32; by default every token counts. If `hard_weight` is 0, a label only says
             whether its token counts. Otherwise a label outside [0, V) is an error on the CPU and a NaN loss elsewhere.
-        beta: In [0, 1].
+        beta: A number in [0, 1].
         temperature: Divides the logits of both models after the soft-cap, more than 0.
         student_bias: `(V,)`, floating.
         teacher_bias: `(V,)`, floating.
@@ -204,7 +212,7 @@ def linear_cosine_distance(
         teacher_hidden: `(..., H_teacher)`.
         teacher_weight: `(V, H_teacher)`.
         labels: `(...)`, or None if every token counts.
-        beta: In [0, 1].
+        beta: A number in [0, 1].
         options: The other arguments of `linear_jsd`, by name.
 
     Returns:

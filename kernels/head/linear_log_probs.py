@@ -15,13 +15,15 @@ preference or policy. They are known only in the backward, which is exact in the
                 the forward and multiplied by the upstream gradient in the backward: 2 matmuls
 
 The forward runs the tokens that are not retained first, in the memory that the retained logits fill last. The backward
-(`linear_log_probs_backward`) runs the retained ones first, and then the others in their memory. So with equal budgets
+(`linear_log_probs_gradients`) runs the retained ones first, and then the others in their memory. So with equal budgets
 for a chunk and for retained logits, retaining costs nothing at the peak. For a loss that is expected to weigh all
-tokens alike, the gradients are those of the summed loss, computed in the forward (`linear_log_probs_expected`).
+tokens alike, the gradients are those of the summed loss, computed in the forward (`log_probs_with_gradients`).
 
 Bytes moved besides the matmuls' own, b bytes an element: N*V*b for the statistics and 2*N*V*b for the gradient, and
 2*V*H*b for every chunk after the first, to accumulate dW. Saved for backward: the inputs, two to three fp32 numbers a
 token, and the retained logits or the (N, H) gradient in fp32.
+
+Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,22 +41,23 @@ from liger_trainer.kernels.head.head_chunks import (
     retained_rows,
     saturating_chunk_rows,
 )
-from liger_trainer.kernels.head.linear_log_probs_backward import attach_gradients
-from liger_trainer.kernels.head.linear_log_probs_expected import log_probs_with_gradients
+from liger_trainer.kernels.head.linear_log_probs_gradients import HeadRows, attach_gradients, log_probs_with_gradients
 from liger_trainer.kernels.head.log_probs import (
     LOG_PROBS_OUTPUTS,
     LogProbsOutput,
     log_probs_reference,
     log_probs_with_outputs,
 )
-from liger_trainer.kernels.head.loss_arguments import (
+from liger_trainer.kernels.head.loss_options import (
+    LossOptions,
     check_labels_on_cpu,
     check_linear,
     check_options,
     check_outputs,
     check_retain_memory,
+    compute_dtype,
 )
-from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
 from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
 from liger_trainer.kernels.operator import operator
 
@@ -89,12 +92,7 @@ def _rows(
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
     retain: int,
     entropy: bool,
@@ -104,11 +102,10 @@ def _rows(
     unit_gradient: bool,
 ) -> _Statistics:
     """nll, lse, entropy and predicted of `RowStats`, `ExtraStats`, the retained logits and dnll/dhidden."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
     extra = ExtraStats.allocate(hidden, target.numel(), mean_logit, sum_squared_probs)
     gradient = _allocate_unit_gradient(hidden, unit_gradient)
-    check_labels_on_cpu(target, weight.shape[0], ignore_index)
+    check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
     one = stats.loss.new_ones(()) if gradient.numel() else None
     retained: list[torch.Tensor] = []
     with fp32_reductions(weight):
@@ -127,8 +124,8 @@ def _allocate_unit_gradient(hidden: torch.Tensor, wanted: bool) -> torch.Tensor:
 
 @_rows.register_fake
 def _(
-    hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
-    logits_memory, retain, entropy, predicted, mean_logit, sum_squared_probs, unit_gradient,
+    hidden, weight, target, bias, options, logits_memory, retain, entropy, predicted, mean_logit, sum_squared_probs,
+    unit_gradient,
 ):  # fmt: skip
     stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
     extra = ExtraStats.allocate(hidden, target.numel(), mean_logit, sum_squared_probs)
@@ -193,7 +190,7 @@ def linear_log_probs(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
-    options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
     hidden, weight, bias = head_as_autocast(hidden, weight, bias)
@@ -215,13 +212,11 @@ def linear_log_probs(
     retain = retained_rows(flat, weight, logits_memory, retain_memory) if any(needs) and not frozen_head else 0
     with torch.no_grad():
         nll, lse, entropy, predicted, mean_logit, squares, retained, unit_gradient = _rows(
-            flat, weight, labels, bias, *options, logits_memory, retain, *asked, frozen_head
+            flat, weight, labels, bias, options, logits_memory, retain, *asked, frozen_head
         )
     if any(needs):
-        nll, entropy = attach_gradients(
-            nll, unit_gradient, flat, weight, labels, bias, nll, lse, entropy, retained, *options, logits_memory,
-            0, weight.shape[0], "",
-        )  # fmt: skip
+        rows = HeadRows(flat, weight, labels, bias, nll, lse, entropy, retained)
+        nll, entropy = attach_gradients(nll, unit_gradient, rows, options, logits_memory, Shard(0, weight.shape[0]), "")
     return log_probs_with_outputs(
         0.0 - nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
     )

@@ -5,6 +5,8 @@ This is `linear_log_probs` without the head, for logits that another module has 
 
 Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward. Saved for backward: the logits and two to
 three fp32 numbers a token. The backward writes the gradient, N*V*b, to memory of its own.
+
+Shapes: N tokens, V vocabulary; logits (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations
@@ -16,17 +18,19 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
+from liger_trainer.kernels.head.cross_entropy import logits_gradient
 from liger_trainer.kernels.head.cross_entropy_kernel import row_statistics_
 from liger_trainer.kernels.head.cross_entropy_torch import transformed_logits
 from liger_trainer.kernels.head.logit_rows import row_view
-from liger_trainer.kernels.head.logits_gradient import logits_gradient
-from liger_trainer.kernels.head.loss_arguments import (
+from liger_trainer.kernels.head.loss_options import (
+    LossOptions,
     check_labels_on_cpu,
     check_logits,
     check_options,
     check_outputs,
+    compute_dtype,
 )
-from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, compute_dtype
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
 from liger_trainer.kernels.operator import operator
 
 LOG_PROBS_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
@@ -59,19 +63,13 @@ _Statistics = tuple[_T, _T, _T, _T, _T, _T]  # nll, entropy, lse and predicted o
 def _rows(
     logits: torch.Tensor,
     target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     entropy: bool,
     predicted: bool,
     mean_logit: bool,
     sum_squared_probs: bool,
 ) -> _Statistics:
     """The statistics of every token, each `(N,)`, or empty if not asked for."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
     extra = ExtraStats.allocate(logits, target.numel(), mean_logit, sum_squared_probs)
     row_statistics_(logits, target, stats, options, extra=extra)
@@ -79,34 +77,28 @@ def _rows(
 
 
 @_rows.register_fake
-def _(
-    logits, target, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
-    entropy, predicted, mean_logit, sum_squared_probs,
-):  # fmt: skip
+def _(logits, target, options, entropy, predicted, mean_logit, sum_squared_probs):
     stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
     extra = ExtraStats.allocate(logits, target.numel(), mean_logit, sum_squared_probs)
     return stats.nll, stats.entropy, stats.lse, stats.predicted, *extra
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
-    logits, target, *options, _entropy, _predicted, _mean_logit, _sum_squared_probs = inputs
+    logits, target, ctx.options, _entropy, _predicted, _mean_logit, _sum_squared_probs = inputs
     nll, entropy, lse, *_ = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(logits, target, nll, lse, entropy)
-    ctx.options = options
 
 
 def _backward_of_rows(
     ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: None
 ) -> tuple[torch.Tensor | None, ...]:
     given = grad if grad is not None else grad_entropy
-    if given is None:
-        return input_gradients(ctx)
+    assert given is not None
     refuse_double_backward("log_probs")
     grad = torch.zeros((), dtype=given.dtype, device=given.device).expand_as(given) if grad is None else grad
     logits, *others = ctx.saved_tensors
-    gradient = logits_gradient(grad, grad_entropy, logits, *others, None, *ctx.options, 0, logits.shape[-1])
+    gradient = logits_gradient(grad, grad_entropy, logits, *others, None, ctx.options, Shard(0, logits.shape[-1]))
     return input_gradients(ctx, gradient)
 
 
@@ -145,14 +137,14 @@ def log_probs(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
-    options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
     check_logits(logits, target)
     check_labels_on_cpu(target, logits.shape[-1], ignore_index)
     labels = target.reshape(-1).contiguous()
     asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)
-    nll, entropy, _, predicted, mean_logit, squares = _rows(row_view(logits), labels, *options, *asked)
+    nll, entropy, _, predicted, mean_logit, squares = _rows(row_view(logits), labels, options, *asked)
     return log_probs_with_outputs(
         0.0 - nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
     )
@@ -194,7 +186,7 @@ def log_probs_reference(
     outputs: Sequence[str] = (),
 ) -> torch.Tensor | LogProbsOutput:
     """`log_probs` in plain torch; autograd differentiates it any number of times."""
-    options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     z = transformed_logits(logits.to(compute_dtype(logits)), options)
     all_log_probs = z.log_softmax(-1)
     valid = target != ignore_index

@@ -2,6 +2,8 @@
 
 A logit x, with its bias added, is transformed to z = softcap * tanh(x * logit_scale / softcap) / temperature, or to
 x * logit_scale / temperature without a soft-cap. Kernels work with log2(e) * z, whose exponential is one instruction.
+
+Shapes: N tokens, V vocabulary; logits (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ Bytes moved besides the matmul's operands: 2*V*H a chunk to store and 2*V*H a ch
 for a half-precision accumulation. Memory: dW, and V*H/128 bytes of exponents.
 
 Two kernels compute the same: the one here, and for Hopper the one of weight_gradient_gluon.py.
+
+Shapes: n tokens of a chunk, H hidden size, V vocabulary: dZ (n, V), X (n, H), dW (V, H).
 """
 
 from __future__ import annotations

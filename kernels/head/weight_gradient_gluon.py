@@ -17,6 +17,8 @@ the new half tile is stored from.
 
 Gluon, the layer of Triton that assigns work to warps, is experimental and changes from release to release:
 weight_gradient.py uses this kernel only with the releases it has run with, and its own kernel with all others.
+
+Shapes: n tokens of a chunk, H hidden size, V vocabulary: dZ (n, V), X (n, H), dW (V, H).
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ that all such products share, and save only the 4 bits. Or W may be in fp8, and 
 The operator takes flat lists, as its schema demands: the parameters of all layers, then those of all adapters. Where
 there is no bias or no mask, a tensor without elements is in its place. `statistics` and `layouts` are the remaining
 parts of weights in 4 bits (`flat_weights`).
+
+Shapes: x (..., in_features), W (out_features, in_features), A (rank, in_features), B (out_features, rank), z (tokens,
+rank).
 """
 
 from __future__ import annotations
@@ -168,13 +171,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
     x, *lists, ctx.statistics, ctx.layouts, ctx.layers, ctx.scalings = inputs
     # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
     ctx.lengths = [len(each) for each in lists]
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, output[-1], *(tensor for each in lists for tensor in or_none(each)))
 
 
 def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
-    if all(dy is None for dy in gradients[:-1]):
-        return input_gradients(ctx)
     need_x, need_weights, need_biases, need_a, need_b = ctx.needs_input_grad[:5]
     x, z, *flat = ctx.saved_tensors
     weights, biases, lora_a, lora_b, masks = lists_of(or_empty(flat, x), ctx.lengths)

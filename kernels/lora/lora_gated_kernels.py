@@ -9,6 +9,9 @@ adds
 by one small matmul over the rank, without rounding. A program walks down a block of columns: it loads the adapters'
 matrices once, and prefetches the next tiles while it computes one. The formulas are those of
 `kernels/mlp/gated_activation.py`.
+
+Shapes: rows tokens, cols intermediate size, rank of an adapter: gate (rows, cols), z (rows, rank), a matrix (rank,
+cols).
 """
 
 from __future__ import annotations

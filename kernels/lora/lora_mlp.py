@@ -19,15 +19,19 @@ The down projection is two operators, as in `gated_down.py`, so that a checkpoin
 
 With `z`, gate and up do not contain their adapters' products: z holds the columns of gate's adapter, then those of
 up's, and `added_b` their B.
+
+Shapes: x (..., hidden), gate and up (..., intermediate), W (hidden, intermediate), A (rank, intermediate), B (hidden,
+rank).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from liger_trainer.kernels.activation import GATED, SILU, Activation, GatedActivation
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.lora import lora_gated_kernels
@@ -53,38 +57,62 @@ from liger_trainer.kernels.lora.lora_products import (
 )
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes, output_placeholder
-from liger_trainer.kernels.mlp.geglu import activation_name, geglu, geglu_fused, geglu_reference
-from liger_trainer.kernels.mlp.swiglu import swiglu, swiglu_fused, swiglu_reference
+from liger_trainer.kernels.mlp.glu import glu, glu_reference
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import use_triton
 
 
-def _placeholder(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    z: torch.Tensor | None,
-    added_b: Sequence[torch.Tensor],
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    masks: Sequence[torch.Tensor],
-    statistics: Sequence[torch.Tensor],
-    layouts: Sequence[int],
-    added_scalings: Sequence[float],
-    scalings: Sequence[float],
-    activation: str,
-    scalars: Sequence[float],
-    inplace_backward: bool,
-) -> torch.Tensor:
-    """A placeholder for y, whose gradient it turns into those of the operands. It does not check its arguments.
+class DownOperands(NamedTuple):
+    """What the two operators of a down projection read.
 
-    `up` is None where `gate` is a whole fused projection. With `z`, `added_b` holds the B of gate and that of up whose
-    product is still to be added, and `added_scalings` their factors. A B or a mask that does not exist is a tensor
-    without elements. `statistics` and `layouts` are those of a weight in 4 bits (`flat_weights`).
+    Args:
+        gate: (..., intermediate), or a whole fused projection.
+        up: Shaped as `gate`; None where `gate` is a whole fused projection.
+        weight: W, or the codes of one in 4 bits or in fp8.
+        bias: (hidden,), or None.
+        z: The product of x with A of gate's adapter and of up's, whose products are still to be added; None for none.
+        added_b: With `z`, B of gate and B of up; one that does not exist is a tensor without elements, as below.
+        lora_a: A of the down projection's adapters.
+        lora_b: B of these.
+        masks: Their dropout masks.
+        statistics: The statistics of a weight in 4 bits (`flat_weights`).
+        layouts: Its layout.
+        added_scalings: Factors of the products to be added.
+        scalings: Factors of the down projection's adapters.
+        activation: Name of the activation.
+        scalars: Its options, those of a `GatedActivation`.
     """
-    (base,) = weights_of([weight], statistics, layouts)
-    return output_placeholder(gate, base.shape[0])
+
+    gate: torch.Tensor
+    up: torch.Tensor | None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    z: torch.Tensor | None
+    added_b: Sequence[torch.Tensor]
+    lora_a: Sequence[torch.Tensor]
+    lora_b: Sequence[torch.Tensor]
+    masks: Sequence[torch.Tensor]
+    statistics: Sequence[torch.Tensor]
+    layouts: Sequence[int]
+    added_scalings: Sequence[float]
+    scalings: Sequence[float]
+    activation: str
+    scalars: Sequence[float]
+
+    @property
+    def form(self) -> GatedActivation:
+        """The activation with its options."""
+        return GatedActivation(self.activation, self.scalars)
+
+    @property
+    def base(self) -> Weight:
+        """W, of any kind."""
+        return weights_of([self.weight], self.statistics, self.layouts)[0]
+
+
+def _placeholder(operands: DownOperands, inplace_backward: bool) -> torch.Tensor:
+    """A placeholder for y, whose gradient it turns into those of the operands. It does not check its arguments."""
+    return output_placeholder(operands.gate, operands.base.shape[0])
 
 
 lora_down_save = operator("liger_trainer::lora_down_save")(_placeholder)
@@ -92,45 +120,27 @@ lora_down_save.register_fake(_placeholder)
 
 
 @operator("liger_trainer::lora_down_product")
-def lora_down_product(
-    placeholder: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    z: torch.Tensor | None,
-    added_b: Sequence[torch.Tensor],
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    masks: Sequence[torch.Tensor],
-    statistics: Sequence[torch.Tensor],
-    layouts: Sequence[int],
-    added_scalings: Sequence[float],
-    scalings: Sequence[float],
-    activation: str,
-    scalars: Sequence[float],
-) -> torch.Tensor:
+def lora_down_product(placeholder: torch.Tensor, operands: DownOperands) -> torch.Tensor:
     """The result y of the down projection, whose gradient goes to `placeholder`."""
-    (base,) = weights_of([weight], statistics, layouts)
+    gate, up, _, bias, z, added_b, lora_a, lora_b, masks, *_ = operands
+    form = operands.form
     h = gated.empty_h(gate, up)
     if z is not None and up is not None:
-        updates = _updates(z, added_b, added_scalings)
-        lora_gated_kernels.launch_forward(rows_of(gate), rows_of(up), rows_of(h), updates, activation, scalars[2])
+        updates = _updates(z, added_b, operands.added_scalings)
+        tensors = rows_of(gate), rows_of(up), rows_of(h)
+        lora_gated_kernels.launch_forward(*tensors, updates, form.activation, form.limit)
     else:
-        gated.launch_forward(gate, up, h, activation, scalars, False)
-    adapters = products.adapters_of(lora_a, lora_b, masks, scalings)
+        gated.launch_forward(gate, up, h, form)
+    adapters = products.adapters_of(lora_a, lora_b, masks, operands.scalings)
     with torch.autocast(gate.device.type, enabled=False):
         rows = rows_of(h)
-        y = products.project(rows, base, bias, products.project_down(rows, adapters), adapters)
+        y = products.project(rows, operands.base, bias, products.project_down(rows, adapters), adapters)
     return y.view(placeholder.shape)
 
 
 @lora_down_product.register_fake
-def _(
-    placeholder, gate, up, weight, bias, z, added_b, lora_a, lora_b, masks, statistics, layouts,
-    added_scalings, scalings, activation, scalars,
-):  # fmt: skip
-    return gate.new_empty(placeholder.shape)
+def _(placeholder, operands):
+    return operands.gate.new_empty(placeholder.shape)
 
 
 pass_to_placeholder(lora_down_product)
@@ -152,22 +162,18 @@ def _updates(z: torch.Tensor, added_b: Sequence[torch.Tensor], scalings: Sequenc
     return [each and LowRank(rows[:, each[1]], each[0].T, each[2]) for each in _added(added_b, scalings)]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, weight, bias, z, *lists = inputs[:9]
+def _setup_context(ctx: Any, inputs: tuple[DownOperands, bool], output: torch.Tensor) -> None:
+    operands, ctx.inplace_backward = inputs
+    gate, up, weight, bias, z, *lists = operands[:9]
     # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
-    ctx.statistics, ctx.layouts, ctx.added_scalings, ctx.scalings, activation, scalars, ctx.inplace_backward = inputs[
-        9:
-    ]
-    ctx.options = activation, scalars, False
+    ctx.statistics, ctx.layouts, ctx.added_scalings, ctx.scalings, *_ = operands[9:]
+    ctx.form = operands.form
     ctx.lengths = [len(each) for each in lists]
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up, weight, z, *(tensor for each in lists for tensor in or_none(each)))
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
     need_gate, need_up, need_weight, need_bias, _, need_added, need_a, need_b = ctx.needs_input_grad[:8]
@@ -188,7 +194,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
             need_h = need_weight or any(need_a) or any(need_b)
             dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_h)
         else:
-            h = rows_of(gated.gated_activation(gate, up, *ctx.options, False))
+            h = rows_of(gated.gated_activation(gate, up, ctx.form, False))
         if need_weight:
             dweight = products.product(dy, h, weight.dtype)
         if any(need_a):
@@ -216,8 +222,8 @@ def _gradients_with_updates(
     dh = products.input_gradient([dy], [weight], dlow, [] if low_rank else adapters)
     overwrites = gated.overwrites_saved(ctx)
     dgate, dup = (gated.rows_of(x.detach() if overwrites else x.clone()) for x in (gate, up))
-    factors, activation, limit = low_rank or (None, None), ctx.options[0], ctx.options[1][2]
-    _lora_gated_backward_(dh, dgate, dup, z, added_b, ctx.added_scalings, *factors, activation, limit)
+    factors = low_rank or (None, None)
+    _lora_gated_backward_(dh, dgate, dup, z, added_b, ctx.added_scalings, *factors, ctx.form.activation, ctx.form.limit)
     return dgate.view(gate.shape), dup.view(up.shape), dh
 
 
@@ -238,11 +244,6 @@ def _lora_gated_backward_(
     of_dh = None if dlow is None or lora_a is None else LowRank(dlow, lora_a, 1.0)
     updates = [*_updates(z, added_b, added_scalings), of_dh]
     lora_gated_kernels.launch_backward(dh, gate, up, updates, activation, limit)
-
-
-@_lora_gated_backward_.register_fake
-def _(dh, gate, up, z, added_b, added_scalings, dlow, lora_a, activation, limit):
-    return None
 
 
 def _gradients_of_updates(
@@ -296,12 +297,12 @@ def lora_down(
         ValueError: For another activation, for a limit with GELU, or if shapes or devices do not fit.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
-    name = _activation(activation, limit)
+    row = _activation(activation, limit)
     gate, up = as_autocast(gate), as_autocast(up)
     takes = kernel_takes(gate, up, down.weight.shape, down.bias, inplace_backward)
     if not takes or not down.adapters:
-        return lora_linears(_product(gate, up, activation, limit, inplace_backward), [down])[0]
-    return _down(gate, up, down, name, limit, inplace_backward)
+        return lora_linears(glu(gate, up, row, limit=limit, inplace_backward=inplace_backward), [down])[0]
+    return _down(gate, up, down, row.name, limit, inplace_backward)
 
 
 def _down(
@@ -318,7 +319,7 @@ def _down(
     check_adapters(gate if up is not None else gate.detach().narrow(-1, 0, gate.shape[-1] // 2), down)
     adapters = down.adapters
     (tensor,), statistics, layouts = flat_weights([down.weight])
-    operands = (
+    operands = DownOperands(
         *(gate, up, tensor, down.bias, z),
         or_empty([None if adapter is None else adapter.b for adapter in added], gate),
         [adapter.a for adapter in adapters],
@@ -327,9 +328,9 @@ def _down(
         *(statistics, layouts),
         [0.0 if adapter is None else float(adapter.scaling) for adapter in added],
         [float(adapter.scaling) for adapter in adapters],
-        *(activation, gated.scalars(limit=limit)),
+        *GatedActivation.of(activation, limit=limit)[:2],
     )
-    return lora_down_product(lora_down_save(*operands, inplace_backward), *operands)
+    return lora_down_product(lora_down_save(operands, inplace_backward), operands)
 
 
 def lora_mlp(
@@ -362,7 +363,7 @@ def lora_mlp(
     if not _is_added_later(x, gate, up, down):
         pre, multiplied = lora_linears(x, [gate, up])
         return lora_down(pre, multiplied, down, activation, limit=limit, inplace_backward=True)
-    name = _activation(activation, limit)
+    row = _activation(activation, limit)
     for layer in (gate, up):  # the operator sees no B, and the elementwise kernels take the bounds of B from W
         check_adapters(x, layer)
     adapters = [next(iter(layer.adapters), None) for layer in (gate, up)]
@@ -370,7 +371,7 @@ def lora_mlp(
     layers = [LoRALayer(gate.weight, gate.bias), LoRALayer(up.weight, up.bias), LoRALayer(stacked)]
     pre, multiplied, z = lora_linears_operator(x, layers)
     kernel_takes(pre, multiplied, down.weight.shape, down.bias, False)  # checks the shapes
-    return _down(pre, multiplied, down, name, limit, True, z, adapters)
+    return _down(pre, multiplied, down, row.name, limit, True, z, adapters)
 
 
 def _is_added_later(x: torch.Tensor, gate: LoRALayer, up: LoRALayer, down: LoRALayer) -> bool:
@@ -392,33 +393,19 @@ def lora_mlp_reference(
     limit: float | None = None,
 ) -> torch.Tensor:
     """`lora_mlp` in plain torch, with a derivative of every order."""
-    _activation(activation, limit)
+    row = _activation(activation, limit)
     pre, multiplied = lora_linears_reference(x, [gate, up])
-    if activation == "silu":
-        h = swiglu_reference(pre, multiplied, limit=limit)
-    else:
-        h = geglu_reference(pre, multiplied, activation)
-    return lora_linears_reference(h, [down])[0]
+    return lora_linears_reference(glu_reference(pre, multiplied, row, limit=limit), [down])[0]
 
 
-def _activation(activation: str, limit: float | None) -> str:
-    """The name that the kernels have for the activation."""
-    if activation == "silu":
-        return activation
-    if activation not in ("tanh", "none"):
-        raise ValueError(f"`activation` is {activation!r}; it must be 'silu', 'tanh' or 'none'.")
-    if limit is not None:
-        raise ValueError(f"`limit` is {limit!r}, but only 'silu' takes one; the activation is GELU ({activation!r}).")
-    return activation_name(activation)
-
-
-def _product(
-    gate: torch.Tensor, up: torch.Tensor | None, activation: str, limit: float | None, inplace: bool
-) -> torch.Tensor:
-    if activation != "silu":
-        if up is None:
-            return geglu_fused(gate, activation, inplace_backward=inplace)
-        return geglu(gate, up, activation, inplace_backward=inplace)
-    if up is None:
-        return swiglu_fused(gate, limit=limit, inplace_backward=inplace)
-    return swiglu(gate, up, limit=limit, inplace_backward=inplace)
+def _activation(activation: str, limit: float | None) -> Activation:
+    """The row of the activation."""
+    row = GATED.get(activation)
+    if row is None:
+        *names, last = map(repr, GATED)
+        raise ValueError(f"`activation` is {activation!r}; it must be {', '.join(names)} or {last}.")
+    if limit is not None and row is not SILU:
+        raise ValueError(
+            f"`limit` is {limit!r}, but only 'silu' takes one; the activation is {row.title} ({activation!r})."
+        )
+    return row

@@ -14,6 +14,8 @@ is a tensor of its own.
 Everything is multiplied in the dtype of x, to which weights and adapters are cast; x is never cast. Gradients of
 parameters leave the matmul in fp32 where the parameter is wider than x. A frozen W_i may be in 4 bits (`nf4.py`), or
 in fp8 (`kernels/fp8/stored.py`), whose products are in fp8 too.
+
+Shapes: x (tokens, in_features), dy (tokens, out_features), A (rank, in_features), B (out_features, rank).
 """
 
 from __future__ import annotations

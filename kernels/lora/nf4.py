@@ -20,6 +20,8 @@ theirs in between.
 On CUDA only the default stream has a buffer, because memory allocated on another stream may belong to a CUDA graph:
 graphs are captured on other streams, and before capturing, `torch.compile` runs a function once in the memory pool of
 its graphs, in which nothing may stay allocated. A product on such a stream allocates memory of its own.
+
+Shapes: rows and columns of the weight; a block is blocksize neighbouring weights of a row, or of the flat weight.
 """
 
 from __future__ import annotations
@@ -161,11 +163,6 @@ def dequantize_(
         )
 
 
-@dequantize_.register_fake
-def _(out, packed, statistics, layout):
-    return None
-
-
 def nf4_dequantize(
     weight: NF4Weight, dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -300,11 +297,6 @@ def _matmul_(
             torch.addmm(bias, rows, right, out=out)
         else:
             torch.addmm(out, rows, right, beta=int(add), out=out)
-
-
-@_matmul_.register_fake
-def _(out, rows, packed, statistics, layout, bias, transposed, add):
-    return None
 
 
 def nf4_linear(rows: torch.Tensor, weight: NF4Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -4,14 +4,9 @@ With ``g`` the gate, ``u`` the up projection and ``dh`` the gradient of ``h``::
 
     h  = round(act(a g)) * (u + o) * d      dg = d dh (u + o) a act'(a g)       du = d dh act(a g)
 
-    silu:       act(x) = x * s(x)         act'(x) = s + x * s * (1 - s),                        s the logistic sigmoid
-    gelu_tanh:  act(x) = x * s(2z)        act'(x) = s + x * s * (1 - s) * 2 dz/dx,              s = s(2z)
-                                          z = sqrt(2/pi) * (x + 0.044715 x^3);  0.5 * (1 + tanh z) = s(2z)
-    gelu:       act(x) = x * Phi(x)       act'(x) = Phi + x * phi(x),                           of the standard normal
-
-`a` and `d` are the multipliers of the gate and of the down projection and `o` is an offset of up (by default 1, 1 and
-0). With a limit `l`, `g` is first clamped from above and `u` on both sides; where that changes a value its gradient is
-0.
+`kernels/activation.py` has act and act'. `a` and `d` are the multipliers of the gate and of the down projection and `o`
+is an offset of up (by default 1, 1 and 0). With a limit `l`, `g` is first clamped from above and `u` on both sides;
+where that changes a value its gradient is 0.
 
 The forward rounds the activation to the dtype of the inputs before the product, as models do that call their activation
 separately: the result matches theirs bit for bit, except in the last place of exp and erf.
@@ -24,16 +19,17 @@ copied.
 `cast_of_h` writes h in fp8 alone, in the bits that `cast_rows` makes of h: per element 4 bytes are read and 1 written,
 instead of 6 and 3 with h in bf16 between two kernels. A scale needs the whole row first, so a program holds it in
 registers.
+
+Shapes: gate, up and h (..., intermediate), or rows and cols of them; M rows and K columns of the cast.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from liger_trainer.kernels.activation import GatedActivation, gate_and_up, rounded_product
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
 from liger_trainer.kernels.fp8.row_cast import cast_rows, codes_of, empty_cast, magnitude, scale_of
 from liger_trainer.kernels.operator import operator
@@ -47,38 +43,6 @@ from liger_trainer.kernels.runtime import (
     triton,
     use_triton,
 )
-
-
-@triton.jit
-def _activation_and_derivative(x, ACTIVATION: tl.constexpr):
-    """act(x) and act'(x)."""
-    if ACTIVATION == "silu":
-        denominator = 1.0 + tl.exp(-x)
-        sigmoid = 1.0 / denominator
-        activation = x / denominator
-        derivative = sigmoid + x * (sigmoid * (1.0 - sigmoid))
-    elif ACTIVATION == "gelu_tanh":
-        two_z = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)  # 2 * sqrt(2 / pi)
-        sigmoid = 1.0 / (1.0 + tl.exp(-two_z))
-        activation = x * sigmoid
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        derivative = sigmoid + x * (sigmoid * (1.0 - sigmoid)) * slope
-    elif ACTIVATION == "identity":
-        derivative = tl.full(x.shape, 1.0, tl.float32)
-        activation = x
-    elif ACTIVATION == "relu":
-        activation = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
-        derivative = tl.where(x > 0.0, 1.0, 0.0)
-    elif ACTIVATION == "relu_squared":
-        derivative = tl.where(x < 0.0, 0.0, 2.0 * x)
-        activation = 0.25 * derivative * derivative
-    else:
-        tl.static_assert(ACTIVATION == "gelu")
-        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
-        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)  # 1 / sqrt(2 pi)
-        activation = x * cdf
-        derivative = cdf + x * density
-    return activation, derivative
 
 
 @triton.jit
@@ -108,25 +72,6 @@ def _load_pair(gate_row_ptr, up_row_ptr, start, cols, INTERLEAVED: tl.constexpr,
 
 
 @triton.jit
-def gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP: tl.constexpr, ACTIVATION: tl.constexpr):
-    """act(gate), its derivative by gate, up + up_offset, and where the clamps let the gradients of gate and up pass."""
-    gate, up = gate.to(tl.float32), up.to(tl.float32)
-    gate_passes, up_passes = gate <= limit, (up >= -limit) & (up <= limit)
-    if CLAMP:
-        # Not tl.minimum and tl.maximum, which would turn a NaN into the limit.
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    activation, derivative = _activation_and_derivative(gate * gate_multiplier, ACTIVATION)
-    return activation, derivative * gate_multiplier, up + up_offset, gate_passes, up_passes
-
-
-@triton.jit
-def _product(activation, factor, down_multiplier, dtype: tl.constexpr):
-    """h, in fp32; the activation is rounded to `dtype` first."""
-    return (activation * down_multiplier).to(dtype).to(tl.float32) * factor
-
-
-@triton.jit
 def _forward_kernel(
     gate_ptr,
     up_ptr,
@@ -150,7 +95,7 @@ def _forward_kernel(
     columns = start + tl.arange(0, BLOCK)
     gate, up = _load_pair(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, cols, INTERLEAVED, BLOCK)
     activation, _, factor, _, _ = gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION)
-    h = _product(activation, factor, down_multiplier, gate.dtype)
+    h = rounded_product(activation, factor, down_multiplier, gate.dtype)
     tl.store(h_ptr + row * h_stride + columns, h.to(h_ptr.dtype.element_ty), mask=columns < cols)
 
 
@@ -198,7 +143,7 @@ def _backward_kernel(
         dgate = tl.where(gate_passes, dgate, 0.0)
         dup = tl.where(up_passes, dup, 0.0)
     if NEED_H:
-        h = _product(activation, factor, down_multiplier, gate.dtype)
+        h = rounded_product(activation, factor, down_multiplier, gate.dtype)
         tl.store(h_ptr + row * h_stride + columns, h.to(h_ptr.dtype.element_ty), mask=mask)
     dgate_row_ptr, dup_row_ptr = dgate_ptr + row * dgate_stride, dup_ptr + row * dup_stride
     if INTERLEAVED:
@@ -244,7 +189,7 @@ def _cast_kernel(
     for part in tl.static_range(PARTS):
         gate, up = _load_pair(gate_row_ptr, up_row_ptr, part * BLOCK, cols, INTERLEAVED, BLOCK)
         activation, _, factor, _, _ = gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION)
-        h = _product(activation, factor, down_multiplier, gate.dtype).to(gate.dtype)
+        h = rounded_product(activation, factor, down_multiplier, gate.dtype).to(gate.dtype)
         largest = tl.maximum(largest, magnitude(h.to(tl.float32), part * BLOCK + block < cols))
         parts += (h,)  # type: ignore[assignment]
     greatest = tl.max(largest)
@@ -280,9 +225,7 @@ def _launch(
     kernel: Any,
     shape: torch.Size,
     tensors: list[torch.Tensor],
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     **constants: bool,
 ) -> None:
     """Launches `kernel`, whose arguments start with (rows, columns) `tensors`, the columns and the row strides."""
@@ -292,26 +235,19 @@ def _launch(
         rows, cols = 1, rows * cols
     block, num_warps = launch_config(tensors[0].element_size())
     strides = [0 if flat else x.stride(0) for x in tensors]
-    constants |= {"CLAMP": scalars[2] < math.inf, "INTERLEAVED": interleaved, "FLAT": flat}
+    constants |= {"FLAT": flat, **form.constants}
     with on_device(tensors[0]):
         kernel[(rows * cdiv(cols, block),)](
-            *tensors, cols, *strides, *scalars, ACTIVATION=activation, BLOCK=block, num_warps=num_warps, **constants
+            *tensors, cols, *strides, *form.scalars, BLOCK=block, num_warps=num_warps, **constants
         )
 
 
-def launch_forward(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    h: torch.Tensor,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
-) -> None:
+def launch_forward(gate: torch.Tensor, up: torch.Tensor | None, h: torch.Tensor, form: GatedActivation) -> None:
     """Writes `h`; without `up`, `gate` is a whole fused projection."""
     if h.numel() == 0:
         return
-    tensors = [rows_of(x) for x in (*halves(gate, up, interleaved), h)]
-    _launch(_forward_kernel, tensors[2].shape, tensors, activation, scalars, interleaved)
+    tensors = [rows_of(x) for x in (*halves(gate, up, form.interleaved), h)]
+    _launch(_forward_kernel, tensors[2].shape, tensors, form)
 
 
 _LONGEST_CAST = 28672
@@ -334,19 +270,17 @@ def cast_config(cols: int) -> dict[str, int]:
     }
 
 
-def cast_of_h(
-    gate: torch.Tensor, up: torch.Tensor | None, activation: str, scalars: Sequence[float], interleaved: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_of_h(gate: torch.Tensor, up: torch.Tensor | None, form: GatedActivation) -> tuple[torch.Tensor, torch.Tensor]:
     """``h`` in fp8, without autograd; without `up`, `gate` is a whole fused projection.
 
     Returns:
         Codes, (M, K), and scales, (M, 1), as `cast_rows` makes them of h.
     """
-    gate_rows, up_rows = (rows_of(x) for x in halves(gate, up, interleaved))
-    cols = gate_rows.shape[1] // (2 if interleaved else 1)
+    gate_rows, up_rows = (rows_of(x) for x in halves(gate, up, form.interleaved))
+    cols = gate_rows.shape[1] // (2 if form.interleaved else 1)
     if cols > _LONGEST_CAST:
         h = empty_h(gate, up)
-        launch_forward(gate, up, h, activation, scalars, interleaved)
+        launch_forward(gate, up, h, form)
         return cast_rows(rows_of(h))
     codes, scales = empty_cast(gate_rows[:, :cols])
     with on_device(gate):
@@ -358,10 +292,8 @@ def cast_of_h(
             cols,
             gate_rows.stride(0),
             up_rows.stride(0),
-            *scalars,
-            ACTIVATION=activation,
-            CLAMP=scalars[2] < math.inf,
-            INTERLEAVED=interleaved,
+            *form.scalars,
+            **form.constants,
             **cast_config(cols),
         )
     return codes, scales
@@ -374,9 +306,7 @@ def launch_backward(
     dgate: torch.Tensor | None,
     dup: torch.Tensor | None,
     h: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
 ) -> None:
     """Writes the results that are not None; without `up`, `gate` and `dgate` are whole fused projections."""
     if gate.numel() == 0:
@@ -385,24 +315,18 @@ def launch_backward(
     results = written
     if up is None:
         assert written[0] is not None
-        results = [*halves(written[0], None, interleaved), written[2]]
+        results = [*halves(written[0], None, form.interleaved), written[2]]
     needed = dict(zip(("NEED_GATE", "NEED_UP", "NEED_H"), (x is not None for x in results)))
     # The kernel does not write results that are None; dh only fills their places among its arguments.
-    tensors = [dh, *(rows_of(x) for x in halves(gate, up, interleaved)), *(dh if x is None else x for x in results)]
-    _launch(_backward_kernel, dh.shape, tensors, activation, scalars, interleaved, **needed)
+    both = (rows_of(x) for x in halves(gate, up, form.interleaved))
+    tensors = [dh, *both, *(dh if x is None else x for x in results)]
+    _launch(_backward_kernel, dh.shape, tensors, form, **needed)
     for x, rows in zip((dgate, dup, h), written):
         if x is not None and rows is not None and rows.data_ptr() != x.data_ptr():  # rows that are not views
             x.copy_(rows.view(x.shape))
 
 
 FUNCTIONS = "a gated activation (swiglu, geglu, clamped_swiglu)"
-
-
-def scalars(
-    gate_multiplier: float = 1.0, down_multiplier: float = 1.0, limit: float | None = None, up_offset: float = 0.0
-) -> list[float]:
-    """``[a, d, l, o]`` of the formula, as the operators take them."""
-    return [float(gate_multiplier), float(down_multiplier), math.inf if limit is None else float(limit), up_offset]
 
 
 def empty_h(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
@@ -419,9 +343,7 @@ def empty(x: torch.Tensor | None, like: torch.Tensor, needed: bool) -> torch.Ten
 def gated_activation(
     gate: torch.Tensor,
     up: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     inplace_backward: bool,
 ) -> torch.Tensor:
     """``act(gate) * up`` as an operator. Call `swiglu`, `geglu` or `clamped_swiglu`, which check their arguments.
@@ -429,12 +351,12 @@ def gated_activation(
     Here and in the backward, `up` is None if `gate` is a whole fused projection, in halves or in interleaved columns.
     """
     h = empty_h(gate, up)
-    launch_forward(gate, up, h, activation, scalars, interleaved)
+    launch_forward(gate, up, h, form)
     return h
 
 
 @gated_activation.register_fake
-def _(gate, up, activation, scalars, interleaved, inplace_backward):
+def _(gate, up, form, inplace_backward):
     return empty_h(gate, up)
 
 
@@ -443,21 +365,19 @@ def gated_activation_backward(
     dh: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     need_gate: bool,
     need_up: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of gate and up, without elements where not needed."""
     dgate, dup = empty(gate, gate, need_gate), empty(up, gate, need_up)
     results = dgate if need_gate else None, dup if need_up else None, None
-    launch_backward(dh, gate, up, *results, activation, scalars, interleaved)
+    launch_backward(dh, gate, up, *results, form)
     return dgate, dup
 
 
 @gated_activation_backward.register_fake
-def _(dh, gate, up, activation, scalars, interleaved, need_gate, need_up):
+def _(dh, gate, up, form, need_gate, need_up):
     return empty(gate, gate, need_gate), empty(up, gate, need_up)
 
 
@@ -472,22 +392,14 @@ def gated_activation_backward_(
     dgate: torch.Tensor | None,
     dup: torch.Tensor | None,
     h: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
 ) -> None:
     """Writes those of the gradients and of h that are given; `dgate` may be `gate`, `dup` `up`, and `h` `dh`."""
-    launch_backward(dh, gate, up, dgate, dup, h, activation, scalars, interleaved)
-
-
-@gated_activation_backward_.register_fake
-def _(dh, gate, up, dgate, dup, h, activation, scalars, interleaved):
-    return None
+    launch_backward(dh, gate, up, dgate, dup, h, form)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, *ctx.options, ctx.inplace_backward = inputs
-    ctx.set_materialize_grads(False)
+    gate, up, ctx.form, ctx.inplace_backward = inputs
     ctx.save_for_backward(gate, up)
 
 
@@ -504,16 +416,14 @@ def overwrites_gate_and_up(ctx: Any, up: torch.Tensor | None) -> bool:
     return overwrites_saved(ctx) and need_gate and (need_up or up is None)
 
 
-def _backward(ctx: Any, dh: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if dh is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gate, up = ctx.saved_tensors
     if overwrites_gate_and_up(ctx, up):
         dgate, dup = gate.detach(), None if up is None else up.detach()
-        gated_activation_backward_(dh, gate, up, dgate, dup, None, *ctx.options)
+        gated_activation_backward_(dh, gate, up, dgate, dup, None, ctx.form)
         return input_gradients(ctx, dgate, dup)
     needed = ctx.needs_input_grad[:2]
-    gradients = gated_activation_backward(dh, gate, up, *ctx.options, *needed)
+    gradients = gated_activation_backward(dh, gate, up, ctx.form, *needed)
     return input_gradients(ctx, *where_needed(needed, *gradients))
 
 

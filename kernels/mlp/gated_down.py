@@ -19,6 +19,8 @@ but no memory; the second computes y, saves nothing, and passes dy on to the pla
 
     placeholder = gated_down_save(gate, up, W, b)           dgate, dup, dW, db = its backward, of dy
     y           = gated_down(placeholder, gate, up, W, b)   dy -> placeholder
+
+Shapes: gate, up and h (..., intermediate), W (hidden, intermediate), y (..., hidden).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.kernels.activation import SILU, Activation, GatedActivation
 from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.fp8.linear import (
@@ -43,8 +46,7 @@ from liger_trainer.kernels.fp8.linear import (
 from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.kernels.fp8.shared_cast import drop
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.geglu import activation_name, geglu_reference
-from liger_trainer.kernels.mlp.swiglu import swiglu_reference
+from liger_trainer.kernels.mlp.glu import gelu_of, glu_reference
 from liger_trainer.kernels.operator import operator
 
 
@@ -53,9 +55,7 @@ def _placeholder(
     up: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     inplace_backward: bool,
     fp8: str | None,
 ) -> torch.Tensor:
@@ -82,26 +82,24 @@ def gated_down(
     up: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    interleaved: bool,
+    form: GatedActivation,
     fp8: str | None,
 ) -> torch.Tensor:
     """``h @ weight.T + bias``, whose gradient goes to `placeholder`."""
     if fp8 is not None:
         drop()  # the cast of what gate and up were computed from
         if products_of(fp8).output[0] is Scaling.ROWS:
-            cast = gated.cast_of_h(gate, up, activation, scalars, interleaved)
+            cast = gated.cast_of_h(gate, up, form)
             return product_of_cast(cast, weight, bias, fp8).view(placeholder.shape)
     h = gated.empty_h(gate, up)
-    gated.launch_forward(gate, up, h, activation, scalars, interleaved)
+    gated.launch_forward(gate, up, h, form)
     if fp8 is not None:
         return product(h, weight, bias, fp8, shares=False)
     return F.linear(h, weight, bias)
 
 
 @gated_down.register_fake
-def _(placeholder, gate, up, weight, bias, activation, scalars, interleaved, fp8):
+def _(placeholder, gate, up, weight, bias, form, fp8):
     return gate.new_empty(placeholder.shape)
 
 
@@ -109,14 +107,11 @@ pass_to_placeholder(gated_down)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    gate, up, weight, _, *ctx.options, ctx.inplace_backward, ctx.fp8 = inputs
-    ctx.set_materialize_grads(False)
+    gate, up, weight, _, ctx.form, ctx.inplace_backward, ctx.fp8 = inputs
     ctx.save_for_backward(gate, up, weight)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if dy is None:
-        return input_gradients(ctx)
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("swiglu_down and geglu_down"))
     need_gate, need_up, need_weight, need_bias = ctx.needs_input_grad[:4]
@@ -131,7 +126,7 @@ def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, .
             dh = dy @ weight if ctx.fp8 is None else input_gradient(dy, weight, ctx.fp8, largest)
             dgate, dup, h = gradients_and_h(ctx, dh, gate, up, need_gate, need_up, need_weight)
         elif need_weight:
-            h = gated.rows_of(gated.gated_activation(gate, up, *ctx.options, False))
+            h = gated.rows_of(gated.gated_activation(gate, up, ctx.form, False))
         if need_weight and h is not None:
             dweight = dy.mT @ h if ctx.fp8 is None else weight_gradient(dy, h, ctx.fp8, largest)
     return input_gradients(ctx, dgate, dup, dweight, dy.sum(0) if need_bias else None)
@@ -148,13 +143,13 @@ def gradients_and_h(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """The gradients of gate and up, None where not needed, and the memory of dh, with h in it if it is needed.
 
-    `ctx.options` are the activation, scalars and interleaved of the operator; `ctx.inplace_backward` is its argument.
+    `ctx.form` and `ctx.inplace_backward` are arguments of the operator.
     """
     dgate = gate.detach() if need_gate else None
     dup = up.detach() if up is not None and need_up else None
     if not gated.overwrites_gate_and_up(ctx, up):
         dgate, dup = (None if x is None else x.new_empty(x.shape) for x in (dgate, dup))
-    gated.gated_activation_backward_(dh, gate, up, dgate, dup, dh if need_h else None, *ctx.options)
+    gated.gated_activation_backward_(dh, gate, up, dgate, dup, dh if need_h else None, ctx.form)
     return dgate, dup, dh
 
 
@@ -172,6 +167,35 @@ def kernel_takes(
     if bias is not None and bias.shape != weight_shape[:1]:
         raise ValueError(f"`bias` is {tuple(bias.shape)}; it must be ({weight_shape[0]},).")
     return takes
+
+
+def glu_down(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    limit: float | None = None,
+    inplace_backward: bool = False,
+    fp8: Fp8Mode | None = None,
+) -> torch.Tensor:
+    """`swiglu_down` with any row of the table of activations."""
+    gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
+    if not kernel_takes(gate, up, weight.shape, bias, inplace_backward):
+        h = glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
+        return _linear(h, weight, bias, fp8)
+    if fp8 is not None and not takes_fp8(gate, weight):
+        fp8 = None
+    form = GatedActivation.of(activation.name, gate_multiplier, down_multiplier, limit)
+    placeholder = gated_down_save(gate, up, weight, bias, form, inplace_backward, fp8)
+    return gated_down(placeholder, gate, up, weight, bias, form, fp8)
+
+
+def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp8: Fp8Mode | None) -> torch.Tensor:
+    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
 
 
 def swiglu_down(
@@ -211,18 +235,12 @@ def swiglu_down(
         ValueError: If shapes or devices do not fit, or `inplace_backward` is set while `gate` and `up` share memory.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
-    gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
-    if kernel_takes(gate, up, weight.shape, bias, inplace_backward):
-        values = gated.scalars(gate_multiplier, down_multiplier, limit)
-        return _operators(gate, up, weight, bias, "silu", values, inplace_backward, fp8)
-    return swiglu_down_reference(
-        gate,
-        up,
-        weight,
-        bias,
+    return glu_down(
+        *(gate, up, weight, bias, SILU),
         gate_multiplier=gate_multiplier,
         down_multiplier=down_multiplier,
         limit=limit,
+        inplace_backward=inplace_backward,
         fp8=fp8,
     )
 
@@ -255,27 +273,7 @@ def geglu_down(
         ValueError: As `swiglu_down`, and if `approximate` is neither of the two.
         RuntimeError: In the backward, if it runs with ``create_graph=True``.
     """
-    activation = activation_name(approximate)
-    gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
-    if kernel_takes(gate, up, weight.shape, bias, inplace_backward):
-        return _operators(gate, up, weight, bias, activation, gated.scalars(), inplace_backward, fp8)
-    return geglu_down_reference(gate, up, weight, bias, approximate, fp8)
-
-
-def _operators(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    scalars: Sequence[float],
-    inplace_backward: bool,
-    fp8: Fp8Mode | None,
-) -> torch.Tensor:
-    if fp8 is not None and not takes_fp8(gate, weight):
-        fp8 = None
-    placeholder = gated_down_save(gate, up, weight, bias, activation, scalars, False, inplace_backward, fp8)
-    return gated_down(placeholder, gate, up, weight, bias, activation, scalars, False, fp8)
+    return glu_down(gate, up, weight, bias, gelu_of(approximate), inplace_backward=inplace_backward, fp8=fp8)
 
 
 def swiglu_down_reference(
@@ -290,9 +288,7 @@ def swiglu_down_reference(
     fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """`swiglu_down` in plain torch, which saves the product."""
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    h = swiglu_reference(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier, limit=limit)
-    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
+    return _linear(glu_reference(gate, up, SILU, gate_multiplier, down_multiplier, limit), weight, bias, fp8)
 
 
 def geglu_down_reference(
@@ -304,6 +300,4 @@ def geglu_down_reference(
     fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """`geglu_down` in plain torch, which saves the product."""
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    h = geglu_reference(gate, up, approximate)
-    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
+    return _linear(glu_reference(gate, up, gelu_of(approximate)), weight, bias, fp8)

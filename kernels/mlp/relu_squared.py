@@ -6,6 +6,8 @@
 
 Elements moved per element of x: forward 2 (one read, one written), backward 3 (two read, one written). Saved for
 backward: x.
+
+Shapes: any; the kernels see one flat array.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from liger_trainer.kernels.activation import activation_and_derivative
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.mlp.gated_activation import launch_config, overwrites_saved
 from liger_trainer.kernels.operator import operator
@@ -22,16 +25,12 @@ from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, tl, trit
 
 
 @triton.jit
-def _relu(x):
-    return tl.where(x < 0.0, 0.0, x)  # not tl.maximum, which would turn a NaN into 0
-
-
-@triton.jit
 def _forward_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
-    positive = _relu(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
-    tl.store(y_ptr + offsets, (positive * positive).to(y_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    y, _ = activation_and_derivative(x, "relu_squared")
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -40,8 +39,9 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    positive = _relu(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
-    tl.store(dx_ptr + offsets, (2.0 * positive * dy).to(dx_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    _, derivative = activation_and_derivative(x, "relu_squared")
+    tl.store(dx_ptr + offsets, (derivative * dy).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
@@ -89,20 +89,12 @@ def _relu_squared_backward_(dy: torch.Tensor, x: torch.Tensor) -> None:
         x.copy_(dx)
 
 
-@_relu_squared_backward_.register_fake
-def _(dy, x):
-    return None
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, ctx.inplace_backward = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return None, None
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     (x,) = ctx.saved_tensors
     if not overwrites_saved(ctx):
         return _relu_squared_backward(dy, x), None

@@ -5,58 +5,33 @@ gradient of the row's unweighted result times the second weight, ``g = dO_t @ W`
 
     h = f(p)              dw = <g, h>           dp = w g f'(p)            w h, for the second weight's gradient
 
-f is ``act(gate) * up`` with the scales and clamps of `kernels/mlp/gated_activation.py`, or ``act(p)`` without a gate.
+f is ``act(gate) * up`` with the scales and clamps of `kernels/mlp/gated_activation.py`, or ``act(p)`` without a gate;
+the activations are those of `kernels/activation.py`.
 With the identity as act, p is the result of a function that torch ran on the output of the first projection.
 
 Both kernels are elementwise; a program of the backward walks over the columns of a few rows and sums dw on the way.
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, I intermediate size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from liger_trainer.kernels.mlp.gated_activation import gate_and_up
+from liger_trainer.kernels.activation import ACTIVATIONS, IDENTITY, GatedActivation, gate_and_up, rounded_product
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
-IDENTITY = "identity"
 
 _ROWS, _BLOCK, _WARPS = 8, 256, 4
 
 
-class Activation(NamedTuple):
-    """An activation with its options.
-
-    Args:
-        name: One of `ACTIVATIONS`, or `IDENTITY`.
-        scalars: As `scalars` of `kernels/mlp/gated_activation.py` gives them.
-        gated: Whether pre is gate and up.
-        interleaved: Whether the columns of gate and up alternate.
-    """
-
-    name: str
-    scalars: Sequence[float]
-    gated: bool = True
-    interleaved: bool = False
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The constants of both kernels."""
-        return {
-            "ACTIVATION": self.name,
-            "CLAMP": self.scalars[2] < math.inf,
-            "GATED": self.gated,
-            "INTERLEAVED": self.interleaved,
-            "ROWS": _ROWS,
-            "BLOCK": _BLOCK,
-            "num_warps": _WARPS,
-        }
+def _constants(form: GatedActivation, gated: bool) -> dict[str, Any]:
+    """The constants of both kernels."""
+    tile = {"ROWS": _ROWS, "BLOCK": _BLOCK, "num_warps": _WARPS}
+    return {**form.constants, "GATED": gated, **tile}
 
 
 @triton.jit
@@ -97,7 +72,7 @@ def _forward_kernel(
     exists = (row < rows) & (column < width)
     gate, up = _load_gate_and_up(pre_ptr, row, column, exists, width, GATED, INTERLEAVED)
     activation, _, factor, _, _ = gate_and_up(gate, up, gate_multiplier, limit, up_offset, CLAMP, ACTIVATION)
-    h = (activation * down_multiplier).to(gate.dtype).to(tl.float32) * factor
+    h = rounded_product(activation, factor, down_multiplier, gate.dtype)
     tl.store(h_ptr + row * width + column, h.to(h_ptr.dtype.element_ty), mask=exists)
 
 
@@ -164,21 +139,21 @@ def _backward_kernel(
     tl.store(dweights_ptr + choice, total.to(dweights_ptr.dtype.element_ty), mask=row < rows)
 
 
-def activate(pre: torch.Tensor, activation: Activation) -> torch.Tensor:
+def activate(pre: torch.Tensor, form: GatedActivation, gated: bool = True) -> torch.Tensor:
     """The activation h (R, I) of pre (R, 2 I), or of pre (R, I) without a gate."""
-    if activation.name == IDENTITY:
+    if form.activation == IDENTITY:
         return pre
-    scalars = activation.scalars
+    scalars = form.scalars
     if not use_triton(pre):
-        gate, up, _, _ = _clamped(_wide(pre), activation)
-        h = value(gate * scalars[0], activation.name) * scalars[1]
+        gate, up, _, _ = _clamped(_wide(pre), form, gated)
+        h = ACTIVATIONS[form.activation].value(gate * scalars[0]) * scalars[1]
         return (h if up is None else h * (up + scalars[3])).to(pre.dtype)
-    rows, width = pre.shape[0], pre.shape[1] // (2 if activation.gated else 1)
+    rows, width = pre.shape[0], pre.shape[1] // (2 if gated else 1)
     h = pre.new_empty(rows, width)
     if h.numel():
         grid = cdiv(rows, _ROWS), cdiv(width, _BLOCK)
         with on_device(pre):
-            _forward_kernel[grid](pre, h, rows, width, *scalars, **activation.constants)
+            _forward_kernel[grid](pre, h, rows, width, *scalars, **_constants(form, gated))
     return h
 
 
@@ -188,7 +163,8 @@ def activation_gradients_(
     pre: torch.Tensor,
     weights: torch.Tensor,
     rows: ExpertRows,
-    activation: Activation,
+    form: GatedActivation,
+    gated: bool,
     need_h: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Writes the gradient of pre, and returns that of the routing weights and the weighted h.
@@ -199,13 +175,14 @@ def activation_gradients_(
         pre: (R, 2 I) or (R, I).
         weights: (T, k), the routing weights.
         rows: The R = T * k choices.
-        activation: The activation.
+        form: The activation.
+        gated: Whether there are gate and up.
         need_h: Whether the weighted h is needed.
 
     Returns:
         The gradient of the weights, (T, k), and the weighted h, (R, I), or None.
     """
-    scalars = activation.scalars
+    scalars = form.scalars
     if use_triton(pre):
         dweights = torch.empty_like(weights)
         if dh.numel():
@@ -213,25 +190,26 @@ def activation_gradients_(
                 _backward_kernel[(cdiv(dh.shape[0], _ROWS),)](
                     *(dh, pre, weights, rows.order, rows.offsets[-1:], dpre, dweights, dh, *dh.shape, *scalars),
                     NEED_H=need_h,
-                    **activation.constants,
+                    **_constants(form, gated),
                 )
         return dweights, dh if need_h else None
     exists = torch.arange(len(pre), device=pre.device) < rows.offsets[-1]
     dh = torch.where(exists[:, None], _wide(dh), 0.0)
-    gate, up, gate_passes, up_passes = _clamped(torch.where(exists[:, None], _wide(pre), 0.0), activation)
-    act = value(gate * scalars[0], activation.name) * scalars[1]
+    gate, up, gate_passes, up_passes = _clamped(torch.where(exists[:, None], _wide(pre), 0.0), form, gated)
+    row = ACTIVATIONS[form.activation]
+    act = row.value(gate * scalars[0]) * scalars[1]
     factor = 1.0 if up is None else up + scalars[3]
     h = act * factor
     dweights = torch.zeros(len(pre), dtype=weights.dtype, device=pre.device)
     dweights[rows.order.long()] = (dh * h).sum(1).to(weights.dtype)
     weight = weights.reshape(-1)[rows.order.long()].unsqueeze(1).to(dh.dtype)
     dh = dh * weight
-    dgate = gate_passes * dh * factor * derivative(gate * scalars[0], activation.name) * scalars[0] * scalars[1]
+    dgate = gate_passes * dh * factor * row.derivative(gate * scalars[0]) * scalars[0] * scalars[1]
     if up is None:
         dpre.copy_(dgate)
     else:
         dup = up_passes * dh * act
-        dpre.copy_(torch.stack((dgate, dup), -1).flatten(1) if activation.interleaved else torch.cat((dgate, dup), 1))
+        dpre.copy_(torch.stack((dgate, dup), -1).flatten(1) if form.interleaved else torch.cat((dgate, dup), 1))
     return dweights.view(weights.shape), (h * weight).to(pre.dtype) if need_h else None
 
 
@@ -241,36 +219,13 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _clamped(
-    pre: torch.Tensor, activation: Activation
+    pre: torch.Tensor, form: GatedActivation, gated: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | float, torch.Tensor | float]:
     """Gate and up after the clamps, and where each lets a gradient through."""
-    if not activation.gated:
+    if not gated:
         return pre, None, 1.0, 1.0
-    gate, up = (pre[:, ::2], pre[:, 1::2]) if activation.interleaved else pre.chunk(2, dim=1)
-    limit = activation.scalars[2]
+    gate, up = (pre[:, ::2], pre[:, 1::2]) if form.interleaved else pre.chunk(2, dim=1)
+    limit = form.limit
     if limit == math.inf:
         return gate, up, 1.0, 1.0
     return gate.clamp(max=limit), up.clamp(-limit, limit), gate <= limit, (up >= -limit) & (up <= limit)
-
-
-def value(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(x)."""
-    if activation == IDENTITY:
-        return x
-    if activation == "silu":
-        return F.silu(x)
-    if activation in ("gelu", "gelu_tanh"):
-        return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
-    return F.relu(x) if activation == "relu" else F.relu(x).square()
-
-
-def derivative(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """act'(x)."""
-    ones = torch.ones_like(x)
-    if activation == IDENTITY:
-        return ones
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(ones, x)
-    if activation in ("gelu", "gelu_tanh"):
-        return torch.ops.aten.gelu_backward(ones, x, approximate="none" if activation == "gelu" else "tanh")
-    return (x > 0).to(x.dtype) if activation == "relu" else 2 * F.relu(x)

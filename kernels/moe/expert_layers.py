@@ -19,15 +19,19 @@ saves nothing, and passes its gradient on to the placeholder.
 
 Either layer may have adapters (`expert_lora.py`), given as lists of their factors, which are all that is saved for
 them. g is then that of the adapted layer, so the gradient of a routing weight is still ``<g, h>``.
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, H hidden size, I intermediate size, N = 2
+I or I.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from liger_trainer.kernels.activation import IDENTITY, GatedActivation
 from liger_trainer.kernels.autograd import (
     input_gradients,
     pass_to_placeholder,
@@ -35,12 +39,50 @@ from liger_trainer.kernels.autograd import (
     where_needed,
 )
 from liger_trainer.kernels.moe import expert_lora as lora
-from liger_trainer.kernels.moe.activation import IDENTITY, Activation, activate, activation_gradients_
+from liger_trainer.kernels.moe.activation import activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import grouped_rows, grouped_weight_gradient, rows_of_choices
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
 from liger_trainer.kernels.moe.token_rows import combine_rows
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept
+
+
+class ExpertLayer(NamedTuple):
+    """A linear layer of all experts, and the rows of each expert.
+
+    Args:
+        weight: (E, out, in), or (E, in, out) if it is `transposed`.
+        bias: (E, out), or None; backwards that do not read it get None.
+        lora_a: A of each adapter.
+        lora_b: B of each adapter.
+        expert_rows: The tensors of an `ExpertRows`.
+        scalings: The factor of each adapter.
+        transposed: How the weight is stored.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    lora_a: Sequence[torch.Tensor]
+    lora_b: Sequence[torch.Tensor]
+    expert_rows: Sequence[torch.Tensor]
+    scalings: Sequence[float]
+    transposed: bool
+
+    @property
+    def rows(self) -> ExpertRows:
+        """The rows of each expert."""
+        return ExpertRows(*self.expert_rows)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Features of the output and of the input."""
+        _, first, second = self.weight.shape
+        return (second, first) if self.transposed else (first, second)
+
+    def adapters(self, dtype: torch.dtype) -> lora.Stacked | None:
+        """The adapters as one, in `dtype`; None without adapters."""
+        return lora.stacked(self.lora_a, self.lora_b, self.scalings, dtype)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The first layer
@@ -48,51 +90,29 @@ from liger_trainer.kernels.runtime import graph_is_kept
 
 
 @operator("liger_trainer::moe_gate_up")
-def moe_gate_up(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    expert_rows: Sequence[torch.Tensor],
-    scalings: Sequence[float],
-    top_k: int,
-    transposed: bool,
-) -> torch.Tensor:
-    """The first product, (R, N), of hidden (T, H): row r is that of the token and the expert of choice ``order[r]``.
-
-    Here and below, `expert_rows` are the tensors of an `ExpertRows`.
-    """
-    rows = ExpertRows(*expert_rows)
+def moe_gate_up(hidden: torch.Tensor, layer: ExpertLayer, top_k: int) -> torch.Tensor:
+    """The first product, (R, N), of hidden (T, H): row r is that of the token and the expert of choice ``order[r]``."""
+    rows, weight = layer.rows, layer.weight
     x, top_k = rows_of_choices(hidden, weight, rows, top_k)
-    term = lora.forward_term(x, lora.stacked(lora_a, lora_b, scalings, x.dtype), rows, top_k)
-    return grouped_rows(x, weight, rows, top_k=top_k, transposed=transposed, bias=bias, extra=term)
+    term = lora.forward_term(x, layer.adapters(x.dtype), rows, top_k)
+    return grouped_rows(x, weight, rows, top_k=top_k, transposed=layer.transposed, bias=layer.bias, extra=term)
 
 
 @moe_gate_up.register_fake
-def _(hidden, weight, bias, lora_a, lora_b, expert_rows, scalings, top_k, transposed):
-    return hidden.new_empty(expert_rows[0].shape[0], weight.shape[2 if transposed else 1])
+def _(hidden, layer, top_k):
+    return hidden.new_empty(layer.expert_rows[0].shape[0], layer.widths[0])
 
 
 @operator("liger_trainer::moe_gate_up_backward")
 def _gate_up_backward(
-    dpre: torch.Tensor,
-    hidden: torch.Tensor | None,
-    weight: torch.Tensor,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    expert_rows: Sequence[torch.Tensor],
-    scalings: Sequence[float],
-    top_k: int,
-    transposed: bool,
-    needs: Sequence[bool],
+    dpre: torch.Tensor, hidden: torch.Tensor | None, layer: ExpertLayer, top_k: int, needs: Sequence[bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of hidden, weight and bias, and those of the adapters' A and B, stacked.
 
     `needs` says which; one that is not needed has no elements. `hidden` is needed for all but its own and the bias's.
     """
     need_hidden, need_weight, need_bias, need_a, need_b = needs
-    rows, adapters = ExpertRows(*expert_rows), lora.stacked(lora_a, lora_b, scalings, dpre.dtype)
+    rows, weight, adapters, transposed = layer.rows, layer.weight, layer.adapters(dpre.dtype), layer.transposed
     term = lora.backward_term(dpre, adapters, rows) if need_hidden or need_a else None
     dhidden, dweight, dbias = dpre.new_empty(0), dpre.new_empty(0), dpre.new_empty(0)
     if need_hidden:
@@ -109,14 +129,14 @@ def _gate_up_backward(
 
 
 @_gate_up_backward.register_fake
-def _(dpre, hidden, weight, lora_a, lora_b, expert_rows, scalings, top_k, transposed, needs):
+def _(dpre, hidden, layer, top_k, needs):
     need_hidden, need_weight, need_bias, need_a, need_b = needs
-    shape = expert_rows[0].shape[0] // top_k, weight.shape[1 if transposed else 2]
+    shape, weight = (layer.expert_rows[0].shape[0] // top_k, layer.widths[1]), layer.weight
     return (
         dpre.new_empty(shape if need_hidden else 0),
         weight.new_empty(weight.shape if need_weight else 0),
         dpre.new_empty((weight.shape[0], dpre.shape[1]) if need_bias else 0),
-        *lora.fake_gradients(dpre, lora_a, lora_b, need_a, need_b),
+        *lora.fake_gradients(dpre, layer.lora_a, layer.lora_b, need_a, need_b),
     )
 
 
@@ -136,22 +156,19 @@ def _bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 
 
 def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    hidden, weight, _, lora_a, lora_b, expert_rows, ctx.scalings, ctx.top_k, ctx.transposed = inputs
-    ctx.set_materialize_grads(False)
+    hidden, (weight, _, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed), ctx.top_k = inputs
     reads_hidden = any(parameter.requires_grad for parameter in (weight, *lora_a, *lora_b))
     ctx.save_for_backward(*lora_a, *lora_b, hidden if reads_hidden else None, weight, *expert_rows)
 
 
-def _backward_gate_up(ctx: Any, dpre: torch.Tensor | None) -> tuple[Any, ...]:
-    if dpre is None:
-        return input_gradients(ctx)
+def _backward_gate_up(ctx: Any, dpre: torch.Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("moe_experts"))
     lora_a, lora_b, (hidden, weight, *expert_rows) = lora.saved(ctx)
     *needs, need_a, need_b = ctx.needs_input_grad[:5]
+    layer = ExpertLayer(weight, None, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed)
     *gradients, da, db = _gate_up_backward(
-        *(dpre.contiguous(), hidden, weight, lora_a, lora_b, expert_rows, ctx.scalings, ctx.top_k, ctx.transposed),
-        [*needs, any(need_a), any(need_b)],
+        dpre.contiguous(), hidden, layer, ctx.top_k, [*needs, any(need_a), any(need_b)]
     )
     of_adapters = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
     return input_gradients(ctx, *where_needed(needs, *gradients), *of_adapters)
@@ -168,23 +185,15 @@ moe_gate_up.register_autograd(_backward_gate_up, setup_context=_setup_gate_up)
 def _placeholder(
     pre: torch.Tensor,
     top_k_weights: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    expert_rows: Sequence[torch.Tensor],
-    scalings: Sequence[float],
-    transposed: bool,
-    activation: str,
-    scalars: Sequence[float],
+    layer: ExpertLayer,
+    form: GatedActivation,
     gated: bool,
-    interleaved: bool,
 ) -> torch.Tensor:
     """A placeholder for the block's output, (T, H), whose gradient it turns into those of the operands.
 
-    Its elements share one element of memory. The last four arguments are an `Activation`.
+    Its elements share one element of memory.
     """
-    return pre.new_zeros(()).expand(top_k_weights.shape[0], weight.shape[2 if transposed else 1])
+    return pre.new_zeros(()).expand(top_k_weights.shape[0], layer.widths[0])
 
 
 moe_down_save = operator("liger_trainer::moe_down_save")(_placeholder)
@@ -196,31 +205,19 @@ def moe_down(
     placeholder: torch.Tensor,
     pre: torch.Tensor,
     top_k_weights: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    expert_rows: Sequence[torch.Tensor],
-    scalings: Sequence[float],
-    transposed: bool,
-    activation: str,
-    scalars: Sequence[float],
+    layer: ExpertLayer,
+    form: GatedActivation,
     gated: bool,
-    interleaved: bool,
 ) -> torch.Tensor:
     """The output (T, H), ``sum over j of w_tj (act(pre_r) @ W_e^T + b_e)``; its gradient goes to `placeholder`."""
-    rows = ExpertRows(*expert_rows)
-    h = activate(pre, Activation(activation, scalars, gated, interleaved))
-    term = lora.forward_term(h, lora.stacked(lora_a, lora_b, scalings, h.dtype), rows)
-    y = grouped_rows(h, weight, rows, transposed=transposed, bias=bias, extra=term)
+    rows, h = layer.rows, activate(pre, form, gated)
+    term = lora.forward_term(h, layer.adapters(h.dtype), rows)
+    y = grouped_rows(h, layer.weight, rows, transposed=layer.transposed, bias=layer.bias, extra=term)
     return combine_rows(y, rows, top_k_weights.shape[1], top_k_weights)
 
 
 @moe_down.register_fake
-def _(
-    placeholder, pre, top_k_weights, weight, bias, lora_a, lora_b, expert_rows, scalings, transposed,
-    activation, scalars, gated, interleaved,
-):  # fmt: skip
+def _(placeholder, pre, top_k_weights, layer, form, gated):
     return pre.new_empty(placeholder.shape)
 
 
@@ -233,17 +230,9 @@ def _down_backward_(
     dout: torch.Tensor,
     pre: torch.Tensor,
     top_k_weights: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: Sequence[torch.Tensor],
-    lora_b: Sequence[torch.Tensor],
-    expert_rows: Sequence[torch.Tensor],
-    scalings: Sequence[float],
-    transposed: bool,
-    activation: str,
-    scalars: Sequence[float],
+    layer: ExpertLayer,
+    form: GatedActivation,
     gated: bool,
-    interleaved: bool,
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Writes the gradient of pre to `dpre`, which may be `pre`.
@@ -252,12 +241,13 @@ def _down_backward_(
     which after that of the routing weights; one that is not needed has no elements.
     """
     need_weight, need_bias, need_a, need_b = needs
-    rows, adapters = ExpertRows(*expert_rows), lora.stacked(lora_a, lora_b, scalings, pre.dtype)
+    rows, adapters = layer.rows, layer.adapters(pre.dtype)
+    weight, bias, transposed = layer.weight, layer.bias, layer.transposed
     douts, top_k = rows_of_choices(dout, weight, rows, top_k_weights.shape[1])
     term = lora.backward_term(douts, adapters, rows, top_k)
     dh = grouped_rows(douts, weight, rows, top_k=top_k, transposed=not transposed, extra=term)
     dweights, weighted_h = activation_gradients_(
-        *(dpre, dh, pre, top_k_weights, rows, Activation(activation, scalars, gated, interleaved)),
+        *(dpre, dh, pre, top_k_weights, rows, form, gated),
         need_h=need_weight or need_a or need_b,
     )
     # The routing weight is part of h here, as dO does not contain it.
@@ -275,16 +265,14 @@ def _down_backward_(
 
 
 @_down_backward_.register_fake
-def _(
-    dpre, dout, pre, top_k_weights, weight, bias, lora_a, lora_b, expert_rows, scalings, transposed,
-    activation, scalars, gated, interleaved, needs,
-):  # fmt: skip
+def _(dpre, dout, pre, top_k_weights, layer, form, gated, needs):
+    weight, bias = layer.weight, layer.bias
     need_weight, need_bias, need_a, need_b = needs
     return (
         torch.empty_like(top_k_weights),
         weight.new_empty(weight.shape if need_weight else 0),
         pre.new_empty(0) if bias is None or not need_bias else bias.new_empty(bias.shape),
-        *lora.fake_gradients(pre, lora_a, lora_b, need_a, need_b),
+        *lora.fake_gradients(pre, layer.lora_a, layer.lora_b, need_a, need_b),
     )
 
 
@@ -313,25 +301,23 @@ def _weighted_bias_gradient(
 
 
 def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *saved, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed = inputs[:9]
-    ctx.activation = inputs[9:]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*lora_a, *lora_b, *saved, *expert_rows)
+    pre, top_k_weights, layer, ctx.form, ctx.gated = inputs
+    weight, bias, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed = layer
+    ctx.save_for_backward(*lora_a, *lora_b, pre, top_k_weights, weight, bias, *expert_rows)
 
 
-def _backward_down(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
-    if dout is None:
-        return input_gradients(ctx)
+def _backward_down(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("moe_experts"))
     lora_a, lora_b, (pre, top_k_weights, weight, bias, *expert_rows) = lora.saved(ctx)
     *needs, need_a, need_b = ctx.needs_input_grad[2:6]
     # If nothing else holds pre, and this backward is the last to read it, the gradient takes its memory. A function
     # that made pre may have saved it, too.
-    dpre = torch.empty_like(pre) if graph_is_kept() or ctx.activation[0] == IDENTITY else pre.detach()
+    dpre = torch.empty_like(pre) if graph_is_kept() or ctx.form.activation == IDENTITY else pre.detach()
+    layer = ExpertLayer(weight, bias, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed)
     dweights, *gradients, da, db = _down_backward_(
-        *(dpre, dout.contiguous(), pre, top_k_weights, weight, bias, lora_a, lora_b, expert_rows, ctx.scalings),
-        *(ctx.transposed, *ctx.activation, [*needs, any(need_a), any(need_b)]),
+        *(dpre, dout.contiguous(), pre, top_k_weights, layer, ctx.form, ctx.gated),
+        [*needs, any(need_a), any(need_b)],
     )
     of_adapters = lora.split(da, db, lora_a, lora_b, ctx.scalings, need_a, need_b)
     return input_gradients(ctx, dpre, dweights, *where_needed(needs, *gradients), *of_adapters)

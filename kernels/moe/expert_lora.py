@@ -10,6 +10,9 @@ The second terms are the thin product that `grouped_rows` adds in its own pass. 
 one: their A below each other and their s B side by side, in the dtype of the rows, padded with zeros to a whole step of
 the matrix units. Only the parameters are saved for backward: neither the stacked copies, which are large with a hundred
 experts, nor z, which is one more thin product of tensors that are saved anyway.
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts; in and out features of a layer, rank of
+its adapters together.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ of it is trained.
 
 Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose sum W_e + s B_e A_e is never built
 (`expert_lora.py`).
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -21,11 +23,10 @@ from typing import NamedTuple
 
 import torch
 
+from liger_trainer.kernels.activation import ACTIVATIONS, IDENTITY, NAMES, GatedActivation
 from liger_trainer.kernels.autocast import as_autocast
-from liger_trainer.kernels.mlp.gated_activation import scalars
-from liger_trainer.kernels.moe.activation import ACTIVATIONS, IDENTITY, Activation, value
-from liger_trainer.kernels.moe.expert_layers import moe_down, moe_down_save, moe_gate_up
-from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
+from liger_trainer.kernels.moe.expert_layers import ExpertLayer, moe_down, moe_down_save, moe_gate_up
+from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -114,19 +115,17 @@ def moe_experts(
                 f"`{name}` is {weight.dtype} and `hidden` {hidden.dtype}; cast one of them, or use autocast."
             )
     rows = sort_by_expert(top_k_index, gate_up_weight.shape[0])
-    values = scalars(gate_multiplier, down_multiplier, limit, up_offset)
-    first_a, first_b, first_scalings = _factors(gate_up_adapters)
-    second_a, second_b, second_scalings = _factors(down_adapters)
+    options = gate_multiplier, down_multiplier, limit, up_offset, interleaved
     with torch.autocast(hidden.device.type, enabled=False):
-        first = gate_up_weight, gate_up_bias, first_a, first_b, list(rows), first_scalings
-        pre = moe_gate_up(hidden.contiguous(), *first, top_k_index.shape[1], transposed)
+        first = _layer(gate_up_weight, gate_up_bias, gate_up_adapters, rows, transposed)
+        pre = moe_gate_up(hidden.contiguous(), first, top_k_index.shape[1])
         if isinstance(activation, str):
-            last = Activation(activation, values, gated, interleaved)
+            last = GatedActivation.of(activation, *options), gated
         else:
             pre = _applied(activation, pre, down_weight.shape[1 if transposed else 2])
-            last = Activation(IDENTITY, values, gated=False)
-        second = down_weight, down_bias, second_a, second_b, list(rows), second_scalings
-        operands = pre, top_k_weights.contiguous(), *second, transposed, *last
+            last = GatedActivation.of(IDENTITY, *options), False
+        second = _layer(down_weight, down_bias, down_adapters, rows, transposed)
+        operands = pre, top_k_weights.contiguous(), second, *last
         return moe_down(moe_down_save(*operands), *operands)
 
 
@@ -205,11 +204,11 @@ def _check_activation(activation: str | Callable, gated: bool, of_both: dict, of
     limit, _ = of_both["limit"]
     if limit is not None and not limit >= 0:
         raise ValueError(f"`limit` is {limit}; it must be 0 or more, or None for no clamps.")
-    if activation in ACTIVATIONS:
+    if activation in NAMES:
         refused = {} if gated else of_both
         reason = "with `gated=False` there is no gate and no up"
     elif not callable(activation):
-        raise ValueError(f"`activation` is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}, or a function.")
+        raise ValueError(f"`activation` is {activation!r}; it must be one of {', '.join(NAMES)}, or a function.")
     else:
         refused, reason = {**of_both, **of_any}, "`activation` is a function, which must do that itself"
     for name, (given, default) in refused.items():
@@ -237,9 +236,17 @@ def _check_adapters(name: str, adapters: Sequence[ExpertLoRA], weight: torch.Ten
                 )
 
 
-def _factors(adapters: Sequence[ExpertLoRA]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
-    """Every A, every B and every scaling of the adapters."""
-    return [each.a for each in adapters], [each.b for each in adapters], [float(each.scaling) for each in adapters]
+def _layer(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapters: Sequence[ExpertLoRA],
+    rows: ExpertRows,
+    transposed: bool,
+) -> ExpertLayer:
+    """A layer as the operators take it."""
+    scalings = [float(each.scaling) for each in adapters]
+    lora_a, lora_b = [each.a for each in adapters], [each.b for each in adapters]
+    return ExpertLayer(weight, bias, lora_a, lora_b, list(rows), scalings, transposed)
 
 
 def moe_experts_reference(
@@ -278,9 +285,9 @@ def moe_experts_reference(
             gate, up = (pre[:, ::2], pre[:, 1::2]) if interleaved else pre.chunk(2, dim=1)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            h = value(gate * gate_multiplier, activation) * down_multiplier * (up + up_offset)
+            h = ACTIVATIONS[activation].value(gate * gate_multiplier) * down_multiplier * (up + up_offset)
         else:
-            h = value(pre * gate_multiplier, activation) * down_multiplier
+            h = ACTIVATIONS[activation].value(pre * gate_multiplier) * down_multiplier
         y = h @ (second if transposed else second.T)
         if down_bias is not None:
             y = y + down_bias[expert]

@@ -12,6 +12,9 @@ On Hopper and B200, torch's own grouped matmul is the fastest where it takes the
 through an index, nor a bias, nor a second product: a row per token is first repeated for every choice (`repeat_rows`,
 one pass), and bias and second product are added to the result in another pass (`add_to_rows`). Elsewhere the Triton
 kernels below do all of it in one pass.
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts; K columns that are summed, M and N
+columns of a result, r rank.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ divided by their sum or are sigmoids), plus 10 Tk for weights and index in each.
 A program holds whole rows and takes the k largest entries one after the other, each as the maximum of integers that
 order by (number, lower expert first). Ties are therefore broken the same way on every device, which torch.topk does not
 promise; NaN counts as the largest number, as in torch.topk. Experts come in the order of the choice, best first.
+
+Shapes: T tokens, k choices of each, E experts.
 """
 
 from __future__ import annotations
@@ -333,15 +335,12 @@ refuse_second_derivative(_route_backward, "topk_softmax_routing and grouped_topk
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, _, _, ctx.sigmoid, _, _, ctx.normalise, _, _, ctx.scale, ctx.eps, _ = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, output[1])
 
 
-def _backward(ctx: Any, d_weights: torch.Tensor | None, d_index: None) -> tuple[torch.Tensor | None, ...]:
-    d_logits = None
-    if d_weights is not None:
-        logits, index = ctx.saved_tensors
-        d_logits = _route_backward(d_weights, logits, index, ctx.sigmoid, ctx.normalise, ctx.scale, ctx.eps)
+def _backward(ctx: Any, d_weights: torch.Tensor, d_index: None) -> tuple[torch.Tensor | None, ...]:
+    logits, index = ctx.saved_tensors
+    d_logits = _route_backward(d_weights, logits, index, ctx.sigmoid, ctx.normalise, ctx.scale, ctx.eps)
     return input_gradients(ctx, d_logits)
 
 

@@ -11,6 +11,8 @@ and all of it summed over the layers. With the upstream gradients a_e of sums_e 
 Bytes moved: the logits are read once forward and once backward, and their gradient is written. Saved for backward: the
 logits, which exist anyway as the output of the router's matmul. Each program sums its own rows and writes one row of
 partial sums, which are added in a fixed order: no atomics.
+
+Shapes: T tokens of a layer, E experts.
 """
 
 from __future__ import annotations

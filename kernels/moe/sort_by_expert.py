@@ -13,6 +13,8 @@ the choices.
 
 Bytes moved for T tokens, R = T k rows and C blocks of 256: the index is read twice, 8 R are written, and 16 (E + 1) C
 are counts. `tile_table` then cuts the rows of each expert into the tiles of a matmul.
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, C blocks of flat indices.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 
 A program handles one token. Sums are in fp32, in the order of the choices and without atomics, so that two runs agree
 bit for bit. Bytes moved in bf16 for T tokens and H columns: 2 T H (k + 1), in either direction.
+
+Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, H columns.
 """
 
 from __future__ import annotations

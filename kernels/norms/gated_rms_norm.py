@@ -13,6 +13,8 @@ and, with g = dy * weight (times a, with the gate last) and p = rstd * (g - x_ha
 Forward reads x and gate and writes y (6 bytes per element in bf16); backward reads x, gate and dy and writes dx and
 dgate (10 bytes). Saved for backward: x, gate, weight and rstd (fp32, one per group): 4 bytes per element in bf16, where
 eager torch saves 16. The weight's gradient is summed as in `rms_norm`, without atomics.
+
+Shapes: x (..., hidden_size); H elements of a group, GROUPS groups of a row, rows of all leading dimensions.
 """
 
 from __future__ import annotations
@@ -295,13 +297,10 @@ refuse_second_derivative(_gated_rms_norm_backward, "gated_rms_norm")
 
 def _setup_context(ctx, inputs, output):
     *tensors, _, ctx.groups, ctx.activation, ctx.gate_first, _ = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx, dy, _):
-    if dy is None:
-        return input_gradients(ctx)
     needed = list(ctx.needs_input_grad[:3])
     gradients = _gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.groups, ctx.activation, ctx.gate_first, needed)
     return input_gradients(ctx, *where_needed(needed, *gradients))

@@ -18,6 +18,8 @@ write the sum, and in the backward add the gradient of the sum to dx.
 
 With `fp8` the forward writes y in fp8 as well (1 byte per element), the bits that `cast_rows` makes of y in bf16, for
 the linear layers that read y next (`kernels/fp8/shared_cast.py`).
+
+Shapes: x (..., hidden_size); H hidden_size, rows of all leading dimensions.
 """
 
 from __future__ import annotations
@@ -335,13 +337,10 @@ refuse_second_derivative(_rms_norm_backward, "rms_norm")
 
 def _setup_context(ctx, inputs, output):
     x, weight, _, ctx.offset, ctx.casting, _ = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, output[1])
 
 
 def _backward(ctx, dy, _):
-    if dy is None:
-        return input_gradients(ctx)
     needed = list(ctx.needs_input_grad[:2])
     gradients = _rms_norm_backward(dy, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
     return input_gradients(ctx, *where_needed(needed, *gradients))

@@ -23,6 +23,8 @@ and in a resumed run. A second moment in bf16 is rounded so as well, since to ne
 
 **Bytes** moved for an element, with a bf16 gradient and a remainder: 26 with fp32 moments, 18 with bf16, 14.1 with 8
 bits; without a remainder 4 less.
+
+Shapes: weight, gradient and moments of one shape, which the kernels see as one flat array.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class Update(NamedTuple):
     Attributes:
         weight: bf16, of any shape.
         gradient: bf16, fp16 or fp32, of that shape.
-        moments: In codes only if the last dimension is a multiple of 256.
-        remainder: What the weight lacks of an fp32 number, int16 of the weight's shape; None if that is rounded away.
+        moments: Codes only if the last dimension is a multiple of 256.
+        remainder: The lower half of an fp32 number, int16 of the weight's shape; None if it is rounded away.
         offset: The place of the weight's first element in the random numbers of a step: its index in the whole tensor,
             of which the weight may be a shard, plus a multiple of 2^40 that is another for each tensor.
     """
@@ -233,8 +235,8 @@ def adamw_(updates: Sequence[Update], steps: Sequence[torch.Tensor], options: Op
     Args:
         updates: The weights, all on one device.
         steps: The step of each, from 1: fp32 numbers on the device.
-        options: What they share.
-        scaler: What a gradient scaler has set.
+        options: The options that all parameters share.
+        scaler: Scale and flag that a gradient scaler has set.
     """
     rows = _corrections(steps, options)
     alike: defaultdict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, Update]]] = defaultdict(list)

@@ -17,6 +17,8 @@ plus or minus their code. Unsigned ones have E = 7, and code 0 is 8^-7: they hol
 root an update is divided, so none is rounded to 0, but in a block that is all below 2^-100. An error is at most 0.35 %
 (signed 0.7 %) of the block's largest number, and 2.8 % (signed 5.5 %) of a number that is an eighth of that or more.
 Encoding what was decoded gives the same codes and scales.
+
+Shapes: (..., K) numbers, (..., K / 256) scales.
 """
 
 from __future__ import annotations

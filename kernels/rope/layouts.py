@@ -1,6 +1,8 @@
 """Rotary position embeddings with other tables than `rope`: complex factors, several axes, no batch dimension.
 
 Each is one launch of the same kernel; `rope` documents the formula, the bytes moved and the memory layout.
+
+Shapes: batch sequences of seq tokens, q_heads and k_heads heads of head_dim, rotary_dim columns that turn.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ of the weight gradients in fp32 registers, and a second, small kernel adds the s
 every run gives the same bits. The kernels are in `qk_norm_rope_kernels`.
 
 Memory layout: as for `rope`, inputs of any strides; results and gradients in (batch, seq, heads, head_dim) order.
+
+Shapes: batch sequences of seq tokens, q_heads and k_heads heads of D = head_dim, rotary_dim columns that turn.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.rms_norm import check_casting, output_dtype, rms_norm, rms_norm_reference
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
@@ -246,7 +248,6 @@ refuse_second_derivative(qk_norm_rope_backward, "qk_norm_rope")
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, q_weight, k_weight, cos, sin, _eps, ctx.offset, ctx.casting = inputs
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(q, k, q_weight, k_weight, *output[2:], cos, sin)
 
@@ -261,13 +262,13 @@ def _backward(
     if dk_out is None or not (need_k or need_k_weight):
         dk_out, need_k, need_k_weight = None, False, False
     if dq_out is None and dk_out is None:
-        return None, None, None, None, None, None, None, None, None
+        return input_gradients(ctx)
     q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin = ctx.saved_tensors
     needed = [need_q, need_k, need_q_weight, need_k_weight]
     gradients = qk_norm_rope_backward(
         dq_out, dk_out, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, ctx.offset, ctx.casting, needed
     )
-    return *where_needed(needed, *gradients), None, None, None, None, None
+    return input_gradients(ctx, *where_needed(needed, *gradients))
 
 
 qk_norm_rope_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -7,6 +7,8 @@ with scale = offset + weight and x_hat = x * rstd; the weight gradient is the su
 tokens of one sequence times a block of heads, so that a token's table is read once for several heads. Queries and keys
 differ in number of heads, weight and strides, so each launch runs the same code first on the tiles of q, then on those
 of k.
+
+Shapes: tiles of tokens by heads by columns; HEAD_DIM columns of a head, HALF pairs that turn.
 """
 
 from __future__ import annotations

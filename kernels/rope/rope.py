@@ -18,6 +18,8 @@ alive.
 Memory layout: q and k are usually transposed views of (batch, seq, heads, head_dim) memory. They are read through their
 strides, and results and gradients have that same memory order, so that the backward matmul of the projections takes the
 gradient without a copy.
+
+Shapes: batch sequences of seq tokens, heads of head_dim, rotary_dim columns that turn.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.kernels.autograd import input_gradients
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.rope_kernel import launch
 from liger_trainer.kernels.runtime import use_triton
@@ -73,7 +76,6 @@ def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype, pairs="halves", tabl
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, _k, cos, sin, unsqueeze_dim, transposed, _out_dtype, pairs, table, sections = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
     ctx.unsqueeze_dim, ctx.in_dtype = unsqueeze_dim, q.dtype
     ctx.options = (not transposed, q.dtype, _BACKWARD_PAIRS[pairs], table, sections)
@@ -84,7 +86,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
     dk_out = dk_out if ctx.needs_input_grad[1] else None
     some = dk_out if dq_out is None else dq_out
     if some is None:
-        return None, None, None, None, None, None, None, None, None, None
+        return input_gradients(ctx)
     cos, sin = ctx.saved_tensors
     no_heads = some.narrow(ctx.unsqueeze_dim, 0, 0)
     dq, dk = rotate(
@@ -95,8 +97,7 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
         ctx.unsqueeze_dim,
         *ctx.options,
     )
-    dq_or_none, dk_or_none = None if dq_out is None else dq, None if dk_out is None else dk
-    return dq_or_none, dk_or_none, None, None, None, None, None, None, None, None
+    return input_gradients(ctx, None if dq_out is None else dq, None if dk_out is None else dk)
 
 
 rotate.register_autograd(_backward, setup_context=_setup_context)

@@ -21,6 +21,8 @@ table                          cosine (and sine) of the first and the second mem
 ``"complex"``                  `cos` holds the complex numbers cosine + i sine, 2 j and 2 j + 1; `sin` is not read
 ``"planes"``                   as "halves", from one of several tables: (plane, batch, seq, rotary_dim)
 =============================  =========================================================================
+
+Shapes: tiles of tokens by heads by columns; a head has head_dim columns, of which rotary_dim turn.
 """
 
 from __future__ import annotations

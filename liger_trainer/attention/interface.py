@@ -14,12 +14,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_trainer.attention.config_names import NAME
-from liger_trainer.attention.known_rows import known_rows
 from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import COMPILED_NAMES
 from liger_trainer.compat.transformers import DEFAULT_ATTENTION, PACKED_POSITIONS
 from liger_trainer.head.lm_head import version_of
+from liger_trainer.head.step import current_step
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import use_triton
@@ -158,7 +158,8 @@ _find = masking_utils.find_packed_sequence_indices
 
 def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
     """What transformers' function of this name finds; None, without looking, for ids that a model has made itself."""
-    return _find(position_ids) if known_rows() is None else None
+    known = None if torch.compiler.is_compiling() else current_step().rows
+    return _find(position_ids) if known is None else None
 
 
 def eager_function(module: nn.Module) -> Any:

@@ -18,11 +18,10 @@ import torch
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from liger_trainer.attention.current_plan import NotPackable, current_plan_of
-from liger_trainer.attention.known_rows import Bounds, bounds_of, known_rows
 from liger_trainer.compat.private import TESTED, available, installed_version, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS, RECOGNISED_MASKS, REMAPPED_POSITIONS
+from liger_trainer.head.step import Bounds, bounds_of, current_step
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import triton_drives
 
@@ -33,6 +32,10 @@ _DENSE_ADVANTAGE = {9: 1.8}
 `sdpa` in `liger-trainer bench attention --model llama3-8b,gemma3-4b`."""
 
 _PADDING_PIECE = 256  # a document of padding costs the square of its length, and a constant
+
+
+class NotPackable(Exception):
+    """A model has a mask that no plan of a packed row can express."""
 
 
 class Pattern(NamedTuple):
@@ -145,7 +148,7 @@ def attention_mask(
     """What our attention needs to know about a mask; the arguments are those of transformers' `sdpa_mask`.
 
     The lengths of padded and packed rows are read on the host, once for each kind of mask that a model uses, unless
-    they are known (`known_rows.py`).
+    they are known (`Step.rows`).
 
     Returns:
         A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, where
@@ -156,7 +159,7 @@ def attention_mask(
     """
     if isinstance(attention_mask, AttentionPlan):
         return attention_mask  # which `generate` made before the model was called
-    plan_of_row = None if torch.compiler.is_compiling() else current_plan_of()
+    plan_of_row = None if torch.compiler.is_compiling() else current_step().plan_of
     if plan_of_row is not None:
         pattern = _pattern(mask_function)
         if pattern is None or pattern.packed is not None:
@@ -251,7 +254,7 @@ def packed_documents(*numbers: torch.Tensor) -> list[int]:
 
 def _unpadded(mask: torch.Tensor, batch: int, length: int) -> Bounds | None:
     """The bounds of each row, read from the mask unless they are known."""
-    known = known_rows()
+    known = None if torch.compiler.is_compiling() else current_step().rows
     if known is not None and known.bounds is not None and mask.shape == (batch, length) == (len(known.bounds), length):
         return known.bounds
     return bounds_of(mask[:, :length])

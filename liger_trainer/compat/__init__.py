@@ -16,7 +16,7 @@ import importlib
 from liger_trainer.compat.private import Feature
 
 LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "transformers", "trl")
-"""Those that have a file here."""
+"""The libraries that have a file here."""
 
 
 def features() -> list[Feature]:

@@ -19,7 +19,8 @@ def is_hooked(module: nn.Module) -> bool:
 
 def is_call_hooked(module: nn.Module) -> bool:
     """Whether a hook runs when `module` is called: its own, or one of all modules."""
-    return is_hooked(module) or torch_module._has_any_global_hook()
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or torch_module._has_any_global_hook()
 
 
 def is_output_hooked(module: nn.Module) -> bool:
@@ -33,9 +34,10 @@ def is_gradient_hooked(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks or of_all)
 
 
-def outputs_are_unhooked(*projections: nn.Module) -> bool:
+def outputs_are_unhooked(projection: nn.Module, other: nn.Module | None = None) -> bool:
     """Whether nobody but the MLP sees the projections' outputs, so that the backward may write over them."""
-    return not any(is_output_hooked(projection) for projection in projections)
+    hooked = projection._forward_hooks or (other is not None and other._forward_hooks)
+    return not (hooked or torch_module._has_any_global_hook())
 
 
 def is_linear_without_bias(projection: nn.Module) -> bool:

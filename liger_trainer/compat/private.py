@@ -92,7 +92,7 @@ class Feature:
     """A feature of ours, and the private names of one library without which it does not work.
 
     Args:
-        text: What the feature is, for messages.
+        text: The feature, in words, for messages.
         *names: All from one library.
         needed: Whether training could go wrong without it. If not, it is switched off where a name has changed.
         since: The first version of the library that has the names, and needs the feature; None for all that we allow.

@@ -11,26 +11,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.head.context import forward_context
 from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_rows
 from liger_trainer.head.lm_head import (
     RECORDABLE_DTYPES,
+    is_partitioned,
     is_sharded,
     is_split,
     through_owner,
     version_of,
     whole_parameter,
 )
-from liger_trainer.head.partitions import is_partitioned, on_whole_parameters
+from liger_trainer.head.partitions import on_whole_parameters
+from liger_trainer.head.step import current_step, running
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
-from liger_trainer.kernels.head.loss_arguments import checked_class_weights, inverse_normalizer
+from liger_trainer.kernels.head.loss_options import checked_class_weights, inverse_normalizer
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,7 +86,7 @@ class ModuleCall:
 
     def _run(self, parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         autocast = torch.autocast(hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None)
-        with forward_context(None), autocast:
+        with running(replace(current_step(), forward=None)), autocast:
             if not parameters:
                 return type(self.head).forward(self.head, hidden).to(self.dtype)
             given = {f"head.{name}": parameter for name, parameter in parameters.items()}

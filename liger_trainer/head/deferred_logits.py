@@ -12,15 +12,16 @@ autograd node of the wrapper itself, whose backward recomputes the logits.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEFERRED_LOGITS
-from liger_trainer.head.chunked_module import chunked_rows
+from liger_trainer.head.chunked_module import ModuleCall, chunked_rows
 from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built, own_function, tree_leaves, tree_map
 from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.recorded import Recorded, RecordedChain
@@ -196,6 +197,30 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
             self._build_family()
         assert self.value is not None
         return self.value
+
+    @contextlib.contextmanager
+    def operands(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Hidden states `(..., H)`, weight `(V, H)` and bias `(V,)` of the deferred logits of a linear head.
+
+        For a fused head they are in the dtype of its call. They have no graph if the logits have none. If tensor
+        parallel processes share the head, weight and bias are the rows of this process. Autocast is off inside.
+
+        Raises:
+            RuntimeError: if hidden states or parameters have been changed in place since the call.
+        """
+        recorded = self.recorded
+        call = recorded.call
+        assert not isinstance(call, ModuleCall)
+        recorded.check()
+        weight, bias = call.gathered()
+        hidden = recorded.hidden
+        if not self.has_graph:
+            hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+        if call.fused:
+            hidden, weight = hidden.to(call.dtype), weight.to(call.dtype)
+            bias = None if bias is None else bias.to(call.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            yield hidden, weight, bias
 
     def values_without_grad(self, for_write: bool = False) -> torch.Tensor:
         """The values of the logits without a graph, which reading a metric should not keep alive."""

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from liger_trainer.head.chunked_module import chunked_rows
-from liger_trainer.head.context import expected_gradient
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
 from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import through_owner
-from liger_trainer.head.operands import operands
+from liger_trainer.head.step import expected_gradient
 from liger_trainer.head.vocab_parallel import VocabParallelCall
 from liger_trainer.kernels.head.elementwise_divergence import jsd
 from liger_trainer.kernels.head.linear_jsd import DivergenceOutput, linear_jsd
@@ -90,8 +89,8 @@ def _of_heads(
     forms = [logits.recorded.chain.fused_form() for logits in (student, teacher)]
     calls = [logits.recorded.call for logits in (student, teacher)]
     with (
-        operands(student) as (hidden, weight, bias),
-        operands(teacher) as (teacher_hidden, teacher_weight, teacher_bias),
+        student.operands() as (hidden, weight, bias),
+        teacher.operands() as (teacher_hidden, teacher_weight, teacher_bias),
     ):
         memory = sum(call.logits_memory for call in calls)
         rows = labelled_rows(hidden, labels, ignore_index, memory, teacher_hidden)

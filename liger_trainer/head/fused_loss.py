@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from liger_trainer.head.chunked_module import ModuleCall, chunked_cross_entropy
-from liger_trainer.head.context import expected_gradient, token_observer
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import linear, through_owner
-from liger_trainer.head.operands import operands
+from liger_trainer.head.step import current_step, expected_gradient
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_loss
 from liger_trainer.kernels.autograd import saved_as_is
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
@@ -67,7 +66,7 @@ def deferred_cross_entropy(
         return NotImplemented
     # Native autocast runs cross entropy in fp32; without it, the loss has the dtype of the logits.
     dtype = torch.float32 if torch.is_autocast_enabled(hidden.device.type) else input.meta.dtype
-    outputs = () if token_observer() is None else ("token_nll", "predicted_tokens")
+    outputs = () if current_step().observer is None else ("token_nll", "predicted_tokens")
     if isinstance(call, ModuleCall):
         found = chunked_cross_entropy(input, target, ignore_index, reduction, label_smoothing, weight, outputs)
         return _observed(found, target, ignore_index).to(dtype)
@@ -82,7 +81,7 @@ def deferred_cross_entropy(
     if weight is not None:
         options["class_weights"] = weight
     target = target.to(hidden.device)
-    with operands(input) as (hidden, matrix, bias):
+    with input.operands() as (hidden, matrix, bias):
         rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
         hidden, target = rows.gathered(hidden), rows.target
         if isinstance(call, VocabParallelCall):
@@ -103,7 +102,7 @@ def deferred_cross_entropy(
 
 def _observed(found: torch.Tensor | CrossEntropyOutput, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """The loss `found`, of whose tokens the context's observer is told."""
-    observe = token_observer()
+    observe = current_step().observer
     if isinstance(found, torch.Tensor) or observe is None:
         assert isinstance(found, torch.Tensor)
         return found
@@ -152,7 +151,7 @@ def head_log_probs(
         "retain_memory": 0 if recomputed else retain_memory,
     }
     target = target.to(logits.recorded.hidden.device)
-    with operands(logits) as (hidden, weight, bias), contextlib.nullcontext() if recomputed else saved_as_is():
+    with logits.operands() as (hidden, weight, bias), contextlib.nullcontext() if recomputed else saved_as_is():
         rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
         hidden, target, options["logits_memory"] = rows.gathered(hidden), rows.target, rows.logits_memory
         if isinstance(call, VocabParallelCall):

@@ -2,7 +2,7 @@
 
 The operators of `kernels/head` multiply every row that they are given, since the number of labelled rows is on the
 device, and reading it would stall the device. A trainer that has counted the labels on the host says so
-(`labelled_rows_at_most`). Then K rows, that bound rounded up, are gathered before the operator, and what it returns for
+(`Step.labelled`). Then K rows, that bound rounded up, are gathered before the operator, and what it returns for
 each row is scattered into zeros, the values of a token without a label:
 
     index = the places of the labelled rows, and -1 as often as K exceeds their number
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.head.context import most_labelled_rows
+from liger_trainer.head.step import current_step
 from liger_trainer.kernels.autograd import one_number, saved_as_is
 
 _ROW_MULTIPLE = 512  # of K: few different shapes, so that the allocator finds the same blocks again
@@ -103,9 +103,10 @@ def labelled_rows(
     total = target.numel()
     worth = math.floor(_MOST_OF_ALL * total)
     is_known = worth >= _ROW_MULTIPLE and hidden.shape[:-1].numel() == total  # the operator says what is wrong
-    most = most_labelled_rows() if is_known else None
-    if most is None:
+    count = current_step().labelled if is_known else None
+    if count is None:
         return everything
+    most = count()
     kept = max(1, -(-most // _ROW_MULTIPLE)) * _ROW_MULTIPLE
     memory = logits_memory - _more_memory(kept, total, hidden, teacher)
     if kept > worth or memory < logits_memory // 2:

@@ -12,16 +12,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.compat.deepspeed import PARTITIONED_HEAD
 from liger_trainer.compat.peft import HEAD_COPIES, TIED_ADAPTERS
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import CHANGED_IN_PLACE, FSDP_HEAD
-from liger_trainer.head.partitions import is_partitioned
 from liger_trainer.kernels.runtime import is_dtensor
 
 require(CHANGED_IN_PLACE)
 
 RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that deferred logits may have."""
+
+_RECORDABLE = frozenset(RECORDABLE_DTYPES)
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,22 +49,14 @@ class HeadCall:
 
     def __post_init__(self) -> None:
         self.has_loss = False  # whether a loss with a gradient was computed without the logits
+        self.parameters = (self.weight, self.bias)  # which get the gradients
+        self.vocab_size: int = getattr(self.weight, "ds_shape", self.weight.shape)[0]  # ds_shape: split by ZeRO-3
         self._versions = (version_of(self.weight), version_of(self.bias))
 
     @property
     def owns_parameters(self) -> bool:
         """Whether `weight` and `bias` are the parameters themselves, not gathered for the call by FSDP or ZeRO-3."""
-        return _is_plain(self.head.weight) and not is_sharded(self.head)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return getattr(self.weight, "ds_shape", self.weight.shape)[0]  # ds_shape: partitioned by ZeRO-3
-
-    @property
-    def parameters(self) -> tuple[torch.Tensor | None, ...]:
-        """Weight and bias, which get the gradients."""
-        return self.weight, self.bias
+        return type(self.head.weight) in _PLAIN and not is_sharded(self.head)
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters`."""
@@ -135,7 +130,7 @@ def call_dtype(hidden: torch.Tensor, head: nn.Linear, in_fp32: bool = False) -> 
     weight, bias = head.weight, head.bias
     # FSDP gathers a weight for this forward; one that is still a DTensor is split by tensor parallelism.
     for tensor in (hidden, weight, bias):
-        if tensor is not None and not _is_plain(tensor):
+        if tensor is not None and type(tensor) not in _PLAIN:
             return None
     return product_dtype(hidden, weight, bias, in_fp32)
 
@@ -144,7 +139,7 @@ def product_dtype(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, in_fp32: bool
 ) -> torch.dtype | None:
     """The dtype in which ``nn.Linear`` multiplies `hidden` `(..., H)` and `weight` `(V, H)`; None where it raises."""
-    if any(tensor is not None and tensor.is_meta for tensor in (hidden, weight, bias)):
+    if hidden.is_meta or weight.is_meta or (bias is not None and bias.is_meta):
         return None
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or hidden.device != weight.device:
         return None
@@ -155,8 +150,7 @@ def product_dtype(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     elif hidden.dtype != dtype or (bias is not None and bias.dtype != dtype):
         return None
-    recordable = all(each in RECORDABLE_DTYPES for each in (dtype, hidden.dtype, weight.dtype))
-    return dtype if recordable else None
+    return dtype if {dtype, hidden.dtype, weight.dtype} <= _RECORDABLE else None
 
 
 def is_sharded(head: nn.Module) -> bool:
@@ -169,6 +163,20 @@ def is_sharded(head: nn.Module) -> bool:
 @functools.cache
 def _check_fsdp() -> None:
     require(FSDP_HEAD)
+
+
+def is_partitioned(head: nn.Module) -> bool:
+    """Whether ZeRO-3 owns parameters of `head`."""
+    for parameter in head.parameters():
+        if hasattr(parameter, "ds_id"):
+            _check_deepspeed()
+            return True
+    return False
+
+
+@functools.cache
+def _check_deepspeed() -> None:
+    require(PARTITIONED_HEAD)
 
 
 def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:
@@ -188,10 +196,6 @@ def is_split(head: nn.Module) -> bool:
     return any(map(is_dtensor, head.parameters()))
 
 
-def _is_plain(parameter: Any) -> bool:
-    return type(parameter) in (torch.Tensor, nn.Parameter)
-
-
 def whole_parameter(parameter: Any, in_forward: torch.Tensor) -> torch.Tensor:
     """`parameter`, gathered if FSDP2 has sharded it again, and connected to its gradient.
 
@@ -208,7 +212,7 @@ def whole_parameter(parameter: Any, in_forward: torch.Tensor) -> torch.Tensor:
             f"{tuple(parameter.shape)}. Use FSDP version 2, read `logits` inside the forward, or set "
             "`liger_kernel_config={'linear_cross_entropy': false, 'cross_entropy': false}`."
         )
-    if _is_plain(parameter):
+    if type(parameter) in _PLAIN:
         return parameter
     from torch.distributed.tensor import DTensor, Partial
 

@@ -10,33 +10,19 @@ the backward, as around any other. The chunks then run a copy of the head on the
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.compat.deepspeed import PARTITIONED_HEAD
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
 
+require(MODULE_CONTENTS)
+
 _Whole = dict[nn.Parameter, torch.Tensor]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-
-def is_partitioned(head: nn.Module) -> bool:
-    """Whether ZeRO-3 owns parameters of `head`."""
-    if not any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
-        return False
-    _check_deepspeed()
-    return True
-
-
-@functools.cache
-def _check_deepspeed() -> None:
-    require(PARTITIONED_HEAD)
-    require(MODULE_CONTENTS)
 
 
 def on_whole_parameters(head: nn.Module, hidden: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:

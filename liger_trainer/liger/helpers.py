@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from liger_trainer.functional import log_probs, tiled_mlp
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 

@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.attention.current_plan import plans_from
 from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
+from liger_trainer.head.step import Pass, current_step, running
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
-from liger_trainer.packing.sharded_again import sharded_again
-from liger_trainer.recompute.passes import one_pass
 
 _Result = TypeVar("_Result")
 
@@ -75,7 +73,7 @@ class PackedRow:
 
     def attended(self) -> contextlib.AbstractContextManager[None]:
         """Around the model's forward: attention sees of each row what it saw in the batch."""
-        return plans_from(self.plan)
+        return running(dataclasses.replace(current_step(), plan_of=self.plan))
 
     def plan(self, window: int, chunk: int) -> AttentionPlan:
         """The plan of attention that sees `window` keys, in chunks of `chunk` tokens; 0 for all."""
@@ -168,16 +166,53 @@ def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow],
         return [compute(row) for row in rows]
 
     def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        return one_pass(again=False), _again(model)
+        return _computed(Pass(again=False)), _again(model)
 
     computed = [checkpoint(compute, row, use_reentrant=False, context_fn=contexts) for row in rows[:-1]]
     return [*computed, compute(rows[-1])]
 
 
+def _computed(computation: Pass) -> contextlib.AbstractContextManager[None]:
+    return running(dataclasses.replace(current_step(), computation=computation))
+
+
 @contextlib.contextmanager
 def _again(model: Any) -> Iterator[None]:
-    with one_pass(again=True), sharded_again(model):
+    with _computed(Pass(again=True)), sharded_again(model):
         yield
+
+
+@contextlib.contextmanager
+def sharded_again(model: Any) -> Iterator[None]:
+    """The layers of `model` that run inside shard their weights after their forwards, as outside of a backward.
+
+    FSDP2 takes a forward inside a backward for the recomputation of one layer, whose backward is next, and leaves its
+    weights gathered. After the recomputation of a whole model those of all layers would be in memory.
+
+    Args:
+        model: A transformers model. Its head is left alone: it is the last to run, and the first to have a backward.
+    """
+    handles = [layer.register_forward_hook(_shard) for layer in _sharded_layers(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sharded_layers(model: Any) -> list[Any]:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = (module for module in model.base_model.modules() if module is not model and list(module.children()))
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+def _shard(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+    # FSDP2 gathers the weights for each backward of a layer, but only once if the layer's input gets no gradient.
+    if any(isinstance(each, torch.Tensor) and each.requires_grad for each in args):
+        layer.reshard()
 
 
 def rows_of(logits: torch.Tensor, tokens: Copies) -> torch.Tensor:

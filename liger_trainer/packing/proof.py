@@ -18,10 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_trainer.attention.config_names import NAME
-from liger_trainer.attention.current_plan import NotPackable
+from liger_trainer.attention.masks import NotPackable
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.packing.small_config import small_config
 from liger_trainer.patching.probe import Agreement

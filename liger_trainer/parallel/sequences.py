@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-SPLIT = "the launch splits sequences with "
-
 
 def split_sequences() -> str:
     """Why attention is left to the launch: it gives each process a part of every sequence. Empty if it does not.
@@ -20,7 +18,7 @@ def split_sequences() -> str:
 def reason_of_sizes(cp_size: int, sp_size: int) -> str:
     """As `split_sequences`, of a launch with these sizes of the context and the sequence parallel group."""
     if cp_size > 1:
-        return f"{SPLIT}`cp_size={cp_size}`, whose ring attention is torch's SDPA"
+        return f"the launch splits sequences with `cp_size={cp_size}`, whose ring attention is torch's SDPA"
     if sp_size > 1:
-        return f"{SPLIT}`sp_size={sp_size}`, which brings Ulysses' attention"
+        return f"the launch splits sequences with `sp_size={sp_size}`, which brings Ulysses' attention"
     return ""

@@ -22,23 +22,24 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COLLECTIVES
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
-from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, reduced
+from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, logits_gradient, reduced
 from liger_trainer.kernels.head.cross_entropy_kernel import row_partials_
 from liger_trainer.kernels.head.head_chunks import Needs, logits_buffer, retained_rows
 from liger_trainer.kernels.head.linear_log_probs import LOG_PROBS_OUTPUTS, LogProbsOutput, forward_logits
-from liger_trainer.kernels.head.linear_log_probs_backward import attach_gradients
+from liger_trainer.kernels.head.linear_log_probs_gradients import HeadRows, attach_gradients
 from liger_trainer.kernels.head.log_probs import log_probs_with_outputs
 from liger_trainer.kernels.head.logit_rows import row_view
-from liger_trainer.kernels.head.logits_gradient import logits_gradient
-from liger_trainer.kernels.head.loss_arguments import (
+from liger_trainer.kernels.head.loss_options import (
+    LossOptions,
     check_labels_on_cpu,
     check_linear,
     check_logits,
     check_options,
     check_outputs,
     check_retain_memory,
+    compute_dtype,
 )
-from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard, combine, compute_dtype
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard, combine
 from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
 
@@ -54,22 +55,14 @@ def linear_partials(
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
+    options: LossOptions,
     logits_memory: int,
     retain: int,
-    vocab_start: int,
-    vocab_size: int,
+    shard: Shard,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `(N, 8)` partials of this shard of a head, and the logits of the last `retain` tokens."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    shard = Shard(vocab_start, vocab_size)
     partials = hidden.new_empty(target.numel(), 8, dtype=compute_dtype(hidden))
-    check_labels_on_cpu(target, vocab_size, ignore_index)
+    check_labels_on_cpu(target, shard.vocab_size, options.ignore_index)
     retained: list[torch.Tensor] = []
     with fp32_reductions(weight):
         for start, stop, logits in forward_logits(hidden, weight, logits_memory, retain, retained):
@@ -78,10 +71,7 @@ def linear_partials(
 
 
 @linear_partials.register_fake
-def _(
-    hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature,
-    logits_memory, retain, vocab_start, vocab_size,
-):  # fmt: skip
+def _(hidden, weight, target, bias, options, logits_memory, retain, shard):
     partials = hidden.new_empty(target.numel(), 8, dtype=compute_dtype(hidden))
     return partials, logits_buffer(hidden, weight, retain)
 
@@ -90,26 +80,17 @@ def _(
 def logits_partials(
     logits: torch.Tensor,
     target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    vocab_start: int,
-    vocab_size: int,
+    options: LossOptions,
+    shard: Shard,
 ) -> torch.Tensor:
     """The `(N, 8)` partials of a shard of the logits."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     partials = logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
-    row_partials_(logits, target, partials, options, Shard(vocab_start, vocab_size))
+    row_partials_(logits, target, partials, options, shard)
     return partials
 
 
 @logits_partials.register_fake
-def _(
-    logits, target, ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, vocab_start, vocab_size
-):
+def _(logits, target, options, shard):
     return logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
 
 
@@ -120,36 +101,24 @@ def attach_logits(
     target: torch.Tensor,
     nll: torch.Tensor,
     lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    vocab_start: int,
-    vocab_size: int,
+    options: LossOptions,
+    shard: Shard,
 ) -> torch.Tensor:
     """`loss`, which is already known, as a differentiable function of the logits."""
     return loss.clone()
 
 
 @attach_logits.register_fake
-def _(
-    loss, logits, target, nll, lse,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, vocab_start, vocab_size,
-):  # fmt: skip
+def _(loss, logits, target, nll, lse, options, shard):
     return torch.empty_like(loss)
 
 
 def _attach_logits_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _loss, logits, target, nll, lse, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, target, nll, lse)
 
 
-def _attach_logits_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return input_gradients(ctx)
+def _attach_logits_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward("the vocabulary-parallel losses")
     gradient = logits_gradient(grad, None, *ctx.saved_tensors, None, None, *ctx.options)
     return input_gradients(ctx, None, gradient)
@@ -231,7 +200,7 @@ def vocab_parallel_cross_entropy(
         ignore_index: As for `cross_entropy`, like all options up to `outputs`.
         reduction: "mean", "sum" or "none".
         num_items: Divides the sum of the token losses.
-        label_smoothing: In [0, 1].
+        label_smoothing: A number in [0, 1].
         z_loss: Factor of ``lse**2``.
         softcap: Soft-cap of the logits.
         logit_scale: Factor of the logits before the soft-cap.
@@ -249,7 +218,7 @@ def vocab_parallel_cross_entropy(
         RuntimeError: Without a process group, or in a backward with ``create_graph=True``.
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
     """
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
     if smoothing_scope not in ("global", "partition"):
         raise ValueError(f"`smoothing_scope` is {smoothing_scope!r}; it must be 'global' or 'partition'.")
@@ -261,11 +230,11 @@ def vocab_parallel_cross_entropy(
     own = place.rank if smoothing_scope == "partition" else None
     shard = Shard(place.vocab_start, place.vocab_size if own is None else columns)
     with torch.no_grad():
-        partials = place.gathered(logits_partials(rows, labels, *options, *shard))
+        partials = place.gathered(logits_partials(rows, labels, options, shard))
         stats, _ = combine(partials, labels, options, shard, place.vocab_size, own)
     loss = stats.loss
     if torch.is_grad_enabled() and logits_shard.requires_grad:
-        loss = attach_logits(loss, rows, labels, stats.nll, stats.lse, *options, *shard)
+        loss = attach_logits(loss, rows, labels, stats.nll, stats.lse, options, shard)
     return reduced(loss, stats, target, options, reduction, num_items, outputs)
 
 
@@ -274,7 +243,7 @@ def _linear_rows(
     weight_shard: torch.Tensor,
     target: torch.Tensor,
     bias_shard: torch.Tensor | None,
-    options: RowOptions,
+    options: LossOptions,
     logits_memory: int,
     retain_memory: int | None,
     group: ProcessGroup | None,
@@ -292,14 +261,12 @@ def _linear_rows(
     retain = retained_rows(flat, weight_shard, logits_memory, retain_memory) if trained else 0
     with torch.no_grad():
         partials, retained = linear_partials(
-            flat, weight_shard, labels, bias_shard, *options, logits_memory, retain, *shard
+            flat, weight_shard, labels, bias_shard, options, logits_memory, retain, shard
         )
         stats, extra = combine(place.gathered(partials), labels, options, shard, place.vocab_size, None)
     if trained:
-        loss, entropy = attach_gradients(
-            stats.loss, flat.new_empty(0), flat, weight_shard, labels, bias_shard, stats.nll, stats.lse, stats.entropy,
-            retained, *options, logits_memory, *shard, place.name,
-        )  # fmt: skip
+        rows = HeadRows(flat, weight_shard, labels, bias_shard, stats.nll, stats.lse, stats.entropy, retained)
+        loss, entropy = attach_gradients(stats.loss, flat.new_empty(0), rows, options, logits_memory, shard, place.name)
         stats = stats._replace(loss=loss, entropy=entropy)
     return stats, extra
 
@@ -339,7 +306,7 @@ def vocab_parallel_linear_cross_entropy(
         ignore_index: As for `linear_cross_entropy`, like all options up to `outputs`.
         reduction: "mean", "sum" or "none".
         num_items: Divides the sum of the token losses.
-        label_smoothing: In [0, 1].
+        label_smoothing: A number in [0, 1].
         z_loss: Factor of ``lse**2``.
         softcap: Soft-cap of the logits.
         logit_scale: Factor of the logits before the soft-cap.
@@ -357,7 +324,7 @@ def vocab_parallel_linear_cross_entropy(
         RuntimeError: Without a process group, or in a backward with ``create_graph=True``.
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
     """
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
     stats, _ = _linear_rows(
         hidden, weight_shard, target, bias_shard, options, logits_memory, retain_memory, group, vocab_start, vocab_size
@@ -410,7 +377,7 @@ def vocab_parallel_linear_log_probs(
         RuntimeError: Without a process group, or in a backward with ``create_graph=True``.
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
     """
-    options = RowOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
+    options = LossOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
     stats, extra = _linear_rows(

@@ -14,18 +14,15 @@ from torch import nn
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
-from liger_trainer.parallel.sequences import SPLIT
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.codes import unscaled_weights
-from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding, rows
-from liger_trainer.patching.fp8 import find_fp8
-from liger_trainer.patching.fp8_norms import cast_in_norms
-from liger_trainer.patching.gated_mlp import find_gated_mlp
+from liger_trainer.patching.fp8 import cast_in_norms, find_fp8
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
 from liger_trainer.patching.lora.attention import share_inputs
 from liger_trainer.patching.lora.layers import find_lora
 from liger_trainer.patching.lora.litgpt import find_litgpt_lora
+from liger_trainer.patching.mlps import find_gated_mlp, find_relu_squared_mlp
 from liger_trainer.patching.moe.expert_parallel import find_expert_exchange
 from liger_trainer.patching.moe.experts import find_experts
 from liger_trainer.patching.moe.load_balancing import find_load_balancing_loss
@@ -34,11 +31,8 @@ from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
-from liger_trainer.patching.qk_norms import fuse_qk_norms
-from liger_trainer.patching.relu_squared_mlp import find_relu_squared_mlp
-from liger_trainer.patching.report import KernelReport, KernelReportRow
-from liger_trainer.patching.rope import find_rope
-from liger_trainer.patching.unserved import unserved
+from liger_trainer.patching.report import Choice, Finding, KernelReport, KernelReportRow, rows, unserved
+from liger_trainer.patching.rope import find_rope, fuse_qk_norms
 
 _META_REMARK = (
     "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "
@@ -202,9 +196,8 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
         for row in report_rows
         if not row.applied
         and row.count
-        and row.reason != SWITCHED_OFF
+        and not isinstance(row.reason, Choice)
         and row.share is None  # else no kernel is for it
-        and not row.reason.startswith((CHOSEN, SPLIT))
         and not (row.component == "fp8" and "fp8" in applied)  # it is not for every layer
     ]
     named = {problem.split(":")[0] for problem in problems}

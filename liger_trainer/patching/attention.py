@@ -40,9 +40,9 @@ from liger_trainer.patching.attention_call import (
     capture,
     rotary_widths,
 )
-from liger_trainer.patching.finding import CHOSEN, SWITCHED_OFF, Finding
 from liger_trainer.patching.inputs import ATTENTION as INPUTS
 from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape, identity
+from liger_trainer.patching.report import SWITCHED_OFF, Choice, Finding
 from liger_trainer.patching.trial import Agreement, Trial
 
 _KERNEL = "attention without masks"
@@ -129,7 +129,7 @@ def _reason_to_leave(config: Any, owner: type[PreTrainedModel] | None) -> str:
         return "its config is not that of a transformers model"
     chosen = name_of(config)
     usual = chosen == default_implementation(owner) or isinstance(chosen, OurName)  # of a model with the same config
-    return split_sequences() if usual else f"{CHOSEN}{chosen!r}"
+    return Choice(split_sequences() if usual else f"the model was loaded with attn_implementation={chosen!r}")
 
 
 def _looks_at_the_name(model: nn.Module, attentions: list[nn.Module]) -> str:

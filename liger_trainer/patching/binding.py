@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,15 +20,13 @@ from torch import nn
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import REPLICAS
-from liger_trainer.patching.as_written import RECORD, is_as_proved, record
+from liger_trainer.patching.as_written import bound_functions, is_bound_by_us, while_proved
+from liger_trainer.patching.records import RECORD, record
 
 require(REPLICAS)
 
 IMPLEMENTATION = "liger_trainer"
 """Our name in transformers' registry."""
-
-# Weak references, because a forward bound over another library's refers to that one, and so to a module.
-_bound_functions: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
 def bind_forward(
@@ -55,31 +52,10 @@ def bind_forward(
         forward.replaced = over  # type: ignore[attr-defined]
     else:
         record(module, forward, live)
-        forward = _while_proved(forward)
-    _bound_functions.add(forward)
+        forward = while_proved(forward)
+    bound_functions.add(forward)
     module.forward = types.MethodType(forward, module)
     _guard_copies(module)
-
-
-def _while_proved(forward: Callable) -> Callable:
-    """`forward` where a module is as it was proved, else that of its class; the same function for the same `forward`.
-
-    It has a code object of its own, because the compiler counts how often each is compiled.
-    """
-    known = getattr(forward, "while_proved", None)
-    if known is not None and known.__wrapped__ is forward:  # `functools.wraps` copies attributes
-        return known
-
-    @functools.wraps(forward)
-    def while_proved(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_as_proved(self):
-            return forward(self, *args, **kwargs)
-        return type(self).forward(self, *args, **kwargs)
-
-    code: types.CodeType = while_proved.__code__  # type: ignore[attr-defined]
-    while_proved.__code__ = code.replace(co_name=f"{forward.__name__}_while_proved")  # type: ignore[attr-defined]
-    forward.while_proved = while_proved  # type: ignore[attr-defined]
-    return while_proved
 
 
 def overriding_forward(module: nn.Module) -> str | None:
@@ -95,20 +71,9 @@ def overriding_forward(module: nn.Module) -> str | None:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')}"
 
 
-def is_bound_by_us(module: nn.Module) -> bool:
-    """Whether [`bind_forward`] bound this instance's forward; a wrapper may have that of the module inside."""
-    bound = module.__dict__.get("forward")
-    return is_ours(getattr(bound, "__func__", None)) and getattr(bound, "__self__", None) is module
-
-
 def bound_function(module: nn.Module) -> Any:
     """The function of the module that [`bind_forward`] has made its forward."""
     return module.__dict__["forward"].__func__
-
-
-def is_ours(forward: Callable | None) -> bool:
-    """Whether `forward` is a function that [`bind_forward`] has bound to some instance."""
-    return forward in _bound_functions
 
 
 def unbind_forward(module: nn.Module) -> bool:

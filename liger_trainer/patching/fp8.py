@@ -9,13 +9,21 @@ Calls with fewer than 2,048 rows, such as the steps of a generation, run in bf16
 not depend on the rows, and a product in fp8 saves time for each row. Both grow with the size of the weight, so one
 number of rows holds for all layers. On an H200, the casts of a Llama-3 8B layer's query, output and MLP weights take as
 long as their products save on 1,800 rows, and the rows are cast too (`docs/guides/fp8.md` has the times).
+
+Norms whose results such layers read cast them as well, in the same pass. The forward of a decoder layer runs on a dummy
+whose children note what they are given. A norm casts if its result, the very tensor, reaches a linear layer in fp8, be
+it inside the attention or the MLP. So no cast is made for a norm after an attention or an MLP, as Gemma 3 has, nor for
+one before layers that all have adapters.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,11 +32,13 @@ from torch.nn import functional as F
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.fp8.linear import fp8_linear, has_fp8, takes_fp8
-from liger_trainer.kernels.fp8.modes import Fp8Mode
+from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.kernels.fp8.row_cast import MULTIPLE
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.patching.finding import Finding, bind_own_code, reason_to_leave
+from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.lora.operands import is_lora_linear
+from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape
+from liger_trainer.patching.report import Finding, bind_own_code, reason_to_leave
 
 LEAST_FEATURES = 1024
 LEAST_ROWS = 2048
@@ -63,7 +73,8 @@ def mode_of(module: nn.Module) -> Fp8Mode | None:
 
 def mode_for(module: nn.Module, x: torch.Tensor) -> Fp8Mode | None:
     """The mode in which `module` multiplies `x`, (..., features); None for too few rows too."""
-    return mode_of(module) if is_long_enough(x) else None
+    mode = mode_of(module)
+    return mode if mode is not None and is_long_enough(x) else None
 
 
 def is_long_enough(x: torch.Tensor) -> bool:
@@ -120,3 +131,98 @@ def _obstacle(name: str, module: nn.Linear, has_adapters: bool, device: torch.de
     if any(size % MULTIPLE for size in module.weight.shape):
         return f"its weight is {tuple(module.weight.shape)}; the sizes must be multiples of {MULTIPLE}"
     return reason_to_leave(module, is_enabled=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms that cast their results
+# ---------------------------------------------------------------------------------------------------------------------
+
+_LENGTH = 3
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def cast_in_norms(findings: Iterable[Finding], model: nn.Module, mode: Fp8Mode | None, probe: Probe) -> list[Finding]:
+    """`findings` with other forwards for the norms of `model` whose results linear layers in fp8 read.
+
+    Args:
+        findings: Findings of the norms and of the linear layers, among others.
+        model: The model, adapters included.
+        mode: The value of `fp8`. Nothing changes unless it gives each row of an input a scale of its own.
+        probe: Runs the layers' forwards.
+    """
+    findings = list(findings)
+    if mode is None or products_of(mode).output[0] is not Scaling.ROWS:
+        return findings
+    linears = {id(each.module) for each in findings if each.component == "fp8" and each.forward is not None}
+    places = {id(each.module): place for place, each in enumerate(findings) if hasattr(each.forward, "casting")}
+    for layer in decoder_layers(model):
+        norms = {name for name, child in layer._modules.items() if id(child) in places}
+        read_in_fp8 = tuple(name for name, module in layer.named_modules() if id(module) in linears)
+        if not norms or not read_in_fp8 or overriding_forward(layer) is not None:
+            continue
+        key = "norms before fp8", class_of(layer).forward, tuple(sorted(norms)), read_in_fp8
+        for name in probe.once(key, _norms_before, layer, norms, linears):
+            place = places[id(layer._modules[name])]
+            norm = findings[place]
+            forward = norm.forward.casting()  # type: ignore[union-attr]
+            findings[place] = dataclasses.replace(norm, forward=forward, kernel=f"{norm.kernel}, cast to fp8")
+    return findings
+
+
+class _Call(NamedTuple):
+    """A call of the child `module`: its name there, the tensor that it got, and the dummy's result."""
+
+    name: str
+    module: nn.Module
+    x: torch.Tensor
+    result: torch.Tensor
+
+
+class _Recorder(nn.Module):
+    """Notes its calls in place of `module`."""
+
+    def __init__(self, name: str, module: nn.Module, calls: list[_Call]) -> None:
+        super().__init__()
+        self.width = getattr(module, "out_features", None)
+        self.note = lambda x, result: calls.append(_Call(name, module, x, result))
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        # Two in one, as layers unpack what an attention returns, but not what an MLP does.
+        result = x.new_ones((2, *x.shape[-2:]) if self.width is None else (*x.shape[:-1], self.width))
+        self.note(x, result)
+        return result
+
+
+def _norms_before(layer: nn.Module, norms: Set[str], linears: Set[int]) -> list[str]:
+    """The children of a decoder layer, among its `norms`, whose results layers of `linears` read."""
+    (size,) = full_shape(layer._modules[min(norms)]._parameters["weight"])  # type: ignore[union-attr, arg-type]
+    calls = _calls(layer, torch.ones(1, _LENGTH, size))
+    results = [(call.name, call.result) for call in calls if call.name in norms]
+    return [
+        name
+        for name, result in results
+        if any(call.x is result and _passes_on(call.module, size, linears) for call in calls)
+    ]
+
+
+def _passes_on(module: nn.Module, size: int, linears: Set[int]) -> bool:
+    """Whether `module` is a layer of `linears`, or gives one of them its input as it is."""
+    if id(module) in linears:
+        return True
+    if not any(id(inner) in linears for inner in module.modules()):
+        return False
+    x = torch.ones(1, _LENGTH, size)
+    return any(call.x is x and _passes_on(call.module, size, linears) for call in _calls(module, x))
+
+
+def _calls(module: nn.Module, x: torch.Tensor) -> list[_Call]:
+    """The calls of its children that the forward of `module` makes on `x`, up to where the dummies do not do."""
+    calls: list[_Call] = []
+    children = {name: _Recorder(name, child, calls) for name, child in module._modules.items() if child is not None}
+    forward = class_of(module).forward
+    with contextlib.suppress(Exception):
+        _, _, *others = inspect.signature(forward).parameters.values()
+        required = {other.name: None for other in others if other.default is other.empty and other.kind in _NAMED}
+        forward(dummy_module(module, {}, children), x, **required)
+    return calls

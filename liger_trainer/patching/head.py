@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ from torch.nn import functional as F
 
 from liger_trainer.compat.hooks import is_gradient_hooked
 from liger_trainer.head.chunked_module import ModuleCall, module_call
-from liger_trainer.head.compiled import never_a_frame, pause_compiler
-from liger_trainer.head.context import ForwardContext, current_forward, expected_loss_gradient, forward_context
 from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.forward import never_a_frame, pause_compiler
 from liger_trainer.head.lm_head import (
     HeadCall,
     adapts_tied_weight,
@@ -30,9 +30,10 @@ from liger_trainer.head.lm_head import (
     without_adapters,
 )
 from liger_trainer.head.recorded import Recorded, RecordedChain
+from liger_trainer.head.step import Forward, current_step, running
 from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.patching.binding import bind_forward, bound_function, overriding_forward, unbind_forward
 from liger_trainer.patching.inputs import AS_DRAWN, HEAD
 from liger_trainer.patching.model_forward import (
@@ -163,41 +164,35 @@ def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int
 def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
     """A head's forward that defers the logits if `call_of` returns a call (with its input), and else runs `native`."""
 
-    def defer(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
-        call, hidden = call_of(self, hidden)
-        if call is None:
-            return None
-        meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
-        return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
-
     @functools.wraps(nn.Linear.forward)
     def forward(self: nn.Module, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         input = input.float() if in_fp32 else input
         if torch.compiler.is_compiling() or args or kwargs:
             return native(self, input, *args, **kwargs)
-        context = current_forward()
-        if context is None or is_gradient_hooked(self) or not _keeps_weight(self, context):
+        context = current_step().forward
+        if context is None or is_gradient_hooked(self):
+            return native(self, input)
+        # The whole weight has to be at hand wherever the logits of this forward are read.
+        if (context.read_later or not context.has_labels) and is_sharded(self):
+            return native(self, input)
+        if context.read_later and is_split(self):
             return native(self, input)
         pause_compiler()  # until the model's forward ends: dynamo can trace neither the wrapper nor its functions
-        deferred = defer(self, input)
-        if deferred is None and self.training and is_split(self):
+        call, hidden = call_of(self, input)
+        if call is not None:
+            meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
+            return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
+        if self.training and is_split(self):
             warn_once(
                 "split head",
                 "The LM head is split over processes in a way that the fused cross entropy does not support, so its "
                 "logits are gathered. The result is right, but takes as much memory as unfused training. Models that "
                 "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Shown once.)",
             )
-        return native(self, input) if deferred is None else deferred
+        return native(self, input)
 
     never_a_frame(forward)  # compiled as a frame of its own, it would never defer
     return forward
-
-
-def _keeps_weight(head: nn.Module, context: ForwardContext) -> bool:
-    """Whether the whole weight of `head` is at hand wherever the logits of this forward are read."""
-    if context.read_later:
-        return not (is_sharded(head) or is_split(head))
-    return context.has_labels or not is_sharded(head)
 
 
 def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:
@@ -224,7 +219,7 @@ def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float
         head._parameters["bias"] = leaves[2] if has_bias else None  # type: ignore[assignment]
         if patched:
             bind_forward(head, forward, live=None)
-        with forward_context(ForwardContext(has_labels=True)), expected_loss_gradient(None):
+        with running(replace(current_step(), forward=Forward(has_labels=True), expected_gradient=None)):
             logits = head(leaves[0]).float().view(-1, _VOCAB)
             loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]

@@ -18,11 +18,12 @@ from torch import nn
 
 from liger_trainer.configs.kernel_config import KernelConfig
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.patching.as_written import is_as_proved, record
-from liger_trainer.patching.binding import bound_modules, is_bound_by_us
-from liger_trainer.patching.gated_mlp import find_gated_mlp
+from liger_trainer.patching.as_written import is_as_proved, is_bound_by_us
+from liger_trainer.patching.binding import bound_modules
+from liger_trainer.patching.mlps import find_gated_mlp
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe, dummy_module
+from liger_trainer.patching.records import record
 from liger_trainer.patching.rotations import prove_rotation
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,25 +6,25 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from liger_trainer.attention.config_names import say_if_away
-from liger_trainer.attention.known_rows import rows_of_forward
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import GENERATION_STEPS, LOSS_OPTIONS
-from liger_trainer.head.compiled import CAN_DEFER_COMPILED, compiler_restored, uncompiled, whole_graph_wanted
-from liger_trainer.head.context import (
-    are_logits_read_later,
-    context_of,
-    current_forward,
-    does_loss_follow,
-    forward_context,
+from liger_trainer.head.forward import (
+    CAN_DEFER_COMPILED,
+    compiler_restored,
+    step_of_forward,
+    uncompiled,
+    whole_graph_wanted,
 )
-from liger_trainer.patching.as_written import generation_step
-from liger_trainer.patching.binding import bound_function, is_bound_by_us
+from liger_trainer.head.step import Forward, current_step, running
+from liger_trainer.patching.as_written import is_bound_by_us
+from liger_trainer.patching.binding import bound_function
 
 _model_forwards: set[Callable] = set()
 
@@ -49,8 +49,8 @@ def make_model_forward(native: Callable) -> Callable:
     """The forward of a model that computes a loss: `native`, which tells the head whether it may defer the logits.
 
     The logits are deferred in training, and in evaluation if the caller passes `skip_logits` (as the Trainer does for
-    evaluation without metrics, with labels or with its own loss), or uses [`loss_follows`] or, as the Liger trainers do
-    for metrics, [`logits_read_later`]. Everything else (generation, inference) does not change.
+    evaluation without metrics, with labels or with its own loss), or sets `Step.loss_follows` or, as the Liger trainers
+    do for metrics, `Step.read_later`. Everything else (generation, inference) does not change.
 
     Args:
         native: The forward of the model's class.
@@ -76,8 +76,8 @@ def make_model_forward(native: Callable) -> Callable:
         self: Any, native: Callable, has_labels: bool, read_later: bool, num_items: Any, args: tuple, kwargs: dict
     ) -> Any:
         say_if_away(self)
-        context = forward_context(context_of(self, has_labels, num_items, read_later))
-        with compiler_restored(), context, rows_of_forward(self, native, args, kwargs):
+        step = step_of_forward(self, native, args, kwargs, Forward(has_labels, num_items, read_later))
+        with compiler_restored(), running(step):
             return native(self, *args, **kwargs)
 
     run_uncompiled, native_uncompiled = torch.compiler.disable(run, recursive=False), uncompiled(native)
@@ -88,7 +88,7 @@ def make_model_forward(native: Callable) -> Callable:
         refuse_ignored_options(self, names, kwargs)
         has_labels = any(passed(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
         num_items = kwargs.get("num_items_in_batch")
-        if not torch.compiler.is_compiling() and does_loss_follow():
+        if not torch.compiler.is_compiling() and current_step().loss_follows:
             has_labels = skip_logits = True
         cached = any(passed(name, args, kwargs) is not None for name in CACHE_NAMES)
         read_later = not skip_logits and not cached and _read_later(self)
@@ -107,18 +107,18 @@ def make_model_forward(native: Callable) -> Callable:
 
 def _read_later(self: nn.Module) -> bool:
     """Whether this is the forward of an evaluation whose logits the trainer reads."""
-    return not torch.compiler.is_compiling() and not self.training and are_logits_read_later()
+    return not torch.compiler.is_compiling() and not self.training and current_step().read_later
 
 
 def _plain(self: nn.Module, native: Callable, cached: bool, args: tuple, kwargs: dict) -> Any:
     if torch.compiler.is_compiling():
         return native(self, *args, **kwargs)
     if cached and not torch.is_grad_enabled():
-        with generation_step(), forward_context(None):
+        with running(replace(current_step(), generates=True, forward=None)):
             return native(self, *args, **kwargs)
-    if current_forward() is None:
+    if current_step().forward is None:
         return native(self, *args, **kwargs)
-    with forward_context(None):
+    with running(replace(current_step(), forward=None)):
         return native(self, *args, **kwargs)
 
 

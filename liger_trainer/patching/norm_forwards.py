@@ -1,33 +1,143 @@
-"""The forwards of norms, for the formulas that `norms.py` proves."""
+"""The forwards of norms, for the formulas that `norms.py` proves, and the result that one does not compute at once.
+
+The norms of queries and keys return a [`PendingNorm`]. The rotary function, given two, normalises and rotates in one
+pass; for any other function the norm is computed, once, with the values and the graph that it would have had.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from liger_trainer.compat.hooks import is_call_hooked
+from liger_trainer.head.computed_on_use import ComputedOnUse, call_built
 from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.fp8 import is_long_enough
-from liger_trainer.patching.pending_norm import PendingNorm, may_pend
-from liger_trainer.patching.probe import Precisions
+
+_OPERATORS = (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv mod pow rpow matmul rmatmul neg pos "
+    "abs invert and or xor eq ne lt le gt ge getitem setitem len iter bool float int index contains"
+)
 
 
-def _plain(mixed: bool, precisions: Precisions, x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether the kernel is proved equal for such tensors; DTensors run the original."""
-    given = [other for other in others if other is not None]
-    if is_dtensor(x) or any(map(is_dtensor, given)):
+# The norms of the attentions that are running. The call that adds an entry removes it, so threads that run different
+# layers (when autograd recomputes checkpoints) do not interfere.
+_awaited: list[nn.Module] = []
+
+
+class PendingNorm(ComputedOnUse):
+    """RMSNorm of `x`, not yet computed.
+
+    Args:
+        x: The norm's input, or a view of it after the result was transposed.
+        weight: The norm's weight.
+        options: epsilon, offset and casting, as [`liger_trainer.functional.rms_norm`] takes them.
+        value: Computes the result if it is not simply the norm of `x`.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        options: tuple[float, float, str],
+        value: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        self.x, self.weight, self.options = x, weight, options
+        self._value = value
+        self._result: torch.Tensor | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the result has not been computed yet."""
+        return self._result is None
+
+    def build(self, for_write: bool = False) -> torch.Tensor:
+        """The result, the same tensor at every call."""
+        if self._result is None:
+            self._result = rms_norm(self.x, self.weight, *self.options) if self._value is None else self._value()
+        return self._result
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        """The transposed result; not computed either if the normalised dimension stays the last."""
+        last = self.x.dim() - 1
+        if not self.is_pending or last in (dim0 % (last + 1), dim1 % (last + 1)):
+            return self.build().transpose(dim0, dim1)
+        view = self.x.transpose(dim0, dim1)
+        return PendingNorm(view, self.weight, self.options, lambda: self.build().transpose(dim0, dim1))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.build(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return call_built(func, args, kwargs or {})
+
+
+def _operator(name: str) -> Callable:
+    def run(self: PendingNorm, *args: Any) -> Any:
+        return call_built(getattr(self.build(), name), args, {})
+
+    return run
+
+
+for _name in _OPERATORS.split():
+    setattr(PendingNorm, f"__{_name}__", _operator(f"__{_name}__"))
+PendingNorm.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def may_pend(module: nn.Module) -> bool:
+    """Whether `module` may return a [`PendingNorm`]: its attention expects one, and there are no hooks.
+
+    Hooks would get the result, and may gather and free parameters around the call (FSDP2, ZeRO-3).
+    """
+    return any(awaited is module for awaited in _awaited) and not is_call_hooked(module)
+
+
+@functools.cache
+def forward_awaiting(forward: Callable, names: tuple[str, str]) -> Callable:
+    """`forward` of a module whose children `names` may return a [`PendingNorm`] meanwhile."""
+
+    @functools.wraps(forward)
+    def awaiting(self, *args, **kwargs):
+        children = [getattr(self, name) for name in names]
+        _awaited.extend(children)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            for child in children:
+                _awaited.remove(child)
+
+    return awaiting
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forwards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _covers(x: torch.Tensor, others: Iterable[torch.Tensor | None], mixed: bool, precisions: Precisions) -> bool:
+    """Whether the proof holds for `x` and these `others`, weights and biases of its last dimensions, or its gate.
+
+    Of DTensors, of another shape, and where one of them is missing, the original runs.
+    """
+    if is_dtensor(x) or not runs_ours(x, precisions):
         return False
-    if not mixed and any(other.dtype != x.dtype for other in given):
-        return False
-    return precisions.cover(x)
+    for other in others:
+        if other is None or is_dtensor(other) or not (mixed or other.dtype == x.dtype):
+            return False
+        if x.shape[x.dim() - other.dim() :] != other.shape:
+            return False
+    return True
 
 
 @functools.cache
@@ -46,6 +156,8 @@ def rms_norm_forward(
 ) -> Callable:
     """A forward for one kind of RMSNorm; the same function for equal arguments.
 
+    With a weight, its attributes `pending` and `casting` make the forward that may pend, and the one that casts.
+
     Args:
         original: The class's forward, which runs for inputs that the proof does not cover.
         argument: Name of the forward's argument.
@@ -61,33 +173,20 @@ def rms_norm_forward(
 
     def forward(self, hidden_states):
         weight = self.weight if weighted else None
-        if (
-            serves_as_written(hidden_states)
-            or not _along(hidden_states, weight, weighted)
-            or not _plain(mixed, precisions, hidden_states, weight)
-        ):
+        if not _covers(hidden_states, (weight,) if weighted else (), mixed, precisions):
             return original(self, hidden_states)
         if pending and weight is not None and may_pend(self):
             return PendingNorm(hidden_states, weight, (getattr(self, eps), offset, casting))
         fp8 = casts and is_long_enough(hidden_states)
         return rms_norm(hidden_states, weight, getattr(self, eps), offset, casting, fp8)
 
-    if weighted:
-        options = (original, argument, eps, offset, casting, weighted)
-        forward.rms_norm_options = options, {"mixed": mixed, "precisions": precisions}  # type: ignore[attr-defined]
+    if weighted and not pending and not casts:
+        again = functools.partial(
+            rms_norm_forward, original, argument, eps, offset, casting, weighted, mixed=mixed, precisions=precisions
+        )
+        forward.pending = functools.partial(again, pending=True)  # type: ignore[attr-defined]
+        forward.casting = functools.partial(again, casts=True)  # type: ignore[attr-defined]
     return call_like(forward, argument)
-
-
-def pending_rms_norm_forward(forward: Callable) -> Callable:
-    """The forward that may return a [`PendingNorm`], for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.rms_norm_options  # type: ignore[attr-defined]
-    return rms_norm_forward(*options, **cases, pending=True)
-
-
-def casting_rms_norm_forward(forward: Callable) -> Callable:
-    """The forward that also casts its result to fp8, for one of [`rms_norm_forward`] with a weight."""
-    options, cases = forward.rms_norm_options  # type: ignore[attr-defined]
-    return rms_norm_forward(*options, **cases, casts=True)
 
 
 @functools.cache
@@ -95,7 +194,8 @@ def layer_norm_forward(*, mixed: bool, precisions: Precisions) -> Callable:
     """A forward for `nn.LayerNorm`; see [`rms_norm_forward`] for the arguments."""
 
     def forward(self, input):
-        if serves_as_written(input) or not _plain(mixed, precisions, input, self.weight, self.bias):
+        given = [each for each in (self.weight, self.bias) if each is not None]
+        if not _covers(input, given, mixed, precisions):
             return nn.LayerNorm.forward(self, input)
         return layer_norm(input, self.weight, self.bias, self.eps)
 
@@ -129,25 +229,14 @@ def own_layer_norm_forward(
 
     def forward(self, hidden_states):
         weight, bias = self.weight if weighted else None, self.bias if biased else None
-        if (
-            serves_as_written(hidden_states)
-            or not _along(hidden_states, weight, weighted)
-            or not _along(hidden_states, bias, biased)
-            or not _plain(mixed, precisions, hidden_states, weight, bias)
-        ):
+        given = (*((weight,) if weighted else ()), *((bias,) if biased else ()))
+        if not _covers(hidden_states, given, mixed, precisions):
             return original(self, hidden_states)
         if not heads:
             return layer_norm(hidden_states, weight, bias, getattr(self, eps), None, hidden_states.dtype)
         return _layer_norm_of_heads(hidden_states, weight, bias, getattr(self, eps))
 
     return call_like(forward, argument)
-
-
-def _along(x: torch.Tensor, parameter: torch.Tensor | None, expected: bool) -> bool:
-    """Whether `parameter` is as `expected`: of the shape of the last dimensions of `x`, or None."""
-    if parameter is None or not expected:
-        return parameter is None and not expected
-    return x.shape[x.dim() - parameter.dim() :] == parameter.shape
 
 
 def _layer_norm_of_heads(
@@ -191,11 +280,9 @@ def gated_rms_norm_forward(
         weight = self.weight
         if (
             not isinstance(gate, torch.Tensor)
-            or not _along(hidden_states, weight, True)
-            or serves_as_written(hidden_states)
             or gate.shape != hidden_states.shape
             or hidden_states.shape[-1] != size
-            or not _plain(mixed, precisions, hidden_states, gate, weight)
+            or not _covers(hidden_states, (gate, weight), mixed, precisions)
         ):
             return original(self, hidden_states, gate)
         groups = None if group_size == size else group_size

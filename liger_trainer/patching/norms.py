@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.norms.gated_rms_norm import ACTIVATIONS, CASTINGS
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, proved, reason_to_leave
+from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions
 from liger_trainer.patching.inputs import GATES, norm_inputs
 from liger_trainer.patching.norm_forwards import (
     gated_rms_norm_forward,
@@ -20,8 +20,6 @@ from liger_trainer.patching.norm_forwards import (
     rms_norm_forward,
 )
 from liger_trainer.patching.probe import (
-    EVERY_PRECISION,
-    Precisions,
     Probe,
     Proof,
     arguments_of,
@@ -32,6 +30,7 @@ from liger_trainer.patching.probe import (
     only_argument,
     refused,
 )
+from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
 

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.patching.as_written import Precisions
 from liger_trainer.patching.binding import OURS
 from liger_trainer.patching.side_effects import copies_of_containers
 from liger_trainer.patching.trial import Agreement, Computation, Trial, alike_without_gradients, values_alike
@@ -51,38 +52,13 @@ class Proof(NamedTuple):
         kernel: The kernel's name; None if ours differs.
         forward: Our forward; None if it differs.
         agreement: How the two compare.
-        live: The attributes and children of the module that our forward reads at each call.
+        live: The attributes and children of the module that our forward reads at each call; None for all of them.
     """
 
     kernel: str | None
     forward: Callable | None
     agreement: Agreement
-    live: tuple[str, ...] = ()
-
-
-class Precisions(NamedTuple):
-    """Where a proof, which is in float32 and bfloat16, holds as well.
-
-    Args:
-        autocast: Under autocast.
-        fp16: In float16, where large numbers overflow.
-    """
-
-    autocast: bool = True
-    fp16: bool = True
-
-    def cover(self, x: torch.Tensor) -> bool:
-        """Whether the proof holds for `x` here; otherwise the class's own forward runs."""
-        if all(self):
-            return True
-        autocast = torch.is_autocast_enabled(x.device.type)
-        if autocast and not self.autocast:
-            return False
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast and x.dtype == torch.float32 else x.dtype
-        return self.fp16 or dtype != torch.float16
-
-
-EVERY_PRECISION = Precisions()
+    live: tuple[str, ...] | None = ()
 
 
 def refused(reason: str) -> Proof:
@@ -197,6 +173,12 @@ def dummy_module(
         attributes.pop(name, None)
     dummy.__dict__.update(attributes)
     return dummy
+
+
+def dummy_child(module: nn.Module, training: bool) -> nn.Module:
+    """A dummy of a stateless child, so that the probe does not trigger hooks on the real one."""
+    children = {name: dummy_child(child, training) for name, child in module._modules.items() if child is not None}
+    return dummy_module(module, {}, children, training)
 
 
 def run_attention(

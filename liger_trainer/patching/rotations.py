@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,9 +20,9 @@ from liger_trainer.head.computed_on_use import build
 from liger_trainer.kernels.rope.layouts import rope_complex
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import runs_ours
 from liger_trainer.patching.inputs import ROTATION, Case
-from liger_trainer.patching.pending_norm import PendingNorm
+from liger_trainer.patching.norm_forwards import PendingNorm
 from liger_trainer.patching.probe import Probe, Proof, no_formula, refused
 from liger_trainer.patching.trial import Agreement, Trial
 
@@ -44,9 +45,9 @@ class Rotation:
         name: The rotation's name in the report.
         interleaved: Pairs are neighbours.
         split_output: Results have the first members of all pairs before the second ones.
-        table: What is read of a table: ``"all"``, an entry for each dimension; ``"output"``, the same in the order of
-            the result, for neighbours to halves; ``"first half"`` of it, an entry for each pair; or ``"narrow"``, all
-            of a table that is half as wide as a head.
+        table: Which part of a table is read: ``"all"``, an entry for each dimension; ``"output"``, the same in the
+            order of the result, for neighbours to halves; ``"first half"`` of it, an entry for each pair; or
+            ``"narrow"``, all of a table that is half as wide as a head.
     """
 
     name: str
@@ -143,27 +144,21 @@ def _prove_tables(function: Callable, parameters: Any, probe: Probe) -> Proof:
     has_dim = "unsqueeze_dim" in parameters
     default = parameters["unsqueeze_dim"].default if has_dim else None
     failures: list[Agreement] = []
-    for rotation in ROTATIONS:
-        for precise in (False, True):
-            usual = [layout for layout in _layouts() if _is_usual(layout, rotation, default)]
-            agreements = {
-                layout: _prove_layout(function, has_dim, rotation, layout, precise, probe, ROTATION) for layout in usual
-            }
-            if not any(agreement.equal for agreement in agreements.values()):
-                failures += agreements.values()
-                continue
-            others = [layout for layout in _layouts() if layout not in agreements]
-            agreements |= {
-                layout: _prove_layout(function, has_dim, rotation, layout, precise, probe, ()) for layout in others
-            }
-            proven = {layout: agreement for layout, agreement in agreements.items() if agreement.equal}
-            used = next(layout for layout in usual if layout in proven)
-            if not _same_of_more(function, has_dim, rotation, used, precise, probe):
-                return refused(_OTHER_SIZES)
-            mixed = _mixed_result(function, has_dim, rotation, used, precise, probe)
-            dim = used[1] if default is None else default
-            ours = rotary_function(function, rotation, dim, frozenset(proven), mixed, precise)
-            return Proof(rotation.name, ours, Agreement(max(agreement.error for agreement in proven.values())))
+    for rotation, precise in itertools.product(ROTATIONS, (False, True)):
+        attempt = _Attempt(function, has_dim, rotation, precise, probe)
+        usual = [layout for layout in _layouts() if _is_usual(layout, rotation, default)]
+        agreements = {layout: attempt.prove(layout, ROTATION) for layout in usual}
+        if not any(agreement.equal for agreement in agreements.values()):
+            failures += agreements.values()
+            continue
+        agreements |= {layout: attempt.prove(layout, ()) for layout in _layouts() if layout not in agreements}
+        proven = {layout: agreement for layout, agreement in agreements.items() if agreement.equal}
+        used = next(layout for layout in usual if layout in proven)
+        if not attempt.is_same_of_more(used):
+            return refused(_OTHER_SIZES)
+        dim = used[1] if default is None else default
+        ours = rotary_function(function, rotation, dim, frozenset(proven), attempt.mixed_result(used), precise)
+        return Proof(rotation.name, ours, Agreement(max(agreement.error for agreement in proven.values())))
     return no_formula(failures, "another rotation than those of q and k by pairs")
 
 
@@ -198,53 +193,57 @@ def _tensors(layout: Layout, probe: Probe, times: int = 1) -> list[torch.Tensor]
     return [*rows, *tables]
 
 
-def _prove_layout(
-    function: Callable,
-    has_dim: bool,
-    rotation: Rotation,
-    layout: Layout,
-    precise: bool,
-    probe: Probe,
-    inputs: Sequence[Case],
-) -> Agreement:
-    q, k, cos, sin = _tensors(layout, probe)
-    original, ours = _at(function, has_dim, layout), functools.partial(rotation, dim=layout[1], keep_dtype=precise)
-    trial = Trial(_fixed_tables(original, cos, sin), [q, k], inputs)
-    return trial.prove(_fixed_tables(ours, cos, sin))
-
-
-def _same_of_more(
-    function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
-) -> bool:
-    q, k, cos, sin = _tensors(layout, probe, _TIMES)
-    ours = functools.partial(rotation, dim=layout[1], keep_dtype=precise)
-    original = _fixed_tables(_at(function, has_dim, layout), cos, sin)
-    return probe.same(original, _fixed_tables(ours, cos, sin), [q, k], False)
-
-
-def _at(function: Callable, has_dim: bool, layout: Layout) -> Callable:
-    """`function` of q, k, cos and sin in this layout."""
-    return functools.partial(function, unsqueeze_dim=layout[1]) if has_dim else function
-
-
 def _fixed_tables(function: Callable, cos: torch.Tensor, sin: torch.Tensor) -> Callable:
     """`function` of q and k only; the tables have q's dtype and no gradient."""
     return lambda q, k: function(q, k, cos.to(q.dtype), sin.to(q.dtype))
 
 
-def _mixed_result(
-    function: Callable, has_dim: bool, rotation: Rotation, layout: Layout, precise: bool, probe: Probe
-) -> str | None:
-    """With float32 tables and bfloat16 heads: ``"promoted"``, ``"rounded"`` to the heads' dtype, or None."""
-    q, k, cos, sin = _tensors(layout, probe)
-    half = [q.to(torch.bfloat16), k.to(torch.bfloat16)]
-    original = functools.partial(_at(function, has_dim, layout), cos=cos, sin=sin)
-    for mixed in ("promoted", "rounded"):
-        keep_dtype = precise or mixed == "rounded"
-        ours = functools.partial(rotation, cos=cos, sin=sin, dim=layout[1], keep_dtype=keep_dtype)
-        if all(probe.same(original, ours, half, autocast) for autocast in (False, True)):
-            return mixed
-    return None
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """A rotary function of q, k, cos and sin, and one of our rotations that it may compute.
+
+    Args:
+        function: The function.
+        has_dim: Whether it takes `unsqueeze_dim`.
+        rotation: The rotation.
+        precise: Whether ours computes in float32 and rounds once.
+        probe: Draws tensors, and compares.
+    """
+
+    function: Callable
+    has_dim: bool
+    rotation: Rotation
+    precise: bool
+    probe: Probe
+
+    def prove(self, layout: Layout, inputs: Sequence[Case]) -> Agreement:
+        """Compares the two in this layout, and on these further inputs."""
+        q, k, cos, sin = _tensors(layout, self.probe)
+        trial = Trial(_fixed_tables(self._original(layout), cos, sin), [q, k], inputs)
+        return trial.prove(_fixed_tables(self._ours(layout, self.precise), cos, sin))
+
+    def is_same_of_more(self, layout: Layout) -> bool:
+        """Whether the two agree on more and larger heads."""
+        q, k, cos, sin = _tensors(layout, self.probe, _TIMES)
+        original = _fixed_tables(self._original(layout), cos, sin)
+        return self.probe.same(original, _fixed_tables(self._ours(layout, self.precise), cos, sin), [q, k], False)
+
+    def mixed_result(self, layout: Layout) -> str | None:
+        """With float32 tables and bfloat16 heads: ``"promoted"``, ``"rounded"`` to the heads' dtype, or None."""
+        q, k, cos, sin = _tensors(layout, self.probe)
+        half = [q.to(torch.bfloat16), k.to(torch.bfloat16)]
+        original = functools.partial(self._original(layout), cos=cos, sin=sin)
+        for mixed in ("promoted", "rounded"):
+            ours = functools.partial(self._ours(layout, self.precise or mixed == "rounded"), cos=cos, sin=sin)
+            if all(self.probe.same(original, ours, half, autocast) for autocast in (False, True)):
+                return mixed
+        return None
+
+    def _original(self, layout: Layout) -> Callable:
+        return functools.partial(self.function, unsqueeze_dim=layout[1]) if self.has_dim else self.function
+
+    def _ours(self, layout: Layout, keep_dtype: bool) -> Callable:
+        return functools.partial(self.rotation, dim=layout[1], keep_dtype=keep_dtype)
 
 
 @functools.cache
@@ -302,7 +301,7 @@ def rotary_function(
             given = _by_name(names, args, kwargs)
             q, k, cos, sin = (given.pop(name, None) for name in ("q", "k", "cos", "sin"))
             dim = given.pop("unsqueeze_dim", default_dim)
-        if given or q is None or k is None or cos is None or sin is None or serves_as_written(q):
+        if given or q is None or k is None or cos is None or sin is None or not runs_ours(q):
             return original(*args, **kwargs)
         layout = (q.dim(), dim, cos.shape[-1] == q.shape[-1], cos.shape[0] == q.shape[0])
         as_probed = layout in proven and cos.dim() == q.dim() - 1 and k.dtype == q.dtype
@@ -378,7 +377,7 @@ def complex_rotary_function(original: Callable, dim: int, proven: frozenset[str]
     def rotary(*args, **kwargs):
         given = _by_name(names, args, kwargs)
         q, k, factors = (given.get(name) for name in names)
-        if q is None or k is None or factors is None or serves_as_written(q):
+        if q is None or k is None or factors is None or not runs_ours(q):
             return original(*args, **kwargs)
         return rope_complex(q, k, factors, dim) if _is_proven(factors, q, k, dim, proven) else original(*args, **kwargs)
 

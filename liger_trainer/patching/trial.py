@@ -279,8 +279,8 @@ def relative_difference(one: torch.Tensor | None, other: torch.Tensor | None, al
     """The largest difference, relative to the largest number of `one`.
 
     Args:
-        one: What the original gives.
-        other: What ours gives.
+        one: Results of the original.
+        other: Results of ours.
         alike: Whether NaN equals NaN, and an infinity itself; otherwise the difference is infinite.
     """
     if one is None or other is None or not one.numel():

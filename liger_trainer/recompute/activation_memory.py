@@ -1,14 +1,13 @@
 """`activation_memory`: what the checkpointed layers of a model in training keep, from the fourth step on.
 
-The first step warms up, and allocates what the optimizer needs. The second is recorded, and keeps nothing either. The
-third keeps what follows from the record, and computes it again nevertheless: what is not the same, bit for bit, is
-never kept. The plan depends on nothing but the record, the limits and the number of tokens, all of which are the same
-on every process, so that processes with batches of one size keep the same. A longer batch than the recorded one gets a
-plan of its own, with less.
+Each step has a phase: [`WarmUp`], [`Recording`], [`Proving`] and then [`Keeping`]. The plan depends on nothing but the
+record, the limits and the number of tokens, all of which are the same on every process, so that processes with batches
+of one size keep the same. A longer batch than the recorded one gets a plan of its own, with less.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import weakref
@@ -20,20 +19,101 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from liger_trainer.recompute.budget import Call, Plan, Step, choose, merged, most, proved
+from liger_trainer.head.step import Pass, current_step
+from liger_trainer.recompute.budget import Call, Plan, RecordedStep, choose, merged, most, proved
 from liger_trainer.recompute.device_memory import DeviceMemory
 from liger_trainer.recompute.keeping import Proof, keeping_contexts
 from liger_trainer.recompute.layers import Checkpoint, Layers, is_reentrant, layers_of, replace_checkpoints
-from liger_trainer.recompute.passes import Pass, current_pass
 from liger_trainer.recompute.recording import StepRecorder
 
 logger = logging.getLogger("liger_trainer")
 
 _GIB = 2**30
-_RECORDED = 1  # the second step
 _SHARES = 32  # a batch's tokens are rounded up to a multiple of a 32nd of the recorded one's
 _SHRINK = 0.92  # of the limit, when the allocator ran out of memory
 _WATCH_EVERY = 50  # steps at most, and fewer at first, as the processes wait for each other
+
+
+@dataclasses.dataclass
+class WarmUp:
+    """The first step, in which the optimizer allocates what it needs: nothing is kept, nothing recorded.
+
+    Args:
+        step: Its number; None before it.
+    """
+
+    step: int | None = None
+
+
+@dataclasses.dataclass
+class Recording:
+    """The second step: its micro-batches are recorded, and keep nothing either.
+
+    Args:
+        steps: What was recorded of each.
+        recorder: That of the micro-batch that runs.
+    """
+
+    steps: list[RecordedStep]
+    recorder: StepRecorder | None = None
+
+
+@dataclasses.dataclass
+class Planned:
+    """The layers keep what follows from a record.
+
+    Args:
+        record: A step that kept nothing; once proved, with the candidates that are the same when computed again.
+        limit: Bytes that may be allocated.
+    """
+
+    record: RecordedStep
+    limit: float
+
+    def __post_init__(self) -> None:
+        self.tokens = {layer.name: layer.tokens for layer in self.record.layers}
+        self.plans: dict[float, Plan] = {}  # by growth
+
+
+@dataclasses.dataclass
+class Proving(Planned):
+    """The third step: what the layers keep is computed again nevertheless, and compared.
+
+    Args:
+        proof: Compares.
+        tried: The calls whose results were compared, by layer.
+    """
+
+    proof: Proof = dataclasses.field(default_factory=Proof)
+    tried: dict[str, frozenset[Call]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Keeping(Planned):
+    """All later steps: what was the same, bit for bit, is kept and not computed again.
+
+    Args:
+        watched: At which step it was last asked whether the device ran out of memory.
+        watch_again: How many steps later it is asked again.
+    """
+
+    watched: int = 0
+    watch_again: int = 1
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """The micro-batch that runs.
+
+    Args:
+        calls: How often each layer has run.
+        growth: Its tokens, as a multiple of the recorded ones; None before its first layer.
+        computation: Of a forward that is computed twice.
+    """
+
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    growth: float | None = None
+    computation: Pass | None = None
 
 
 class ActivationMemory:
@@ -43,33 +123,21 @@ class ActivationMemory:
         budget: Bytes to keep, or ``"auto"`` for as many as fit.
         device: Where the model is trained.
         memory: The device's allocator; only needed for ``"auto"``.
+
+    Attributes:
+        phase: What this step does.
+        kept: Bytes that the layers kept in the last micro-batch.
     """
 
     def __init__(self, budget: int | Literal["auto"], device: torch.device, memory: DeviceMemory | None = None) -> None:
         assert budget != "auto" or memory is not None
         self.budget, self._device, self._memory = budget, device, memory
         self.kept = 0
-        """Bytes that the layers kept in the last micro-batch."""
-        self._calls: Counter[str] = Counter()
-        self._growth: float | None = None  # of this micro-batch; None before its first layer
-        self._pass: Pass | None = None
+        self.phase: WarmUp | Recording | Proving | Keeping = WarmUp()
+        self._batch = MicroBatch()
         self._at_step = -1
-        self._start()
-
-    def _start(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None  # whose `_layers` are known
         self._layers: Layers = weakref.WeakKeyDictionary()
-        self.record: Step | None = None
-        self.limit = math.inf  # of what is allocated
-        self._first: int | None = None
-        self._recorded: list[Step] = []
-        self._recorder: StepRecorder | None = None
-        self._proof: Proof | None = None
-        self._tried: dict[str, frozenset[Call]] = {}
-        self._proved = False
-        self._watched, self._watch_again = 0, 1  # at which step, and how many steps later
-        self._tokens: dict[str, int] = {}  # of the record's layers
-        self._plans: dict[float, Plan] = {}  # by growth
 
     def begin(self, model: nn.Module, step: int) -> str | None:
         """To be called before the forward of a micro-batch of optimizer step `step`, counted from any number.
@@ -78,23 +146,26 @@ class ActivationMemory:
             A line about what the layers keep, where that has just been decided.
         """
         if step < self._at_step:  # another run, maybe of another model or batch
-            self._start()
+            self.phase, self._model = WarmUp(), None
         is_new, self._at_step = step != self._at_step, step
         self.attach(model)
-        self._first = step if self._first is None else self._first
-        self._calls.clear()
-        self._growth, self.kept, self._recorder = None, 0, None
-        if self.record is None and step == self._first + _RECORDED:
-            self._recorder = StepRecorder(self._device, self._memory)
-            self._recorder.begin()
-        elif self.record is None and self._recorded:
-            self._decide()
+        self._batch, self.kept = MicroBatch(), 0
+        phase = self.phase
+        if isinstance(phase, WarmUp):
+            if phase.step is None:
+                phase.step = step
+            elif is_new:
+                self.phase = phase = Recording([]) if step == phase.step + 1 else phase
+        elif isinstance(phase, Recording) and is_new and phase.steps:
+            self._decide(phase)
             return None if self.plan().bytes else self.summary()
-        elif is_new and self._proof is not None:
-            self._conclude()
-            return self.summary() if self._proved else None
-        elif self._proved:
-            self._watch(step)
+        elif isinstance(phase, Proving) and is_new:
+            return self._conclude(phase)
+        elif isinstance(phase, Keeping):
+            self._watch(phase, step)
+        if isinstance(phase, Recording):
+            phase.recorder = StepRecorder(self._device, self._memory)
+            phase.recorder.begin()
         return None
 
     def attach(self, model: nn.Module) -> None:
@@ -105,110 +176,111 @@ class ActivationMemory:
 
     def end(self) -> None:
         """To be called after the backward of a micro-batch."""
-        if self._recorder is not None:
-            self._recorded.append(self._recorder.step())
-            self._recorder = None
-        if self._memory is not None and not self._proved:
+        phase = self.phase
+        if isinstance(phase, Recording) and phase.recorder is not None:
+            phase.steps.append(phase.recorder.step())
+            phase.recorder = None
+        if self._memory is not None and not isinstance(phase, Keeping):
             self._memory.note_peak()  # callbacks at the end of a step may reset the counter
 
-    def resume(self, record: Step, limit: float) -> None:
+    def resume(self, record: RecordedStep, limit: float) -> None:
         """Goes on with the record and the limit of an earlier run, without recording again."""
-        self._start()
-        self._at_step = -1
-        self.record, self.limit = record, limit
-        self._tokens = {layer.name: layer.tokens for layer in record.layers}
-        self._proof = Proof()
+        self.phase, self._at_step, self._model = Proving(record, limit), -1, None
+
+    @property
+    def planned(self) -> Planned | None:
+        """The record and what follows from it; None before there is one."""
+        return self.phase if isinstance(self.phase, Planned) else None
 
     def _checkpoint(self, name: str, checkpoint: Checkpoint, function: Callable, *args: Any, **kwargs: Any) -> Any:
         hidden = next((value for value in args if isinstance(value, torch.Tensor)), None)
         if hidden is None or not hidden.numel() or not torch.is_grad_enabled() or is_reentrant(checkpoint):
             return checkpoint(function, *args, **kwargs)
-        current = current_pass()
-        if current is not None and (not current.again or self._recorder is not None):
+        phase, computation = self.phase, current_step().computation
+        recorder = phase.recorder if isinstance(phase, Recording) else None
+        if computation is not None and (not computation.again or recorder is not None):
             return checkpoint(function, *args, **kwargs)
-        if current is not self._pass:  # the memory of the one before is free
-            self._pass, self._growth = current, None
-            self._calls.clear()
-        self._calls[name] += 1
-        name = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
-        if self._recorder is not None:
-            contexts = self._recorder.contexts(name, hidden)
+        if computation is not self._batch.computation:  # the memory of the one before is free
+            self._batch = MicroBatch(computation=computation)
+        calls = self._batch.calls
+        calls[name] += 1
+        name = name if calls[name] == 1 else f"{name}#{calls[name]}"
+        if recorder is not None:
+            contexts = recorder.contexts(name, hidden)
             return checkpoint(function, *args, context_fn=lambda: contexts, **kwargs)
-        calls = self._calls_to_keep(name, math.prod(hidden.shape[:-1]))
-        if not calls:
+        kept = self._calls_to_keep(phase, name, math.prod(hidden.shape[:-1])) if isinstance(phase, Planned) else None
+        if not kept:
             return checkpoint(function, *args, **kwargs)
-        if self._proof is None:
-            return checkpoint(function, *args, context_fn=lambda: keeping_contexts(calls), **kwargs)
-        self._tried[name] = self._tried.get(name, frozenset()) | calls
-        contexts = self._proof.contexts(name, calls)
+        if not isinstance(phase, Proving):
+            return checkpoint(function, *args, context_fn=lambda: keeping_contexts(kept), **kwargs)
+        phase.tried[name] = phase.tried.get(name, frozenset()) | kept
+        contexts = phase.proof.contexts(name, kept)
         return checkpoint(function, *args, context_fn=lambda: contexts, **kwargs)
 
-    def _calls_to_keep(self, name: str, tokens: int) -> frozenset:
-        recorded = self._tokens.get(name)
+    def _calls_to_keep(self, phase: Planned, name: str, tokens: int) -> frozenset[Call]:
+        recorded, batch = phase.tokens.get(name), self._batch
         if recorded is None:
             return frozenset()
         growth = math.ceil(_SHARES * tokens / recorded) / _SHARES
-        if self._growth is None:
-            self._growth = growth
+        if batch.growth is None:
+            batch.growth = growth
             self.kept = self.plan(growth).bytes
         # A layer of more tokens than were planned for, such as those of images, keeps nothing.
-        return self.plan(self._growth).calls.get(name, frozenset()) if growth <= self._growth else frozenset()
+        return self.plan(batch.growth).calls.get(name, frozenset()) if growth <= batch.growth else frozenset()
 
     def plan(self, growth: float = 1.0) -> Plan:
         """What the layers keep of a micro-batch with `growth` times the tokens of the recorded one."""
-        assert self.record is not None
-        if growth not in self._plans:
+        phase = self.phase
+        assert isinstance(phase, Planned)
+        if growth not in phase.plans:
             kept = math.inf if self.budget == "auto" else self.budget
-            self._plans[growth] = choose(self.record, growth, kept, self.limit, self._proof is not None)
-        return self._plans[growth]
+            phase.plans[growth] = choose(phase.record, growth, kept, phase.limit, isinstance(phase, Proving))
+        return phase.plans[growth]
 
-    def _conclude(self) -> None:
+    def _decide(self, recording: Recording) -> None:
+        """Agrees with the other processes on a record and a limit."""
+        found = _gathered((merged(recording.steps), self._measured_limit()))
+        self.phase = Proving(merged([each for each, _ in found]), min(each for _, each in found))
+
+    def _conclude(self, proving: Proving) -> str | None:
         """Agrees with the other processes on what was the same when it was computed again, if anything was tried."""
-        assert self._proof is not None
-        assert self.record is not None
-        found = _gathered((self._tried, self._proof.failed(), self._measured_limit()))
+        found = _gathered((proving.tried, proving.proof.failed(), self._measured_limit()))
         tried: dict[str, frozenset[Call]] = {}
         for own, _, _ in found:
             tried |= {name: tried.get(name, frozenset()) | calls for name, calls in own.items()}
         if not tried:
-            return
-        self.record = proved(self.record, tried, {one for _, failed, _ in found for one in failed})
-        self.limit = min(self.limit, *(limit for _, _, limit in found))  # fragments may be more where layers keep
-        self._proof, self._proved = None, True
-        self._plans.clear()
-
-    def _decide(self) -> None:
-        """Agrees with the other processes on a record and a limit."""
-        found = _gathered((merged(self._recorded), self._measured_limit()))
-        step = self._at_step
-        self.resume(merged([each for each, _ in found]), min(each for _, each in found))
-        self._at_step = step
+            return None
+        record = proved(proving.record, tried, {one for _, failed, _ in found for one in failed})
+        # Fragments may be more where layers keep.
+        self.phase = Keeping(record, min(proving.limit, *(limit for _, _, limit in found)))
+        return self.summary()
 
     def _measured_limit(self) -> float:
         return math.inf if self.budget != "auto" or self._memory is None else self._memory.limit()
 
-    def _watch(self, step: int) -> None:
+    def _watch(self, keeping: Keeping, step: int) -> None:
         """Lowers the limit of all processes if one of them ran out of memory for a moment."""
-        if self.budget != "auto" or self._memory is None or step < self._watched + self._watch_again:
+        if self.budget != "auto" or self._memory is None or step < keeping.watched + keeping.watch_again:
             return
-        self._watched, self._watch_again = step, min(2 * self._watch_again, _WATCH_EVERY)
+        keeping.watched, keeping.watch_again = step, min(2 * keeping.watch_again, _WATCH_EVERY)
         if any(_gathered(self._memory.ran_out())):
-            self.limit *= _SHRINK
-            self._plans.clear()
+            keeping.limit *= _SHRINK
+            keeping.plans.clear()
             logger.warning(
                 "`activation_memory`: the device was out of memory for a moment, so the layers keep less from now on: "
                 "at most %.1f GiB are allocated.",
-                self.limit / _GIB,
+                keeping.limit / _GIB,
             )
 
     def summary(self) -> str:
         """One line about what is kept of a micro-batch as large as the recorded one."""
-        assert self.record is not None
-        plan, candidates = self.plan(), [one for layer in self.record.layers for one in layer.candidates]
+        phase = self.phase
+        assert isinstance(phase, Planned)
+        plan, candidates = self.plan(), [one for layer in phase.record.layers for one in layer.candidates]
         if not candidates:
             return "activation_memory: the checkpointed layers have no results that are worth keeping."
         if not plan.bytes:
-            room = self.limit - self.record.peak if self.budget == "auto" else self.budget
+            room = phase.limit - phase.record.peak if self.budget == "auto" else self.budget
             least = min(candidate.bytes for candidate in candidates)
             return (
                 f"activation_memory: nothing is kept; there is room for {_size(max(room, 0))}, and the smallest result "
@@ -216,8 +288,8 @@ class ActivationMemory:
             )
         of_all = sum(candidate.seconds for candidate in candidates)
         return (
-            f"activation_memory: {len(plan.calls)} of {len(self.record.layers)} layers keep {_size(plan.bytes)} of "
-            f"{_size(most(self.record))}, which saves {plan.seconds:.3f} of {of_all:.3f} s of recomputation in a "
+            f"activation_memory: {len(plan.calls)} of {len(phase.record.layers)} layers keep {_size(plan.bytes)} of "
+            f"{_size(most(phase.record))}, which saves {plan.seconds:.3f} of {of_all:.3f} s of recomputation in a "
             "micro-batch."
         )
 

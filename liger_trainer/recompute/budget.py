@@ -52,7 +52,7 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """A micro-batch that kept nothing, as it was measured.
 
     Args:
@@ -70,7 +70,7 @@ class Step:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Step:
+    def from_dict(cls, values: Mapping[str, Any]) -> RecordedStep:
         """The inverse of `to_dict`, also after a journey through JSON."""
         layers = []
         for layer in values["layers"]:
@@ -94,7 +94,7 @@ class Plan:
     seconds: float = 0.0
 
 
-def merged(steps: Sequence[Step]) -> Step:
+def merged(steps: Sequence[RecordedStep]) -> RecordedStep:
     """One step that stands for several micro-batches, or for those of several processes: the highest of their peaks.
 
     Layers, tokens and candidates are those of the step with most layers, and most tokens among these; layers that it
@@ -106,10 +106,10 @@ def merged(steps: Sequence[Step]) -> Step:
         for layer in step.layers:
             peaks[layer.name] = max(peaks[layer.name], layer.peak)
     layers = tuple(dataclasses.replace(layer, peak=peaks[layer.name]) for layer in base.layers)
-    return Step(layers, min(step.start for step in steps), max(step.peak for step in steps))
+    return RecordedStep(layers, min(step.start for step in steps), max(step.peak for step in steps))
 
 
-def proved(step: Step, tried: Mapping[str, frozenset[Call]], failed: Set[tuple[str, Call]]) -> Step:
+def proved(step: RecordedStep, tried: Mapping[str, frozenset[Call]], failed: Set[tuple[str, Call]]) -> RecordedStep:
     """The step without the kinds of results that were not tried, or that failed, in any layer.
 
     Args:
@@ -130,12 +130,12 @@ def proved(step: Step, tried: Mapping[str, frozenset[Call]], failed: Set[tuple[s
     return dataclasses.replace(step, layers=tuple(layers))
 
 
-def most(step: Step) -> int:
+def most(step: RecordedStep) -> int:
     """Bytes of all candidates."""
     return sum(candidate.bytes for layer in step.layers for candidate in layer.candidates)
 
 
-def choose(step: Step, growth: float, kept: float, allocated: float, proving: bool = False) -> Plan:
+def choose(step: RecordedStep, growth: float, kept: float, allocated: float, proving: bool = False) -> Plan:
     """The plan that saves most time.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import OPERATOR_CALLS
-from liger_trainer.recompute.budget import Call, Candidate, Layer, Step
+from liger_trainer.recompute.budget import Call, Candidate, Layer, RecordedStep
 from liger_trainer.recompute.device_memory import DeviceMemory
 from liger_trainer.recompute.keeping import NOT_COUNTED, memory_of, next_call, plain
 
@@ -70,13 +70,13 @@ class StepRecorder:
         self._frames.append(frame)
         return _ForwardMode(frame, self._device), self._recomputation(frame)
 
-    def step(self) -> Step:
+    def step(self) -> RecordedStep:
         """The recorded micro-batch, after its backward; waits for the device."""
         self._end_moment()
         frames = [frame for frame in self._frames if frame.timings]
         copy = _copy_seconds(self._device) if frames else 0.0
         layers = (Layer(frame.name, frame.tokens, _candidates(frame, copy), frame.peak) for frame in frames)
-        return Step(tuple(layers), self._start, self._peak or 0)
+        return RecordedStep(tuple(layers), self._start, self._peak or 0)
 
     @contextlib.contextmanager
     def _recomputation(self, frame: _Frame) -> Iterator[None]:

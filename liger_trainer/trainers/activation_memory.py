@@ -20,7 +20,7 @@ from liger_trainer.configs.flags import activation_memory_of
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.plan.running import checkpoints_layers
 from liger_trainer.recompute.activation_memory import ActivationMemory
-from liger_trainer.recompute.budget import Step
+from liger_trainer.recompute.budget import RecordedStep
 from liger_trainer.recompute.device_memory import DeviceMemory
 from liger_trainer.trainers.checkpoints.resuming import ResumingMixin
 
@@ -58,24 +58,12 @@ class ActivationMemoryMixin(ResumingMixin):
         self._kept = ActivationMemory(budget, device, memory)
         self.callback_handler.callbacks.insert(0, KeptActivationsCallback(self._kept))
 
-    def _let_layers_keep(self) -> None:
-        """To be called before the forward of every loss."""
+    def _let_layers_keep(self, kept: ActivationMemory) -> None:
+        """To be called before the forward of every loss in training."""
         # Not earlier: TRL's trainers have a reference model answer first, and give the layers their functions again.
-        kept = self._kept_in_training()
-        if kept is not None:
-            line = kept.begin(self.model_wrapped, self.state.global_step)
-            if line is not None:
-                self._announce_plan(line)
-
-    def _let_layers_keep_again(self) -> None:
-        """To be called before the backward, which has forwards of its own with `tokens_per_micro_batch`."""
-        # TRL's DPO and KTO have the reference answer after the policy.
-        kept = self._kept_in_training()
-        if kept is not None:
-            kept.attach(self.model_wrapped)
-
-    def _kept_in_training(self) -> ActivationMemory | None:
-        return self._kept if self.model.training and torch.is_grad_enabled() else None
+        line = kept.begin(self.model_wrapped, self.state.global_step)
+        if line is not None:
+            self._announce_plan(line)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; see [`~transformers.Trainer.training_step`]."""
@@ -94,8 +82,9 @@ class ActivationMemoryMixin(ResumingMixin):
         """Saves the model; see [`~transformers.Trainer.save_model`]."""
         super().save_model(output_dir, _internal_call)
         in_checkpoint = _internal_call and output_dir is not None and self.args.should_save
-        if in_checkpoint and self._kept is not None and self._kept.record is not None:
-            values = {"run": self._run(), "limit": self._kept.limit, "record": self._kept.record.to_dict()}
+        planned = None if self._kept is None else self._kept.planned
+        if in_checkpoint and planned is not None:
+            values = {"run": self._run(), "limit": planned.limit, "record": planned.record.to_dict()}
             Path(str(output_dir), _FILE).write_text(json.dumps(values), encoding="utf-8")
 
     def _before_resuming(self, checkpoint: Path) -> None:
@@ -107,7 +96,7 @@ class ActivationMemoryMixin(ResumingMixin):
             found = [json.loads((checkpoint / _FILE).read_text(encoding="utf-8"))]
         values = broadcast_object_list(found)[0]  # the others may not see the first process's disk
         if values is not None and values["run"] == self._run():
-            self._kept.resume(Step.from_dict(values["record"]), values["limit"])
+            self._kept.resume(RecordedStep.from_dict(values["record"]), values["limit"])
 
     def _run(self) -> dict[str, Any]:
         """What a record is valid for."""

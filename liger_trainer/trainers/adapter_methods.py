@@ -73,12 +73,6 @@ class AdapterMethodsMixin(SavedWeightsMixin):
             require(ADDED_TERMS)
             self.add_callback(RankAllocationCallback(tuner))
 
-    def _recorded_terms(self) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
-        """A context around a loss, which gives the terms that PEFT would add to it, in training."""
-        if self._tuner_of_terms is None or not self.model.training:
-            return contextlib.nullcontext([])
-        return added_terms(self._tuner_of_terms, without_labels=self.label_smoother is not None)
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if _computes_its_file(self.model) and self._holds_whole_model and self.args.should_save:

@@ -1,7 +1,7 @@
 """What every Liger trainer adds to the Hugging Face trainer that it extends.
 
 A trainer is a class such as ``LigerTrainer(LigerTrainerMixin, Trainer)``; those over TRL add `trl_mixin.py`. The order
-of this file: the construction, with its checks; the kernels; the loss; the step; saving; and the batches.
+of this file: the construction, with its checks and kernels; the training; its batches; a step and its loss; saving.
 Checkpoints (`checkpoints/`) and evaluation (`evaluating.py`) are mixins of their own.
 """
 
@@ -14,7 +14,8 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,14 @@ from liger_trainer.compat.transformers import (
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
-from liger_trainer.head.context import expected_loss_gradient, labelled_rows_at_most
+from liger_trainer.head.step import Step, current_step, running
 from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
-from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.stock_trainer import in_charge
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
-from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin
+from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin, added_terms
 from liger_trainer.trainers.checkpoints.base_quantization import write_base_quantization
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
@@ -61,15 +61,14 @@ from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weig
 from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_step_checked
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.tied_adapters import warn_of_tied_adapters
-from liger_trainer.trainers.checks.users_loss import UsersLoss, has_users_loss
+from liger_trainer.trainers.checks.users_loss import UsersLoss, computes_loss_in_subclass
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.fp8_base import store_base
-from liger_trainer.trainers.known_batches import KnownBatches, discard_facts
-from liger_trainer.trainers.label_smoothing import FusedLabelSmoother, smoothed_batch
-from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
+from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
-from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_z_loss
+from liger_trainer.trainers.moe.router_z_loss import check_router_losses, mean_z_loss, with_term
 from liger_trainer.trainers.offloading import step_offloading
+from liger_trainer.trainers.step import KnownBatches, discard_facts, loss_divisor, process_scale
 
 logger = logging.getLogger("liger_trainer")
 
@@ -168,7 +167,7 @@ class LigerTrainerMixin(
             add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._known_batches = KnownBatches()
-        self._users_loss = UsersLoss()
+        self._users_loss, self._has_users_loss = UsersLoss(), computes_loss_in_subclass(self)
         if self.is_world_process_zero():
             warn_of_unlabelled_end(self.data_collator)
 
@@ -247,6 +246,52 @@ class LigerTrainerMixin(
         """Whether the user has left us the callback that writes the report."""
         return self._run_report in self.callback_handler.callbacks
 
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        # The data loader moves its batches to the device; the collator is the last place where ids are on the CPU.
+        collator = self.data_collator
+        # Only a training takes what is read out again. A loader that dispatches batches can split nothing but tensors.
+        streamed = isinstance(dataset, torch.utils.data.IterableDataset)
+        dispatched = streamed if self.accelerator.dispatch_batches is None else self.accelerator.dispatch_batches
+        reads = kwargs.get("is_training", False) and self.is_in_train and not dispatched and self._has_whole_rows
+        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model), reads)
+        try:
+            return super()._get_dataloader(dataset, *args, **kwargs)
+        finally:
+            self.data_collator = collator
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of one step; their tokens are counted."""
+        batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        num_items_in_batch = self._before_step(batches, num_items_in_batch)
+        self._known_batches.take(batches)
+        self._count(batches)
+        return batches, num_items_in_batch
+
+    def _before_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> Any:
+        """For a trainer that changes the `batches` of a step, in place: returns the number of labels they have then."""
+        return num_items_in_batch
+
+    def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        discard_facts(inputs)  # of a batch that did not come through `get_batch_samples`
+        prepared = super()._prepare_inputs(inputs, *args, **kwargs)
+        if self.model.training and not isinstance(inputs, Mapping):  # prompts, which a policy has just answered
+            self._count([prepared])
+        return prepared
+
+    def _count(self, batches: Sequence[Any]) -> None:
+        self._throughput.count(batches)
+        self._labelled_share.count(batches, self.state.global_step + 1)
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Trains on one micro-batch; the guard looks at its loss."""
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        self._step_shape = None if ids is None else (ids.shape[0], ids.shape[-1])
+        with self._offloading, first_step_checked(self):
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        if self._guard is not None:
+            self._guard.observe_loss(loss)
+        return loss
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -259,65 +304,64 @@ class LigerTrainerMixin(
         In training, the mean of the terms is added that PEFT puts into the loss of the model's outputs, and the z-loss
         of the routers if `router_z_loss_coef` is above 0.
         """
-        if num_items_in_batch is not None:
-            # The stock Trainer divides 0 by 0 in such a step.
-            num_items_in_batch = (
-                num_items_in_batch.clamp(min=1)
-                if isinstance(num_items_in_batch, torch.Tensor)
-                else max(num_items_in_batch, 1)
-            )
-        smoothing = smoothed_batch(self.label_smoother, model, inputs)
-        self._let_layers_keep()
-        # TRL's trainers warn about `return_outputs`.
-        warned = warnings_of_the_caller() if return_outputs else contextlib.nullcontext()
-        bound, expected = self._labelled_bound(inputs), self._expected_gradient(num_items_in_batch)
-        padding, looked_at = self._known_batches.padding(inputs), self._users_loss.looked_at(self, num_items_in_batch)
-        z_recorded, terms_recorded = recorded_z_losses(), self._recorded_terms()
-        with bound, expected, padding, smoothing, warned, looked_at, z_recorded as z_losses, terms_recorded as terms:
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        self._let_layers_keep_again()
+        items = num_items_in_batch
+        if items is not None:  # the stock Trainer divides 0 by 0 in a step without labels
+            items = items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1)
+        training = self.model.training and torch.is_grad_enabled()
+        if training and self._kept is not None:
+            self._let_layers_keep(self._kept)
+        step, terms = self._step_of(inputs, items), []
+        with contextlib.ExitStack() as around:
+            if isinstance(self.label_smoother, FusedLabelSmoother):
+                around.enter_context(self.label_smoother.of_batch(model, inputs))
+            if callable(self.compute_loss_func):
+                around.enter_context(self._users_loss.looked_at(self, items))
+            if self._tuner_of_terms is not None and self.model.training:
+                without_labels = self.label_smoother is not None
+                terms = around.enter_context(added_terms(self._tuner_of_terms, without_labels))
+            if return_outputs:  # of which TRL's trainers warn
+                around.enter_context(warnings_of_the_caller())
+            around.enter_context(running(step))
+            result = super().compute_loss(model, inputs, return_outputs, items)
+        if training and self._kept is not None:
+            self._kept.attach(self.model_wrapped)  # again: TRL's DPO and KTO have the reference answer after the policy
         if terms:
-            result = with_z_loss(result, torch.stack(terms).mean() / loss_divisor(self, num_items_in_batch))
-        if self._z_loss is None or not self.model.training or not torch.is_grad_enabled():
-            return result
-        z_loss = mean_z_loss(z_losses)
-        self._z_loss.observe(z_loss)
-        args: Any = self.args
-        coefficient = args.router_z_loss_coef / loss_divisor(self, num_items_in_batch)
-        return with_z_loss(result, coefficient * z_loss)
+            result = with_term(result, torch.stack(terms).mean() / loss_divisor(self, items))
+        if training and self._z_loss is not None:
+            z_loss = mean_z_loss(step.z_losses or ())
+            self._z_loss.observe(z_loss)
+            args: Any = self.args
+            result = with_term(result, args.router_z_loss_coef / loss_divisor(self, items) * z_loss)
+        return result
 
-    def _labelled_bound(self, inputs: Any) -> contextlib.AbstractContextManager:
-        """Tells the head how many labels the micro-batch has, so that it multiplies no row without one."""
-        trains = self.model.training and self.args.use_liger_kernel
-        knows = trains and self._has_whole_rows and not has_users_loss(self)
-        return labelled_rows_at_most(self._known_batches.labels(inputs) if knows else None)
+    def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:
+        """What is known of a micro-batch before its loss."""
+        step = replace(current_step(), labelled=None, z_losses=[])
+        padding = self._known_batches.padding(inputs)
+        if padding is not None:
+            step = replace(step, padding=padding)
+        if not self.model.training or not self.args.use_liger_kernel:
+            return step
+        return replace(step, labelled=self._most_labels(inputs), expected_gradient=self._loss_gradient(num_items))
+
+    def _most_labels(self, inputs: Any) -> Callable[[], int] | None:
+        """The most labels of a loss of `inputs`, so that the head multiplies no row without one; None if not known.
+
+        A loss of the user's may score any tokens, and a process may have a part of each sequence.
+        """
+        users = self._has_users_loss or callable(self.compute_loss_func)
+        return self._known_batches.labels(inputs) if self._has_whole_rows and not users else None
 
     @property
     def _has_whole_rows(self) -> bool:
         """Whether no sequence is split over processes."""
         return self.get_cp_size() * self.get_sp_size() == 1
 
-    def _expected_gradient(self, num_items: torch.Tensor | int | None) -> contextlib.AbstractContextManager:
-        """Tells the fused loss the gradient that its backward will receive, so that it need not rescale there."""
-        if not self.model.training or not self.args.use_liger_kernel:
-            return contextlib.nullcontext()
-        return expected_loss_gradient(self._loss_gradient(num_items))
-
     def _loss_gradient(self, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
         """The gradient of the step's loss with respect to the summed loss of the labels of one micro-batch."""
         if num_items is None:
             return 1.0 / getattr(self, "current_gradient_accumulation_steps", 1)
         return process_scale(self, num_items) / num_items
-
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Trains on one micro-batch; the guard looks at its loss."""
-        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        self._step_shape = None if ids is None else (ids.shape[0], ids.shape[-1])
-        with self._offloading, first_step_checked(self):
-            loss = super().training_step(model, inputs, *args, **kwargs)
-        if self._guard is not None:
-            self._guard.observe_loss(loss)
-        return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # Clipping by a norm that is NaN makes every gradient NaN, so the guard looks before that.
@@ -361,39 +405,3 @@ class LigerTrainerMixin(
         tags = given.arguments.get("tags") or []
         given.arguments["tags"] = [*([tags] if isinstance(tags, str) else tags), CARD_TAG]
         super().create_model_card(*given.args, **given.kwargs)
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of one step; their tokens are counted."""
-        batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        num_items_in_batch = self._before_step(batches, num_items_in_batch)
-        self._known_batches.take(batches)
-        self._count(batches)
-        return batches, num_items_in_batch
-
-    def _before_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> Any:
-        """For a trainer that changes the `batches` of a step, in place: returns the number of labels they have then."""
-        return num_items_in_batch
-
-    def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        discard_facts(inputs)  # of a batch that did not come through `get_batch_samples`
-        prepared = super()._prepare_inputs(inputs, *args, **kwargs)
-        if self.model.training and not isinstance(inputs, Mapping):  # prompts, which a policy has just answered
-            self._count([prepared])
-        return prepared
-
-    def _count(self, batches: Sequence[Any]) -> None:
-        self._throughput.count(batches)
-        self._labelled_share.count(batches, self.state.global_step + 1)
-
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        # The data loader moves its batches to the device; the collator is the last place where ids are on the CPU.
-        collator = self.data_collator
-        # Only a training takes what is read out again. A loader that dispatches batches can split nothing but tensors.
-        streamed = isinstance(dataset, torch.utils.data.IterableDataset)
-        dispatched = streamed if self.accelerator.dispatch_batches is None else self.accelerator.dispatch_batches
-        reads = kwargs.get("is_training", False) and self.is_in_train and not dispatched and self._has_whole_rows
-        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model), reads)
-        try:
-            return super()._get_dataloader(dataset, *args, **kwargs)
-        finally:
-            self.data_collator = collator

@@ -15,10 +15,11 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import rebound
 from liger_trainer.compat.trl import DISTILLATION
 from liger_trainer.configs.trl_configs import LigerDistillationConfig
-from liger_trainer.head.context import context_of, forward_context
 from liger_trainer.head.divergence import divergence
+from liger_trainer.head.forward import step_of_forward
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.head.step import Forward, running
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.trainers.teacher import TeacherMixin
 
 create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)
@@ -33,8 +34,9 @@ class _LogitsForHiddenStates(nn.Module):
 
     @staticmethod
     def _run(model: nn.Module, **inputs: Any) -> SimpleNamespace:
-        with forward_context(context_of(model, has_labels=True)):
-            return SimpleNamespace(last_hidden_state=type(model).forward(model, **inputs).logits)
+        native = type(model).forward
+        with running(step_of_forward(model, native, (), inputs, Forward(has_labels=True))):
+            return SimpleNamespace(last_hidden_state=native(model, **inputs).logits)
 
 
 def _divergence_loss(

@@ -8,20 +8,21 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer
 
-from liger_trainer.callbacks.batch_tokens import first_label
+from liger_trainer.callbacks.labelled_share import first_label
 from liger_trainer.callbacks.logged import is_distributed, summed_over_processes
 from liger_trainer.head.computed_on_use import build, tree_leaves, tree_map
-from liger_trainer.head.context import TokenObserver, logits_read_later, tokens_observed_by
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.padded_logits import padded_logits
+from liger_trainer.head.step import TokenObserver, current_step, running
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 logger = logging.getLogger("liger_trainer")
 
@@ -126,9 +127,12 @@ class EvaluatingMixin(Trainer):
         """One batch; see [`~transformers.Trainer.prediction_step`]. The loss of a batch without labels is NaN."""
         labelled = _labelled(inputs, self.model)
         counted: list[torch.Tensor] = []
-        deferring = logits_read_later() if self._metrics_of_deferred_logits else contextlib.nullcontext()
-        counting = tokens_observed_by(_counter(counted)) if self._counts_tokens else contextlib.nullcontext()
-        with deferring, counting:
+        step = current_step()
+        if self._metrics_of_deferred_logits:
+            step = replace(step, read_later=True)
+        if self._counts_tokens:
+            step = replace(step, observer=_counter(counted))
+        with running(step):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None:
             if labelled is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,13 @@ from torch import nn
 from liger_trainer.compat.accelerate import AUTOCAST_FORWARD
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.trl import LOGGED_COMPLETIONS
-from liger_trainer.head.context import labelled_rows_at_most
+from liger_trainer.head.step import current_step, running
 from liger_trainer.trainers.checks.batches import check_prompts
 from liger_trainer.trainers.checks.reward_functions import checked_reward_functions
 from liger_trainer.trainers.checks.trl_arguments import check_completions, warn_of_truncated_sampling
 from liger_trainer.trainers.grouping import GroupedCompletions
-from liger_trainer.trainers.labelled_bound import bound_of_parts
 from liger_trainer.trainers.reference import ReferenceMixin
+from liger_trainer.trainers.step import count_later, labels_of_parts
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -74,8 +75,8 @@ class GenerationMixin(_Base, GroupedCompletions):
             check_completions(completion_ids, "vLLM" if config.use_vllm else "Generation")
         return generated
 
-    def _labelled_bound(self, inputs: Any) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()  # the next method knows what each forward scores
+    def _most_labels(self, inputs: Any) -> Callable[[], int] | None:
+        return None  # the next method knows what each forward scores
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -88,8 +89,9 @@ class GenerationMixin(_Base, GroupedCompletions):
         **kwargs: Any,
     ) -> Any:
         counts = self.model.training and self.args.use_liger_kernel  # also before the loss: the old and the reference
-        bound = bound_of_parts(attention_mask[:, -logits_to_keep:], batch_size) if counts else None
-        with labelled_rows_at_most(bound):
+        labels = labels_of_parts(attention_mask[:, -logits_to_keep:], batch_size) if counts else None
+        bound = None if labels is None else count_later(labels)
+        with running(replace(current_step(), labelled=bound)):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )

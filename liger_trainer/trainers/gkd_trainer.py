@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,10 @@ from liger_trainer.compat.rebound import rebound
 from liger_trainer.compat.transformers import LABELS_OF_A_STEP
 from liger_trainer.compat.trl import GKD, SFT_HEAD
 from liger_trainer.configs.trl_experimental_configs import LigerGKDConfig
-from liger_trainer.head.context import loss_follows
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.divergence import divergence
-from liger_trainer.trainers.known_batches import discard_facts
+from liger_trainer.head.step import current_step, running
+from liger_trainer.trainers.step import discard_facts
 from liger_trainer.trainers.teacher import TeacherMixin
 
 require(SFT_HEAD)
@@ -89,7 +90,7 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
         compute = functools.partial(super().compute_loss, return_outputs=return_outputs)
 
         def inside() -> Any:
-            with loss_follows():
+            with running(replace(current_step(), loss_follows=True)):
                 return compute(student.forward, inputs, num_items_in_batch=num_items_in_batch)
 
         if not self._compares_heads():

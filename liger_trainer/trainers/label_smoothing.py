@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LABEL_SMOOTHING
-from liger_trainer.head.context import loss_follows, tokens_observed_by
+from liger_trainer.head.step import current_step, running
 
 if TYPE_CHECKING:
     from transformers.trainer_pt_utils import LabelSmoother
@@ -36,7 +36,7 @@ class FusedLabelSmoother(LabelSmoother):
 
     Attributes:
         shifts: Whether the label of position i + 1 is for the logits of position i; None to do as the caller says. The
-            Trainer says it by the name of the model's class, which a subclass need not have, so `ask` asks the model.
+            Trainer says it by the name of the model's class, which a subclass need not have, so the model is asked.
     """
 
     shifts: bool | None = None
@@ -48,15 +48,12 @@ class FusedLabelSmoother(LabelSmoother):
         """The same smoothing as that of `smoother`."""
         return cls(smoother.epsilon, smoother.ignore_index, shifts)
 
-    def ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Finds out, once, whether `model` shifts the labels of a batch such as `inputs`."""
+    @contextlib.contextmanager
+    def of_batch(self, model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, the losses are those of `model` on the batch `inputs`; asks once whether it shifts their labels."""
         if self.shifts is None and not self._asked and isinstance(inputs.get("labels"), torch.Tensor):
             self._asked = True
             self.shifts = shifts_labels(model, inputs, self.ignore_index)
-
-    @contextlib.contextmanager
-    def of_batch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, the losses are those of the batch `inputs`."""
         self._shifted = inputs.get("shift_labels")
         try:
             yield
@@ -102,14 +99,6 @@ class FusedLabelSmoother(LabelSmoother):
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device).clamp(min=1)
 
 
-def smoothed_batch(smoother: Any, model: nn.Module, inputs: Any) -> contextlib.AbstractContextManager[None]:
-    """The context of a loss of `model` on the batch `inputs`; asks `model` first how its labels are meant."""
-    if not isinstance(smoother, FusedLabelSmoother):
-        return contextlib.nullcontext()
-    smoother.ask(model, inputs)
-    return smoother.of_batch(inputs)
-
-
 @torch.no_grad()
 def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int = -100) -> bool | None:
     """Whether the loss of `model` compares the logits of position i with label i + 1.
@@ -137,7 +126,7 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with loss_follows(), tokens_observed_by(None):  # no evaluation counts these
+        with running(replace(current_step(), loss_follows=True, observer=None)):  # no evaluation counts these
             without, with_first = (_loss(model(**others, labels=labels)) for labels in (nothing, first))
     except torch.OutOfMemoryError:
         raise

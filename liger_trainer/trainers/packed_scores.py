@@ -10,11 +10,12 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_trainer.kernels.copied_rows import copied_rows
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import PackedRow, each_row
 from liger_trainer.packing.packing import Packing
 from liger_trainer.packing.proof import prove_packing, prove_scores
-from liger_trainer.patching.binding import bind_forward, is_ours
+from liger_trainer.patching.as_written import is_ours
+from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Agreement
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin, wants_fused_head
 
 if TYPE_CHECKING:

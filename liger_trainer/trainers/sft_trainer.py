@@ -15,8 +15,12 @@ from liger_trainer.compat.trl import SFT_HEAD, SFT_LOSS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.trainers.base import wants_kernels
-from liger_trainer.trainers.fused_head import fused_output, next_token_labels
-from liger_trainer.trainers.token_statistics import StatisticsOptions, token_statistics
+from liger_trainer.trainers.fused_forward import (
+    StatisticsOptions,
+    fused_output,
+    next_token_labels,
+    token_statistics,
+)
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 require(SFT_HEAD)

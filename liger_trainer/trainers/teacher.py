@@ -14,10 +14,10 @@ from liger_trainer.compat.private import require
 from liger_trainer.configs.flags import kernel_config_of, kernel_mapping_of
 from liger_trainer.head.lm_head import find_lm_heads
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.base import wants_kernels
-from liger_trainer.trainers.loss_scale import loss_divisor
+from liger_trainer.trainers.step import loss_divisor
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 

@@ -30,9 +30,9 @@ from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
 from liger_trainer.trainers.choose_packing import PADDING_FREE, check_packing, choose_packing, packing_of_reference
 from liger_trainer.trainers.exact_sync import keep_base_bits
+from liger_trainer.trainers.fused_forward import StatisticsOptions
 from liger_trainer.trainers.fused_head import install_fused_forward, own_fused_head
 from liger_trainer.trainers.offloading import check_offloading
-from liger_trainer.trainers.token_statistics import StatisticsOptions
 
 require(TRAINER_NAME)
 require(GENERATION_COUNTERS)  # of `checkpoints/run_state.py`

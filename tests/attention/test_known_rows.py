@@ -10,15 +10,18 @@ import torch
 from transformers import LlamaForCausalLM, LlamaModel
 
 from liger_trainer.attention import interface, masks
-from liger_trainer.attention.known_rows import bounds_of, known_rows, padding_known, rows_of_forward
+from liger_trainer.head import forward as head_forward
+from liger_trainer.head.forward import rows_of
+from liger_trainer.head.step import Padding, bounds_of, current_step
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.trainers.known_batches import KnownBatches, add_facts
-from liger_trainer.trainers.labelled_bound import CountOnDevice
+from liger_trainer.trainers import step as trainer_step
+from liger_trainer.trainers.step import KnownBatches, add_facts
 from tests.attention.families import build, full, packed, padded
 from tests.attention.test_families import ONLY
 from tests.attention.test_masks import LENGTH, Reads, create, padding
 from tests.attention.training import left_padded
 from tests.calls import recorded_calls
+from tests.steps import step_with
 from tests.trainers.builders import causal, losses_and_norms, sft
 
 MODELS = ("llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_moe")
@@ -33,6 +36,10 @@ BATCHES = {
 
 def without_mask(batch):
     return {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
+def padding_known(mask: torch.Tensor, bounds: Any) -> contextlib.AbstractContextManager[None]:
+    return step_with(padding=Padding(mask, mask._version, bounds))
 
 
 def made(name: str) -> Any:
@@ -60,8 +67,7 @@ def test_nothing_changes_but_the_reads(name, kind, monkeypatch):
         with monkeypatch.context() as patch:
             context, looked = None, recorded_calls(patch, interface, "_find")  # in checkpoints too
             if not known:
-                patch.setattr(masks, "known_rows", lambda: None)
-                patch.setattr(interface, "known_rows", lambda: None)
+                patch.setattr(head_forward, "rows_of", lambda *given: None)
             elif "attention_mask" in batch:
                 context = padding_known(batch["attention_mask"], bounds_of(batch["attention_mask"]))
             results.append(trained(made(name), batch, context))
@@ -83,29 +89,32 @@ def test_another_tensor_is_read():
         assert torch.equal(model(**{**batch, "attention_mask": mask.clone()}).loss, expected)
         mask.mul_(1)
         assert torch.equal(model(**batch).loss, expected)
-    assert known_rows() is None
+    assert current_step().rows is None
 
 
 def test_another_mask_of_the_same_forward_is_read():
     """Such as one of a vision tower: it has other rows."""
     mask, other = padding((0, 5), (0, 0)), padding((0, 0, 5), (0, 0, 0))
     model = build("llama")
-    forward = type(model).forward, (), {"attention_mask": mask}
-    with padding_known(mask, [(0, LENGTH), (0, LENGTH)]), rows_of_forward(model, *forward):
+    with padding_known(mask, [(0, LENGTH), (0, LENGTH)]):
+        rows = rows_of(current_step(), model, type(model).forward, (), {"attention_mask": mask})
+    with step_with(rows=rows):
         assert create("full", attention_mask=mask) is None, "the bounds are taken as they are given"
         found = create("full", batch=3, attention_mask=other).offsets.tolist()
         assert found[-3:] == [2 * LENGTH, 2 * LENGTH + 5, 3 * LENGTH]
 
 
-def test_facts_are_those_of_the_last_step():
+def test_facts_are_those_of_the_last_step(monkeypatch):
     mask, known = padding((0, 5), (0, 0)), KnownBatches()
     batches = [{"labels": torch.zeros_like(mask), "attention_mask": mask.clone()} for _ in range(2)]
     for batch in batches:
         add_facts(batch)
         known.take([batch])
     for batch, forgotten in zip(batches, (True, False)):
-        assert isinstance(known.labels(batch), CountOnDevice) == forgotten
-        assert isinstance(known.padding(batch), contextlib.nullcontext) == forgotten
+        counted = recorded_calls(monkeypatch, trainer_step, "count_later")
+        known.labels(batch)
+        assert bool(counted) == forgotten
+        assert (known.padding(batch) is None) == forgotten
 
 
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "decoder_attention_mask", "past_key_values"])
@@ -113,10 +122,8 @@ def test_arguments_that_may_tell_more_are_not_ignored(name):
     model = build("llama")
     forward = type(model).forward
     for args, kwargs in (((1,), {}), ((), {"input_ids": 1, "labels": 2}), ((), {name: None})):
-        with rows_of_forward(model, forward, args, kwargs):
-            assert known_rows() is not None
-    with rows_of_forward(model, forward, (1,), {name: torch.ones(1)}):
-        assert known_rows() is None
+        assert rows_of(current_step(), model, forward, args, kwargs) is not None
+    assert rows_of(current_step(), model, forward, (1,), {name: torch.ones(1)}) is None
 
 
 class OwnModel(LlamaForCausalLM):

@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from liger_trainer.callbacks.flops import flops_per_token, peak_flops
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
-from liger_trainer.callbacks.throughput import ThroughputCallback
+from liger_trainer.callbacks.throughput import ThroughputCallback, flops_per_token, peak_flops
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 
 SIZES = {

@@ -15,11 +15,11 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from liger_trainer import canaries
 from liger_trainer.attention import masks
 from liger_trainer.compat import features, private
 from liger_trainer.compat import transformers as declared
 from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require, tried
+from liger_trainer.tools import canaries
 from liger_trainer.tools.cli.doctor import private_names
 
 FEATURES = [feature for feature in features() if feature.canary]
@@ -240,10 +240,10 @@ def test_what_raises_is_a_change_too(monkeypatch):
 
 def test_a_canary_runs_in_the_middle_of_a_forward(monkeypatch):
     """Where the rows are known, and nothing is read back, the canary still looks for packing."""
-    from liger_trainer.attention.known_rows import KnownRows, _rows
-    from liger_trainer.context_variables import set_to
+    from liger_trainer.head.step import Rows
+    from tests.steps import step_with
 
-    with set_to(_rows, KnownRows()), torch.inference_mode(), torch.device("meta"):
+    with step_with(rows=Rows()), torch.inference_mode(), torch.device("meta"):
         assert {feature.canary: tried(feature) for feature in FEATURES} == {f.canary: None for f in FEATURES}
 
 

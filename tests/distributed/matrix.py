@@ -234,8 +234,8 @@ def patched_model(cell: Cell, packing: Any = None) -> Any:
 
     With `packing`, a `Packing`, that head packs its batches.
     """
+    from liger_trainer.trainers.fused_forward import StatisticsOptions
     from liger_trainer.trainers.fused_head import install_fused_forward
-    from liger_trainer.trainers.token_statistics import StatisticsOptions
 
     model = copy.deepcopy(_with_kernels(cell.parameters, PRECISIONS[cell.precision].weights))
     options = LOSSES[cell.loss].options

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.head.context import expected_loss_gradient
 from tests.distributed.matrix_models import SIZES
+from tests.steps import step_with
 
 IGNORE = -100
 Batch = dict[str, torch.Tensor]
@@ -154,6 +154,6 @@ def product_loss(model: Any, batch: Batch, loss: Loss, items: torch.Tensor) -> t
     """`loss` as the trainers ask a patched model for it."""
     if loss.options is None:
         return model(**batch, num_items_in_batch=items).loss
-    with expected_loss_gradient(1.0 / items):
+    with step_with(expected_gradient=1.0 / items):
         outputs = model(**batch, fused_lm_head=True)
     return loss.of_tokens(outputs.log_probs, outputs.entropy, outputs.label_mask, batch) / items

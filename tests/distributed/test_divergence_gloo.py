@@ -42,8 +42,8 @@ def _distil(rank: int, wrap_student: str, shard_teacher: bool = False, reshard: 
     from torch.distributed.fsdp import fully_shard
     from trl.models.utils import _ForwardRedirection
 
-    from liger_trainer.head.context import loss_follows
     from liger_trainer.head.divergence import divergence
+    from tests.steps import step_with
 
     model, teacher = _patched(), _other(_patched())
     inputs = _whole_batch(model)
@@ -62,7 +62,7 @@ def _distil(rank: int, wrap_student: str, shard_teacher: bool = False, reshard: 
         fully_shard(teacher)
 
     def inside() -> torch.Tensor:
-        with loss_follows():
+        with step_with(loss_follows=True):
             student_logits = model.forward(**mine).logits[:, :-1]
             with torch.no_grad():
                 teacher_logits = teacher(**mine).logits[:, :-1]

@@ -20,7 +20,8 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
-from liger_trainer.patching.binding import is_bound_by_us, is_chosen
+from liger_trainer.patching.as_written import is_bound_by_us
+from liger_trainer.patching.binding import is_chosen
 from liger_trainer.patching.moe.expert_parallel import run_exchanged
 from tests.distributed.tensor_parallel import (
     FAMILIES,

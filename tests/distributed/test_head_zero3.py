@@ -58,8 +58,8 @@ def _zero3(rank: int, family: str = "llama", threshold: int = 10**5, outside: bo
 
 def _distils(rank: int) -> None:
     """The divergence from a teacher is taken of logits that nobody has built, and that the hooks of two modules saw."""
-    from liger_trainer.head.context import loss_follows
     from liger_trainer.head.divergence import divergence
+    from tests.steps import step_with
 
     student, whole = _patched("llama"), _model("llama")
     mine = _share(_whole_batch(student, "llama"), rank)
@@ -69,7 +69,7 @@ def _distils(rank: int) -> None:
     expected = divergence(whole(**mine).logits, teacher, labels, beta=0.5).loss
     expected.backward()
     for _ in range(2):
-        with loss_follows():
+        with step_with(loss_follows=True):
             loss = divergence(engine(**mine).logits, teacher, labels, beta=0.5).loss
         torch.testing.assert_close(loss, expected)
         engine.backward(loss)

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import TrainerState
 
-from liger_trainer.callbacks.finite import observe
-from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
+from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback, observe
 
 NAN, INF = float("nan"), float("inf")
 

@@ -105,7 +105,7 @@ def _sequence_parallel(rank: int, loss: str, unlabelled: int) -> None:
     """As the Trainer with `sp_size`: the mean of each rank's labels, weighed by their number."""
     from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
-    from liger_trainer.head.context import expected_loss_gradient
+    from tests.steps import step_with
 
     family = "qwen3"
     model, batch = _model(family, loss), _batch(unlabelled)
@@ -115,7 +115,7 @@ def _sequence_parallel(rank: int, loss: str, unlabelled: int) -> None:
     items = (batch["labels"][:, 1:] != IGNORE).sum()
     config = types.SimpleNamespace(sp_backend="deepspeed", sp_size=WORLD)
     # Another gradient than the mixin expects from `num_items_in_batch`.
-    with gathered_attention(in_order), _deepspeed_groups(), expected_loss_gradient(1.0 / items):
+    with gathered_attention(in_order), _deepspeed_groups(), step_with(expected_gradient=1.0 / items):
         value = deepspeed_sp_compute_loss(types.SimpleNamespace(), model, inputs, False, config)
         # Every rank has the whole loss, whose gradient reaches all parts: deepspeed takes the mean over the ranks.
         (value / WORLD).backward()

@@ -82,7 +82,7 @@ def _gathers_no_weight(rank: int) -> None:
 def _leaves_rows_out(rank: int, case: Case) -> None:
     """Rows without a label are not multiplied, on any process."""
     from liger_trainer.head import labelled_rows
-    from liger_trainer.head.context import labelled_rows_at_most
+    from tests.steps import step_with
 
     labelled_rows._ROW_MULTIPLE = 4
     batch = batch_of(case)
@@ -91,7 +91,7 @@ def _leaves_rows_out(rank: int, case: Case) -> None:
     kept = -(-count // 4) * 4
     assert kept < 0.9 * batch["labels"].numel()
     model, gathers = kernels_in(load_split(FAMILIES[case.family](**case.overrides), tp_size=WORLD), case), Gathers()
-    with labelled_rows_at_most(lambda: count):
+    with step_with(labelled=lambda: count):
         check_step(model, case, [batch], gathers=gathers)
     labelled_rows._ROW_MULTIPLE = 512
     assert set(gathers.shapes) == {(kept, 8)}, gathers.shapes
@@ -163,8 +163,8 @@ def _is_reverted(rank: int) -> None:
 
 def _distils(rank: int) -> None:
     """The divergence of a split student from a whole teacher, a chunk of gathered logits at a time."""
-    from liger_trainer.head.context import loss_follows
     from liger_trainer.head.divergence import divergence
+    from tests.steps import step_with
 
     whole, teacher = TINY_MODELS["llama"]().train(), TINY_MODELS["qwen3"]().eval()
     batch = batch_of(Case())
@@ -172,7 +172,7 @@ def _distils(rank: int) -> None:
     student = kernels_in(load_split(whole, tp_size=WORLD), Case())
     with torch.no_grad():
         given = teacher(**batch).logits
-    with loss_follows(), counted_logits() as seen:
+    with step_with(loss_follows=True), counted_logits() as seen:
         ours = divergence(student(**batch).logits, given, labels, beta=0.5).loss
     ours.backward()
     assert seen["built"] == 0

@@ -4,6 +4,7 @@
 and the tests that must fail. A fault is found by the name of what it is in, through the whole tree, and its tests by
 their names, so files may move. ``python -m tests.faults.plant --help`` lists the options.
 
+Of a fault's tests, the cases run that `make test` runs (`tests.selection`): what is caught here is caught there.
 A fault counts as caught when a test fails; an error of the collection does not count. With ``--clean`` the same tests
 run without the fault first, where all must pass; only then an error of a fixture, such as processes that end by their
 time limit, counts too.
@@ -16,7 +17,9 @@ import ast
 import compileall
 import contextlib
 import dataclasses
+import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import py_compile
@@ -48,8 +51,6 @@ LIMIT = 600
 """Seconds after which the tests of one fault are given up."""
 IN_FIXTURE = 100
 """The status where a fixture failed alone: processes may wait for each other by the fault, or be late."""
-FAST_KINDS = ("reference", "patching", "trainer", "recipe")
-"""The kinds of faults that `make fast` must see."""
 
 
 class PlantingError(Exception):
@@ -78,10 +79,27 @@ def copy_tree(source: Path, target: Path) -> None:
             shutil.copy2(path, target / name, follow_symlinks=False)
 
 
-def _python_files(tree: Path, folders: Sequence[str]) -> Iterator[Path]:
-    for folder in folders:
-        for parent, _, names in os.walk(tree / folder):  # follows no links
-            yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+@functools.cache
+def _texts(tree: Path, *folders: str) -> dict[Path, str]:
+    """The Python files of `folders`; where there is a fault, it is taken out before the next is looked for."""
+    walks = (os.walk(tree / folder) for folder in folders)  # which follow no links
+    paths = (Path(parent, name) for walk in walks for parent, _, names in walk for name in sorted(names))
+    return {path: path.read_text(encoding="utf-8") for path in paths if path.suffix == ".py"}
+
+
+@functools.cache
+def _definitions(text: str) -> dict[str, list[ast.stmt]]:
+    """Every definition in a file, by its name."""
+    found: dict[str, list[ast.stmt]] = {}
+    for node in ast.walk(ast.parse(text)):
+        for name in _names(node):
+            found.setdefault(name, []).append(node)
+    return found
+
+
+@functools.cache
+def _functions(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"^def (\w+)\(", text, re.MULTILINE))
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -91,16 +109,12 @@ def _names(node: ast.AST) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def _spans(body: ast.AST, names: Sequence[str]) -> Iterator[tuple[int, int]]:
+def _spans(text: str, names: Sequence[str]) -> Iterator[tuple[int, int]]:
     """First and last lines of every definition of ``names[0]``, in it of ``names[1]``, and so on."""
-    for node in ast.walk(body):
-        if names[0] in _names(node):
-            if len(names) > 1:
-                inside = ast.Module([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)], [])
-                yield from _spans(inside, names[1:])
-            else:
-                assert isinstance(node, ast.stmt)
-                yield node.lineno, node.end_lineno or node.lineno
+    nodes = _definitions(text).get(names[0], [])
+    for name in names[1:]:
+        nodes = [inner for node in nodes for inner in ast.walk(node) if inner is not node and name in _names(inner)]
+    yield from ((node.lineno, node.end_lineno or node.lineno) for node in nodes)
 
 
 def planted(fault: Fault, tree: Path) -> tuple[Path, str]:
@@ -115,14 +129,11 @@ def planted(fault: Fault, tree: Path) -> tuple[Path, str]:
         text = path.read_text(encoding="utf-8")
         found = [(path, _replaced(fault, text, match)) for match in re.finditer(fault.old, text, re.MULTILINE)]
     else:
-        for path in _python_files(tree, SOURCES):
-            text = path.read_text(encoding="utf-8")
+        for path, text in _texts(tree, *SOURCES).items():
             if fault.where.split(".")[-1] not in text:
                 continue
-            starts = [0]
-            for line in text.splitlines(keepends=True):
-                starts.append(starts[-1] + len(line))
-            for first, last in set(_spans(ast.parse(text), fault.where.split("."))):
+            starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
+            for first, last in set(_spans(text, fault.where.split("."))):
                 matches = re.compile(fault.old, re.MULTILINE).finditer(text, starts[first - 1], starts[last])
                 found.extend((path, _replaced(fault, text, match)) for match in matches)
     if len(found) != 1:
@@ -143,9 +154,9 @@ def selected(tests: Sequence[str], tree: Path) -> list[str]:
     selection: list[str] = []
     for test in tests:
         part, _, function = test.partition("::")
-        paths = [path for path in _python_files(tree, ["tests"]) if part in str(path.relative_to(tree / "tests"))]
-        pattern = re.compile(rf"^def {re.escape(function)}\(", re.MULTILINE)
-        names = [f"{path.relative_to(tree)}::{function}" for path in paths if pattern.search(path.read_text())]
+        files = {path.relative_to(tree): text for path, text in _texts(tree, "tests").items()}
+        paths = [path for path, text in files.items() if part in str(path)[6:] and function in _functions(text)]
+        names = [f"{path}::{function}" for path in paths]
         if not names:
             raise PlantingError(f"no test {test}")
         selection += names
@@ -157,7 +168,7 @@ def run_tests(selection: Sequence[str], tree: Path, expression: str = "") -> tup
 
     In a process that is forked from this one, which has imported the libraries.
     """
-    arguments = ["-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *selection]
+    arguments = ["-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--part", "selected", *selection]
     arguments += ["-k", expression] if expression else []
     with tempfile.TemporaryFile() as output:
         process = os.fork()
@@ -218,23 +229,22 @@ def found(fault: Fault, tree: Path) -> Outcome:
     return Outcome(fault, "found", 0.0, str(path.relative_to(tree)))
 
 
-def tried(fault: Fault, tree: Path, fast: bool, clean: bool) -> Outcome:
-    """Plants `fault` in `tree`, runs its tests, or the fast ones of them, and takes it out again."""
+def tried(fault: Fault, tree: Path, clean: bool) -> Outcome:
+    """Plants `fault` in `tree`, runs its tests, and takes it out again."""
     start = time.monotonic()
     try:
         path, text = planted(fault, tree)
-        selection = [*selected(fault.tests.split(), tree), *(["--fast"] if fast else [])]
+        selection = selected(fault.tests.split(), tree)
     except PlantingError as error:
         return Outcome(fault, "NOT PLANTED", 0.0, str(error))
-    expression = "" if fast else fault.expression  # `make fast` has parameter sets of its own
     if clean:
-        status, detail = run_tests(selection, tree, expression)
+        status, detail = run_tests(selection, tree, fault.expression)
         if status != 0:
             return Outcome(fault, "FAILS CLEAN", time.monotonic() - start, detail)
     before = path.read_text(encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     try:
-        status, detail = run_tests(selection, tree, expression)
+        status, detail = run_tests(selection, tree, fault.expression)
     finally:
         path.write_text(before, encoding="utf-8")
     word = {0: "NOT CAUGHT", 1: "caught", IN_FIXTURE: "caught" if clean else "UNCLEAR"}.get(status, f"ERROR {status}")
@@ -271,7 +281,7 @@ def tried_all(faults: Sequence[Fault], options: argparse.Namespace) -> list[Outc
 
 def _try_each(faults: Sequence[Fault], tree: Path, options: argparse.Namespace, lines: Any) -> None:
     for fault in faults:
-        lines.put(found(fault, tree) if options.check else tried(fault, tree, options.fast, options.clean))
+        lines.put(found(fault, tree) if options.check else tried(fault, tree, options.clean))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -279,11 +289,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Plant deliberate faults and see whether the tests catch them.")
     parser.add_argument("names", nargs="*", help="faults or kinds of faults (default: all)")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to copy and test (default: this one)")
-    parser.add_argument(
-        "--fast",
-        action="store_true",
-        help="of the faults that `make fast` must catch, run those tests alone that it runs",
-    )
     parser.add_argument("--clean", action="store_true", help="run the tests without the fault first")
     parser.add_argument("--check", action="store_true", help="only say whether every fault and test is found")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
@@ -292,8 +297,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no fault or kind is called {', '.join(map(repr, sorted(unknown)))}")
     faults = [fault for fault in FAULTS if not options.names or {fault.name, fault.kind} & set(options.names)]
-    if options.fast:
-        faults = [fault for fault in faults if fault.kind in FAST_KINDS]
     kernels = [] if options.check else [fault for fault in faults if fault.kind == "kernel"]
     missed, interpreted = 0, os.environ.get("TRITON_INTERPRET") == "1"
     if kernels and not interpreted:  # Triton interprets in a whole process or not at all

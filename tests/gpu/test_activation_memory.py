@@ -44,8 +44,13 @@ def test_no_bit_changes(family, budget, tmp_path, deterministic):
 def test_auto_keeps_everything_where_there_is_room_and_knows_the_peak(tmp_path):
     trainer = trained(tmp_path, "llama", "auto")
     kept = trainer._kept
-    assert set(kept.plan().calls) == {layer.name for layer in kept.record.layers}
-    assert kept.record.start < kept.record.peak < kept.limit < torch.cuda.get_device_properties(0).total_memory
-    assert all(layer.peak > kept.record.start for layer in kept.record.layers)
+    assert set(kept.plan().calls) == {layer.name for layer in kept.phase.record.layers}
+    assert (
+        kept.phase.record.start
+        < kept.phase.record.peak
+        < kept.phase.limit
+        < torch.cuda.get_device_properties(0).total_memory
+    )
+    assert all(layer.peak > kept.phase.record.start for layer in kept.phase.record.layers)
     logged = [log["peak_memory_gib"] for log in trainer.state.log_history if "loss" in log]
     assert logged == sorted(logged)  # although the allocator's counter is reset in the second step

@@ -7,10 +7,10 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from liger_trainer.attention import known_rows
 from liger_trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuardCallback
 from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.configs.trl_configs import LigerSFTConfig
+from liger_trainer.head import forward
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.attention.training import left_padded
@@ -129,7 +129,7 @@ def test_training_does_not_wait_for_the_device(waits, padding, tmp_path, monkeyp
     args = LigerTrainingArguments(output_dir=str(tmp_path), **values)
     trainer = LigerTrainer(llama(), args, train_dataset=rows, callbacks=[NoWaits(3, 6)])
     if waits == "reads":
-        monkeypatch.setattr(known_rows, "_known", lambda given: None)
+        monkeypatch.setattr(forward, "rows_of", lambda *given: None)
     try:
         if waits is None:
             trainer.train()

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from liger_trainer.head import DeferredLogits
-from liger_trainer.head.context import ForwardContext, forward_context
+from liger_trainer.head.step import Forward
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.head import make_head_forward
+from tests.steps import step_with
 
 B, S, H, V = 2, 5, 6, 11
 MASK = torch.arange(B * S).view(B, S) % 3 == 0
@@ -32,7 +33,7 @@ def defer(head: nn.Linear, hidden: torch.Tensor, fused: bool = True) -> Deferred
     patched = copy.copy(head)
     patched.__dict__ = {**head.__dict__}
     bind_forward(patched, make_head_forward(fused, 2**20))
-    with forward_context(ForwardContext(has_labels=True)):
+    with step_with(forward=Forward(has_labels=True)):
         logits = patched(hidden)
     assert type(logits) is DeferredLogits
     return logits

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from liger_trainer.head import DeferredLogits, find_lm_heads, partitions
+from liger_trainer.head import DeferredLogits, find_lm_heads, lm_head
 from liger_trainer.patching.head import patch_head
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
@@ -198,7 +198,7 @@ def test_partitioned_parameters_are_gathered_around_the_use(still_whole, monkeyp
     deepspeed = types.ModuleType("deepspeed")
     deepspeed.zero = types.SimpleNamespace(GatheredParameters=GatheredParameters)
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    monkeypatch.setattr(partitions, "_check_deepspeed", lambda: None)  # this one has no private names
+    monkeypatch.setattr(lm_head, "_check_deepspeed", lambda: None)  # this one has no private names
     model.lm_head.pre_bwd_fn = PreBackwardFunctionForModule
     model.lm_head.register_forward_pre_hook(lambda *_: fetch("run"))
     if not still_whole:

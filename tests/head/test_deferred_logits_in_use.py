@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.head import DeferredLogits, warn_once
-from liger_trainer.head.context import ForwardContext, forward_context
+from liger_trainer.head.step import Forward
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.head import make_head_forward
 from tests.accuracy import as_large_as
 from tests.head.deferring import CHAINS, MASK, B, H, S, V, assert_equal, defer, real
+from tests.steps import step_with
 from tests.tiny_models import TINY_MODELS
 
 
@@ -164,7 +165,7 @@ def test_target_elsewhere_and_wrong_shapes(head, hidden):
         F.cross_entropy(defer(head, hidden).view(-1, V), torch.zeros(3, dtype=torch.long))
     patched = copy.deepcopy(head)
     bind_forward(patched, make_head_forward(True, 2**20))
-    with forward_context(ForwardContext(True)):
+    with step_with(forward=Forward(True)):
         with pytest.raises(RuntimeError):  # as nn.Linear's own
             patched(torch.randn(2, H + 1))
         with pytest.raises(RuntimeError):
@@ -212,7 +213,7 @@ def test_inference_tensors_have_no_versions_to_compare(head, hidden):
 def test_functional_call_keeps_the_parameters_of_the_call(head, hidden):
     bind_forward(head, make_head_forward(True, 2**20))
     given = {name: (2 * parameter).detach().requires_grad_() for name, parameter in head.named_parameters()}
-    with forward_context(ForwardContext(has_labels=True)):
+    with step_with(forward=Forward(has_labels=True)):
         logits = torch.func.functional_call(head, given, (hidden,))
     assert type(logits) is DeferredLogits
     target = torch.zeros(B * S, dtype=torch.long)

@@ -9,13 +9,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.head import DeferredLogits
-from liger_trainer.head.context import ForwardContext, forward_context
 from liger_trainer.head.padded_logits import padded_logits
+from liger_trainer.head.step import Forward
 from liger_trainer.head.vocab_functions import runs_in_chunks
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.head import make_head_forward
 from tests.calls import created_sizes
 from tests.head.deferring import real
+from tests.steps import step_with
 
 B, S, H, V = 3, 8, 4, 96
 ROWS = 5  # tokens in a chunk of fp32 logits
@@ -52,7 +53,7 @@ def patched(linear, memory=ROWS * V * 4):
 
 @torch.no_grad()
 def deferred(memory=ROWS * V * 4, kind=nn.Linear, dtype=torch.float32):
-    with forward_context(ForwardContext(has_labels=False, read_later=True)):
+    with step_with(forward=Forward(has_labels=False, read_later=True)):
         logits = patched(head(kind, dtype), memory)(states(dtype))
     assert type(logits) is DeferredLogits
     return logits
@@ -236,7 +237,7 @@ def test_logits_with_a_gradient_keep_it():
     for ours in (True, False):
         linear = patched(head()) if ours else head()
         hidden = states().requires_grad_()
-        with forward_context(ForwardContext(has_labels=True)):
+        with step_with(forward=Forward(has_labels=True)):
             logits = linear(hidden)
         assert not isinstance(logits, DeferredLogits) or not runs_in_chunks(logits)
         loss = (
@@ -253,7 +254,7 @@ def test_predictions_of_a_training_step_run_in_chunks_beside_the_loss():
     results = []
     for linear in (patched(head()), head()):
         hidden = states().requires_grad_()
-        with forward_context(ForwardContext(has_labels=True)):
+        with step_with(forward=Forward(has_labels=True)):
             logits = linear(hidden)
         loss = F.cross_entropy(logits.float().view(-1, V), LABELS.view(-1))
         found = []

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_trainer.head import DeferredLogits
-from liger_trainer.head.context import expected_loss_gradient, loss_follows
 from liger_trainer.head.divergence import divergence
 from liger_trainer.patching.head import patch_head
 from tests.head.deferring import B, H, S, V, defer
+from tests.steps import step_with
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 CHAINS = {
@@ -97,7 +97,7 @@ def test_logits_that_one_model_built(built, head, hidden, teacher):
 
 def test_any_expected_gradient_gives_the_same(head, hidden, teacher, never_built):
     def gradient(expected_factor):
-        with expected_loss_gradient(expected_factor):
+        with step_with(expected_gradient=expected_factor):
             loss = divergence(defer(head, hidden), defer(*teacher), labels_of(hidden[..., 0]), 0.5).loss
         return torch.autograd.grad(loss / 4, hidden)[0]
 
@@ -134,7 +134,7 @@ def test_logits_are_deferred_where_a_loss_follows(training, grad):
     with torch.set_grad_enabled(grad):
         native = model(**inputs).logits
         assert patch_head(model, fused=True, logits_memory=2**20).applied
-        with loss_follows():
+        with step_with(loss_follows=True):
             logits = model(**inputs).logits
         assert type(logits) is DeferredLogits
         torch.testing.assert_close(logits + 0, native)

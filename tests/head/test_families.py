@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
-from liger_trainer.head import DeferredLogits, expected_loss_gradient, fused_loss
+from liger_trainer.head import DeferredLogits, fused_loss
 from liger_trainer.patching.binding import unbind_forward
 from liger_trainer.patching.head import patch_head
+from tests.steps import step_with
 from tests.tiny_models import TINY_MODELS, VOCAB, tiny_batch
 
 SOME = ("llama", "gemma2", "granite", "qwen3_moe")  # plain; soft-cap and tied; scaled; auxiliary loss
@@ -128,7 +129,7 @@ def test_num_items_is_the_expected_gradient(monkeypatch):
     model(**inputs)
     model(**inputs, num_items_in_batch=40)
     model(**inputs, num_items_in_batch=torch.tensor(40))
-    with expected_loss_gradient(0.25):
+    with step_with(expected_gradient=0.25):
         model(**inputs, num_items_in_batch=40)
         model(**inputs)
     assert seen[0] is None

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 
 from liger_trainer.head import divergence, fused_loss, lm_head
 from liger_trainer.head.chunked_module import ModuleCall, chunked_log_probs
-from liger_trainer.head.context import ForwardContext, forward_context, labelled_rows_at_most, loss_follows
 from liger_trainer.head.fused_loss import head_log_probs
 from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_rows
-from liger_trainer.kernels.head import linear_log_probs_expected
+from liger_trainer.head.step import Forward
+from liger_trainer.kernels.head import linear_log_probs_gradients as gradients_of_log_probs
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.head import make_head_forward
 from tests.calls import saved_tensors
+from tests.steps import step_with
 
 ROWS, LENGTH, H, V = 2, 700, 6, 11
 N = ROWS * LENGTH
@@ -62,7 +63,7 @@ def make_labels(count: int) -> torch.Tensor:
 
 
 def defer(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    with forward_context(ForwardContext(has_labels=True)), loss_follows():
+    with step_with(forward=Forward(has_labels=True), loss_follows=True):
         return head(hidden)
 
 
@@ -147,7 +148,7 @@ def run(kind, chain, loss_name, labels, bound, dtype=torch.float32):
     head, hidden = make_head(kind, dtype), make_hidden(dtype)
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     logits = CHAINS[chain](defer(head, hidden))
-    with labelled_rows_at_most(None if bound is None else lambda: bound):
+    with step_with(labelled=None if bound is None else lambda: bound):
         values, loss = LOSSES[loss_name](logits, labels)
     gradients = torch.autograd.grad(loss, [hidden, *parameters])
     return [value.detach() for value in values], list(gradients)
@@ -198,10 +199,10 @@ def test_every_number_of_labels(loss_name, count, bound, kept, multiplied):
 def test_a_bound_that_is_too_low_makes_the_loss_nan(loss_name, kind):
     labels = make_labels(KEPT + 1)
     head, hidden = make_head(kind), make_hidden()
-    with labelled_rows_at_most(lambda: KEPT):
+    with step_with(labelled=lambda: KEPT):
         _, loss = LOSSES[loss_name](defer(head, hidden), labels)
     assert math.isnan(loss.detach())
-    with labelled_rows_at_most(lambda: KEPT + 1):
+    with step_with(labelled=lambda: KEPT + 1):
         _, loss = LOSSES[loss_name](defer(head, hidden), labels)
     assert math.isfinite(loss.detach())
 
@@ -210,10 +211,10 @@ def test_a_bound_that_is_too_low_makes_the_loss_nan(loss_name, kind):
 def test_the_gradient_of_a_sum_is_seen_to_be_one_number(weighted, monkeypatch):
     """Without reading it, for which the host would wait."""
     read = []
-    by_values = linear_log_probs_expected.number_by_values
-    monkeypatch.setattr(linear_log_probs_expected, "number_by_values", lambda *args: read.append(1) or by_values(*args))
+    by_values = gradients_of_log_probs.number_by_values
+    monkeypatch.setattr(gradients_of_log_probs, "number_by_values", lambda *args: read.append(1) or by_values(*args))
     head, hidden = make_head("trained"), make_hidden()
-    with labelled_rows_at_most(lambda: 300):
+    with step_with(labelled=lambda: 300):
         found = head_log_probs(defer(head, hidden), make_labels(300), ("top1",), expected_grad=1.0).log_probs
     (loss_of(found) if weighted else -found.sum()).backward()
     assert bool(read) is weighted
@@ -235,14 +236,14 @@ class Sink(torch.autograd.Function):
 def test_a_missing_gradient_stays_missing(monkeypatch):
     """One of zeros would make the head compute its logits again."""
     again = lambda *args: pytest.fail("the logits were recomputed")  # noqa: E731
-    monkeypatch.setattr(linear_log_probs_expected, "recomputed_gradients", again)
+    monkeypatch.setattr(gradients_of_log_probs, "recomputed_gradients", again)
     head, hidden = make_head("trained"), make_hidden()
-    with labelled_rows_at_most(lambda: 300):
+    with step_with(labelled=lambda: 300):
         found = head_log_probs(defer(head, hidden), make_labels(300), ("entropy",), expected_grad=1.0)
     chosen, _ = Sink.apply(found.log_probs, found.entropy)
     (-chosen).sum().backward()
     assert hidden.grad.any()
-    with labelled_rows_at_most(lambda: 300):
+    with step_with(labelled=lambda: 300):
         rows = labelled_rows(hidden, make_labels(300), -100, 2**20)
     hidden.grad = None
     Sink.apply(rows.gathered(hidden), hidden)[1].sum().backward()
@@ -251,7 +252,7 @@ def test_a_missing_gradient_stays_missing(monkeypatch):
 
 def test_nothing_is_read_by_the_host():
     """Fake tensors have no values: reading one is an error."""
-    with FakeTensorMode(), labelled_rows_at_most(lambda: 300):
+    with FakeTensorMode(), step_with(labelled=lambda: 300):
         hidden, labels = torch.randn(N, H, requires_grad=True), torch.zeros(N, dtype=torch.int64)
         rows = labelled_rows(hidden, labels, -100, 2**20)
         assert isinstance(rows, LabelledRows)
@@ -275,7 +276,7 @@ def test_nothing_is_read_by_the_host():
 def test_what_more_than_half_of_the_rows_take_comes_out_of_the_logits(count, differentiable, memory):
     hidden, labels = make_hidden().detach(), make_labels(count)
     big = 2**16
-    with labelled_rows_at_most(lambda: count):
+    with step_with(labelled=lambda: count):
         rows = labelled_rows(hidden.requires_grad_(differentiable), labels, -100, big)
         assert isinstance(rows, LabelledRows)
         assert rows.logits_memory == big - 4096 + memory
@@ -286,7 +287,7 @@ def test_what_more_than_half_of_the_rows_take_comes_out_of_the_logits(count, dif
 def test_a_teacher_takes_memory_too():
     hidden, labels = make_hidden(), make_labels(300)
     teacher = torch.randn(ROWS, LENGTH, 10 * H)
-    with labelled_rows_at_most(lambda: 300):
+    with step_with(labelled=lambda: 300):
         rows = labelled_rows(hidden, labels, -100, 2**20, teacher)
     assert rows.logits_memory == 2**20 - 4 * H * (512 - (N - 512)) - 4 * 10 * H * 512
 
@@ -295,7 +296,7 @@ def test_all_rows_without_a_bound_and_for_few_tokens():
     hidden, labels = make_hidden(), make_labels(10)
     assert type(labelled_rows(hidden, labels, -100, 2**20)) is AllRows
     asked = []
-    with labelled_rows_at_most(lambda: asked.append(1) or 10):
+    with step_with(labelled=lambda: asked.append(1) or 10):
         assert type(labelled_rows(hidden[:1, :560], labels[:1, :560], -100, 2**20)) is AllRows
         assert not asked, "a count may have to be waited for"
         assert type(labelled_rows(hidden, labels, -100, 2**20)) is LabelledRows
@@ -303,7 +304,7 @@ def test_all_rows_without_a_bound_and_for_few_tokens():
 
 def test_not_while_tracing(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with labelled_rows_at_most(lambda: 10):
+    with step_with(labelled=lambda: 10):
         assert type(labelled_rows(make_hidden(), make_labels(10), -100, 2**20)) is AllRows
 
 
@@ -311,7 +312,7 @@ def test_chunks_of_labelled_rows(multiplied):
     """A chunked head runs on chunks of the labelled rows; what is saved of a built teacher is no copy of its rows."""
     head, hidden, labels = make_head("lora"), make_hidden(), make_labels(300)
     teacher = torch.randn(ROWS, LENGTH, V)
-    with labelled_rows_at_most(lambda: 300), saved_tensors() as saved:
+    with step_with(labelled=lambda: 300), saved_tensors() as saved:
         logits = defer(head, hidden)
         logits.recorded.call.logits_memory = 100 * 4 * V
         loss = divergence.divergence(logits, teacher, labels, 0.5).loss

@@ -47,7 +47,7 @@ def test_opcheck(name, device, monkeypatch):
         result = call(self, *arguments)
         # Tracing asks for gradients of empty results too, which stand for results that were not asked for.
         traceable = all(x.numel() or not x.requires_grad for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-        calls.append((self, arguments_before, rules if traceable else RULES[:-1]))
+        calls.append((self, self.of_schema(arguments_before), rules if traceable else RULES[:-1]))
         return result
 
     monkeypatch.setattr(Operator, "__call__", record)

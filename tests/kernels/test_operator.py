@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -74,11 +75,11 @@ def _save_scaled(ctx, inputs, output):
 def _gradients_of_scaled(ctx, gradients):
     seen_by_scaled.append((ctx.needs_input_grad, gradients))
     x, *weights = ctx.saved_tensors
-    triples = list(zip(gradients, weights, ctx.factors))
+    triples = [(0.0 if g is None else g, *rest) for g, *rest in zip(gradients, weights, ctx.factors)]
     dx = sum(g * factor * weight * ctx.exponent * x ** (ctx.exponent - 1) for g, weight, factor in triples)
     needed = ctx.needs_input_grad[1]
     dweights = [g * factor * x**ctx.exponent if need else None for (g, _, factor), need in zip(triples, needed)]
-    return dx, dweights, None, [], sum(gradients) if ctx.needs_input_grad[4] else None, None
+    return dx, dweights, None, [], sum(g for g, *_ in triples) if ctx.needs_input_grad[4] else None, None
 
 
 scaled.register_autograd(_gradients_of_scaled, setup_context=_save_scaled)
@@ -221,10 +222,103 @@ def test_missing_derivative_is_an_error_in_the_backward():
         result.sum().backward()
 
 
+def test_a_backward_is_not_called_without_a_gradient():
+    class Lost(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    x = torch.randn(3, requires_grad=True)
+    for function in (negative, negative.custom):
+        assert torch.autograd.grad(Lost.apply(function(x)).sum(), x, allow_unused=True) == (None,)
+
+
 def test_a_single_gradient_needs_no_tuple():
     x = torch.randn(3, requires_grad=True)
     negative(x).sum().backward()
     assert torch.equal(x.grad, -torch.ones(3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Named tuples
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    slope: float
+    offset: float | None
+
+
+class Power(NamedTuple):
+    exponent: int
+    factors: Sequence[torch.Tensor]
+    summand: torch.Tensor | None
+
+
+@operator("liger_trainer_tests::of_records")
+def of_records(x: torch.Tensor, line: Line, name: str, power: Power) -> torch.Tensor:
+    """``product of the factors * (slope * x + offset) ** exponent + summand``."""
+    assert type(line) is Line
+    assert type(power) is Power
+    assert name == "name"
+    y = (line.slope * x + (line.offset or 0.0)) ** power.exponent
+    for factor in power.factors:
+        y = y * factor
+    return y if power.summand is None else y + power.summand
+
+
+@of_records.register_fake
+def _(x, line, name, power):
+    assert type(line) is Line
+    return x.new_empty(x.shape)
+
+
+def _save_records(ctx, inputs, output):
+    x, ctx.line, _, power = inputs
+    ctx.exponent = power.exponent
+    ctx.save_for_backward(x, *power.factors)
+
+
+def _gradient_of_records(ctx, gradient):
+    (x, factor), (slope, offset), exponent = ctx.saved_tensors, ctx.line, ctx.exponent
+    need_x, *_, need_factors, need_summand = ctx.needs_input_grad
+    assert need_factors == [True]
+    base = slope * x + (offset or 0.0)
+    dx = gradient * factor * exponent * slope * base ** (exponent - 1) if need_x else None
+    return dx, None, None, None, None, [gradient * base**exponent], gradient if need_summand else None
+
+
+of_records.register_autograd(_gradient_of_records, setup_context=_save_records)
+
+
+def test_torch_sees_the_fields_of_named_tuples():
+    arguments = [argument.name for argument in torch.ops.liger_trainer_tests.of_records.default._schema.arguments]
+    assert arguments == ["x", "slope", "offset", "name", "exponent", "factors", "summand"]
+
+
+@pytest.mark.parametrize("summand", [True, False])
+@pytest.mark.parametrize("offset", [None, 0.5])
+def test_named_tuples_in_every_way_of_calling(offset, summand):
+    def call(x, factor, term):
+        return of_records(x, Line(3.0, offset), "name", Power(2, [factor], term))
+
+    def call_of_marked(x, *rest):
+        return call(x.as_subclass(Marked), *rest)
+
+    leaves = [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2 + summand)]
+    x, factor, term = (*leaves, None)[:3]
+    plain = factor * (3.0 * x + (offset or 0.0)) ** 2 + (term if summand else 0.0)
+    expected = torch.autograd.grad(plain.sum(), leaves)
+    for function in (call, call_of_marked, torch.compile(call, backend="aot_eager")):
+        result = function(x, factor, term)
+        torch.testing.assert_close(torch.Tensor(result), plain)
+        torch.testing.assert_close(torch.autograd.grad(result.sum(), leaves), expected)
+    arguments = (x, Line(3.0, offset), "name", Power(2, [factor], term))
+    torch.library.opcheck(of_records.custom, of_records.of_schema(arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,7 +369,8 @@ def test_derivatives_are_given_what_torch_gives_them(listed):
     assert [type(each) for each in inputs] == [type(each) for each in torch_inputs]
     assert all(ours is theirs for ours, theirs in zip(inputs[1], torch_inputs[1]))
     assert type(output) is type(torch_output) is type(gradients) is type(torch_gradients) is list
-    torch.testing.assert_close(gradients, torch_gradients)  # zeros for the result that is not used
+    assert gradients[0] is torch_gradients[0] is None  # of the result that is not used
+    torch.testing.assert_close(gradients[1], torch_gradients[1])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -7,7 +7,7 @@ import torch
 from liger_trainer.kernels.attention.plan import dense
 from liger_trainer.packing.layout import Group, groups_of, layout_of, parts_of, starts_and_lengths
 from liger_trainer.packing.packed_row import packed_rows
-from liger_trainer.trainers.packed_statistics import _scattered
+from liger_trainer.trainers.fused_forward import _scattered
 from tests.packing.batches import Rows, random_rows, rows_of_tokens
 
 CASES: dict[str, Rows] = {

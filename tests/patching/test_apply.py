@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer import KernelConfig, apply_liger_kernel, revert_liger_kernel
-from liger_trainer.patching.binding import bound_modules, is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
+from liger_trainer.patching.binding import bound_modules
 from liger_trainer.patching.probe import Probe
 from tests.patching import toys
 from tests.patching.comparisons import LAYERS, assert_same, loss_and_gradients

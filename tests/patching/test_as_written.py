@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
-from liger_trainer.patching import gated_mlp, rotations
+from liger_trainer.patching import mlps, rotations
 from liger_trainer.patching import norm_forwards as norms
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import llama, mixtral
@@ -17,7 +17,7 @@ MODELS = {"llama": llama, "mixtral": mixtral, "qwen3": TINY_MODELS["qwen3"], "ge
 
 @pytest.mark.parametrize("family", MODELS)
 def test_generation_on_the_cpu(family, calls_of):
-    ours = calls_of(norms, "rms_norm"), calls_of(rotations, "rope"), calls_of(gated_mlp, "outputs_are_unhooked")
+    ours = calls_of(norms, "rms_norm"), calls_of(rotations, "rope"), calls_of(mlps, "outputs_are_unhooked")
     stock, patched = MODELS[family]().eval(), MODELS[family]().eval()
     report = apply_liger_kernel(patched)
     assert {"rope", "rms_norm"} <= {row.component for row in report.applied}

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from liger_trainer import apply_liger_kernel
 from liger_trainer.head import warn_once
 from liger_trainer.patching import norm_forwards as norms
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.moe import experts_formula
 from tests.patching import toys
 from tests.patching.comparisons import LAYERS, assert_same, loss_and_gradients, relative

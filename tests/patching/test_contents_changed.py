@@ -11,8 +11,7 @@ from torch import nn
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.head import warn_once
-from liger_trainer.patching.as_written import is_as_proved
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.as_written import is_as_proved, is_bound_by_us
 from tests.patching import toys
 from tests.patching.comparisons import LAYERS
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from liger_trainer import apply_liger_kernel
 from liger_trainer import functional as ops
 from liger_trainer.patching import norm_forwards as norms
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
 from tests.patching import toys
 from tests.patching.comparisons import LAYERS, assert_same, relative
 from tests.patching.test_changed_afterwards import Doubled, both, layer

@@ -12,9 +12,9 @@ from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels.fp8.row_cast import cast_rows_reference
 from liger_trainer.kernels.fp8.stored import dequantize
 from liger_trainer.kernels.lora import lora as operators
-from liger_trainer.patching.lora import fp8_base, fp8_linear
+from liger_trainer.patching.lora import fp8_base, low_bit
 from liger_trainer.patching.lora.fp8_base import store_base_in_fp8
-from liger_trainer.patching.lora.fp8_linear import Fp8Linear
+from liger_trainer.patching.lora.low_bit import Fp8Linear
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
@@ -109,9 +109,9 @@ def test_every_linear_layer_of_the_decoder(family, monkeypatch):
 def test_a_weight_is_freed_before_the_next_is_cast(monkeypatch):
     model = adapted()
     weights = [weakref.ref(m.base_layer.weight) for m in model.modules() if hasattr(m, "base_layer")]
-    alive, native = [], fp8_linear.store
+    alive, native = [], low_bit.store
     monkeypatch.setattr(
-        fp8_linear, "store", lambda weight: alive.append(sum(w() is not None for w in weights)) or native(weight)
+        low_bit, "store", lambda weight: alive.append(sum(w() is not None for w in weights)) or native(weight)
     )
     bytes_before = sum(p.numel() * p.element_size() for p in layers_of(model).parameters() if not p.requires_grad)
     store_base_in_fp8(model, CPU)

@@ -21,7 +21,7 @@ from liger_trainer.kernels.norms import rms_norm as norms
 from liger_trainer.patching import apply, fp8
 from liger_trainer.patching import norm_forwards as patched_norms
 from liger_trainer.patching.binding import bound_function
-from liger_trainer.patching.fp8_norms import cast_in_norms
+from liger_trainer.patching.fp8 import cast_in_norms
 from tests.calls import recorded_calls
 
 RECIPE = {"fp8": "rowwise_gw_hp"}

@@ -26,9 +26,9 @@ from transformers.utils import kernel_config as config_of_transformers
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.head import warn_once
 from liger_trainer.integrations.hub_kernels import folder, layers
-from liger_trainer.patching import gated_mlp, rotations
+from liger_trainer.patching import mlps, rotations
 from liger_trainer.patching import norm_forwards as norms
-from liger_trainer.patching.binding import is_bound_by_us
+from liger_trainer.patching.as_written import is_bound_by_us
 from tests.tiny_models import TINY_MODELS, tiny_batch
 
 NORMS = {"LlamaRMSNorm"}
@@ -197,8 +197,8 @@ def test_a_model_trains_with_our_layers(library, monkeypatch, calls_of):
     model = TINY_MODELS["llama"]()
     expected = loss_and_gradients(model)
     ask_for_ours(model, library, monkeypatch)
-    gated_mlp.gated_mlp_forward.cache_clear()  # its results hold the functions that are counted
-    calls = [calls_of(norms, "rms_norm"), calls_of(gated_mlp, "swiglu_down"), calls_of(rotations, "rope")]
+    mlps.gated_mlp_forward.cache_clear()  # its results hold the functions that are counted
+    calls = [calls_of(norms, "rms_norm"), calls_of(mlps, "glu_down"), calls_of(rotations, "rope")]
     loss_and_gradients(model)  # after the proofs
     for _ in range(2):
         for each in calls:
@@ -206,7 +206,7 @@ def test_a_model_trains_with_our_layers(library, monkeypatch, calls_of):
         torch.testing.assert_close(loss_and_gradients(model), expected, rtol=1e-5, atol=1e-6)
         assert [len(each) for each in calls] == [5, 2, 2]
         model.eval().train()
-    gated_mlp.gated_mlp_forward.cache_clear()
+    mlps.gated_mlp_forward.cache_clear()
 
 
 def test_the_proof_is_no_part_of_a_checkpoint(library, monkeypatch):

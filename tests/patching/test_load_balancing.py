@@ -9,7 +9,7 @@ from transformers.models.mixtral import modeling_mixtral
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.patching.moe import load_balancing
-from liger_trainer.patching.moe.load_balancing import recorded_z_losses
+from tests.steps import step_with
 from tests.tiny_models import TINY_MODELS
 
 ALONE = {key: key == "load_balancing_loss" for key in KERNEL_KEYS}
@@ -118,7 +118,8 @@ def test_z_losses_are_recorded_where_there_is_a_gradient():
     model = build("qwen3_moe")
     apply_liger_kernel(model, ALONE)
     ids = torch.randint(3, 100, (2, 6), generator=torch.Generator().manual_seed(0))
-    with recorded_z_losses() as z_losses:
+    z_losses = []
+    with step_with(z_losses=z_losses):
         outputs = model(input_ids=ids)
         with torch.no_grad():
             model(input_ids=ids)
@@ -129,8 +130,8 @@ def test_z_losses_are_recorded_where_there_is_a_gradient():
 
 
 def test_applied_again_inside_the_fused_head_of_an_earlier_trainer():
+    from liger_trainer.trainers.fused_forward import StatisticsOptions
     from liger_trainer.trainers.fused_head import install_fused_forward
-    from liger_trainer.trainers.token_statistics import StatisticsOptions
 
     model = build("mixtral")
     apply_liger_kernel(model)
@@ -139,15 +140,16 @@ def test_applied_again_inside_the_fused_head_of_an_earlier_trainer():
     ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
     expected = build("mixtral")(input_ids=ids).aux_loss
     for options in ({}, {"fused_lm_head": True, "labels": ids}):
-        with recorded_z_losses() as z_losses:
+        z_losses = []
+        with step_with(z_losses=z_losses):
             torch.testing.assert_close(model(input_ids=ids, **options).aux_loss, expected)
         assert len(z_losses) == 1
 
 
 def test_a_model_that_has_no_auxiliary_loss_is_given_none(caplog):
     """Llama 4's text model and Doge are asked for router logits, and compute no loss of them."""
+    from liger_trainer.trainers.fused_forward import StatisticsOptions
     from liger_trainer.trainers.fused_head import install_fused_forward
-    from liger_trainer.trainers.token_statistics import StatisticsOptions
 
     model = TINY_MODELS["llama"]()
     model.config.output_router_logits = True
@@ -166,7 +168,8 @@ def test_a_compiled_model_gives_the_same_loss():
     loss, aux_loss, _ = step(model)
     apply_liger_kernel(model)
     compiled = torch.compile(model, backend="eager")
-    with recorded_z_losses() as z_losses:
+    z_losses = []
+    with step_with(z_losses=z_losses):
         outputs = compiled(**padded_batch())
     torch.testing.assert_close((outputs.loss, outputs.aux_loss), (loss, aux_loss), rtol=1e-5, atol=1e-6)
     assert len(z_losses) == 1

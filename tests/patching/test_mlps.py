@@ -16,7 +16,8 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.patching import gated_mlp
+from liger_trainer.kernels.activation import GATED
+from liger_trainer.patching import mlps
 from tests.patching import comparisons, toys
 from tests.patching.comparisons import loss_and_gradients
 from tests.tiny_models import COMMON, TINY_MODELS, tiny_batch
@@ -193,6 +194,23 @@ def test_an_activation_is_named_where_it_is_the_difference(act):
     assert (f"({type(act).__name__})" in row.reason) == isinstance(act, nn.ReLU)
 
 
+class Gated(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.act = act
+
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("row", GATED.values(), ids=lambda row: row.name)
+def test_every_activation_of_the_table_is_proved(row):
+    (found,) = apply_liger_kernel(toys.Toy(mlp=Gated(row.value)), MLPS).applied
+    assert found.component == row.component
+    assert found.kernel == (f"{row.component} ({row.detail})" if row.detail else row.component)
+
+
 class Pair(nn.Module):
     def __init__(self, act):
         super().__init__()
@@ -229,10 +247,10 @@ def test_other_linear_layers_are_no_mlp(widths):
 @pytest.fixture
 def used(calls_of):
     """How often a down projection joined its activation."""
-    calls = calls_of(gated_mlp, "swiglu_down", "geglu_down")
-    gated_mlp.gated_mlp_forward.cache_clear()
+    calls = calls_of(mlps, "glu_down")
+    mlps.gated_mlp_forward.cache_clear()
     yield calls
-    gated_mlp.gated_mlp_forward.cache_clear()
+    mlps.gated_mlp_forward.cache_clear()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])

@@ -15,7 +15,7 @@ from torch import nn
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.patching import rotations
-from liger_trainer.patching.pending_norm import PendingNorm
+from liger_trainer.patching.norm_forwards import PendingNorm
 from tests.patching.comparisons import LAYERS, apply_unchanged, assert_same, loss_and_gradients, relative
 from tests.patching.test_rope import apply_rotary_pos_emb
 from tests.patching.toys import Norm

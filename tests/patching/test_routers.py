@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.patching.binding import is_bound_by_us
-from liger_trainer.patching.moe import router_formulas
+from liger_trainer.patching.as_written import is_bound_by_us
+from liger_trainer.patching.moe import routers
 from tests.accuracy import seeded_randn
 from tests.moe_routers import HIDDEN, OTHER_ROUTERS, ROUTERS, arguments_of
 from tests.patching import toys
@@ -147,7 +147,7 @@ def assert_rounded_once(family, router, correction, got, expected):
 @pytest.fixture
 def used(calls_of):
     """How often our operators ran."""
-    return calls_of(router_formulas, "topk_softmax_routing", "grouped_topk_sigmoid_routing")
+    return calls_of(routers, "topk_softmax_routing", "grouped_topk_sigmoid_routing")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.patching import gated_mlp
+from liger_trainer.patching import mlps
 from liger_trainer.tiling.tiled_mlp import tiled_mlp
 from tests.patching import toys
 from tests.patching.comparisons import loss_and_gradients
@@ -26,7 +26,7 @@ TILES = 3
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
     """Tiny models fit into one tile; these get three."""
-    monkeypatch.setattr(gated_mlp, "tiled_mlp", lambda forward, module, x, _: tiled_mlp(forward, module, x, TILES))
+    monkeypatch.setattr(mlps, "tiled_mlp", lambda forward, module, x, _: tiled_mlp(forward, module, x, TILES))
     torch.manual_seed(0)
 
 
@@ -120,8 +120,8 @@ def test_hooks_of_a_backward_alone_change_no_gradient():
 def test_adapters_in_a_tile_are_one_operator(monkeypatch, checkpointed):
     """As without tiles: PEFT's own forward casts every tile to fp32 and back."""
     calls = []
-    operator = gated_mlp.lora_mlp
-    monkeypatch.setattr(gated_mlp, "lora_mlp", lambda *a, **k: calls.append(a[0].shape) or operator(*a, **k))
+    operator = mlps.lora_mlp
+    monkeypatch.setattr(mlps, "lora_mlp", lambda *a, **k: calls.append(a[0].shape) or operator(*a, **k))
     model = with_adapters(TINY_MODELS["llama"]()).train()
     batch = tiny_batch("llama", model)
     expected = loss_and_gradients(model, batch)

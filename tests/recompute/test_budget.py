@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from liger_trainer.recompute.budget import Call, Candidate, Layer, Plan, Step, choose, merged, most, proved
+from liger_trainer.recompute.budget import Call, Candidate, Layer, Plan, RecordedStep, choose, merged, most, proved
 
 MM = Call("aten::mm", 0)
 ATTENTION = Call("aten::attention", 0)
@@ -16,7 +16,7 @@ def step(layers=4, tokens=100, attention=4.0, start=100, peak=150, growing=10):
     """Layers with a matmul of 8 bytes and 1 s, and an attention of 4 bytes; peaks grow towards the first layer."""
     candidates = Candidate(MM, 8, 1.0), Candidate(ATTENTION, 4, attention)
     frames = [Layer(f"layers.{i}", tokens, candidates, start + 20 + growing * (layers - 1 - i)) for i in range(layers)]
-    return Step(tuple(frames), start, peak)
+    return RecordedStep(tuple(frames), start, peak)
 
 
 def kept_bytes(recorded, plan, name, growth=1.0):
@@ -58,7 +58,7 @@ def test_a_smaller_result_fills_the_rest():
 
 def test_noise_does_not_order_the_layers():
     noisy = [Layer(f"layers.{i}", 100, (Candidate(MM, 8, 1.0 + (0.1 if i == 0 else 0)),)) for i in range(4)]
-    assert set(choose(Step(tuple(noisy)), 1.0, 8, math.inf).calls) == {"layers.3"}
+    assert set(choose(RecordedStep(tuple(noisy)), 1.0, 8, math.inf).calls) == {"layers.3"}
 
 
 def test_the_first_layers_keep_less_as_their_bytes_are_held_until_the_gradients_exist():
@@ -83,7 +83,7 @@ def test_memory_never_exceeds_its_limits(seed):
         )
         for i in range(count)
     )
-    recorded = Step(layers, 40, draw.randint(50, 120))
+    recorded = RecordedStep(layers, 40, draw.randint(50, 120))
     growth, kept, allocated = draw.choice([0.5, 1.0, 1.5]), draw.randint(0, 200), draw.randint(40, 260)
     plan = choose(recorded, growth, kept, allocated)
     held = [kept_bytes(recorded, plan, layer.name, growth) for layer in layers]
@@ -130,4 +130,4 @@ def test_a_kind_of_result_that_failed_in_one_layer_or_was_never_tried_is_kept_in
 
 def test_a_step_goes_through_json():
     recorded = step()
-    assert Step.from_dict(json.loads(json.dumps(recorded.to_dict()))) == recorded
+    assert RecordedStep.from_dict(json.loads(json.dumps(recorded.to_dict()))) == recorded

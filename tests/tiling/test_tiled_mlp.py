@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.mlp.swiglu import swiglu
+from liger_trainer.kernels.mlp.glu import swiglu
 from liger_trainer.nn import LigerSwiGLUMLP
 from liger_trainer.tiling.tiled_mlp import tile_length, tiled_mlp
 from tests.calls import saved_tensors

@@ -3,7 +3,7 @@
 import pytest
 
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.trainers import token_statistics
+from liger_trainer.trainers import fused_forward
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.parity import save_models
 from tests.trainers.tiny import tokenizer
@@ -33,4 +33,4 @@ def vision_folders(tmp_path_factory):
 def never_built(monkeypatch):
     """No logits, neither built from deferred ones nor given by the model."""
     monkeypatch.setattr(DeferredLogits, "_compute", lambda self: pytest.fail("the logits were built"))
-    monkeypatch.setattr(token_statistics, "log_probs", lambda *args, **kwargs: pytest.fail("the model built logits"))
+    monkeypatch.setattr(fused_forward, "log_probs", lambda *args, **kwargs: pytest.fail("the model built logits"))

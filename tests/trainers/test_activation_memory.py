@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from liger_trainer.recompute import recording
-from liger_trainer.recompute.activation_memory import ActivationMemory
-from liger_trainer.recompute.budget import Call, Candidate, Layer, Step
+from liger_trainer.recompute.activation_memory import ActivationMemory, Keeping
+from liger_trainer.recompute.budget import Call, Candidate, Layer, RecordedStep
 from liger_trainer.recompute.layers import Replaced
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.tiny_models import TINY_MODELS
@@ -69,7 +69,7 @@ def test_no_bit_changes(name, budget, tmp_path):
     assert_same(kept, without)
     assert kept._kept.kept > 0
     assert kept._kept.kept <= (40 * 2**10 if budget == "40KiB" else 2**30)
-    assert len(kept._kept.record.layers) == len(kept._kept.plan().calls) == 2
+    assert len(kept._kept.phase.record.layers) == len(kept._kept.plan().calls) == 2
 
 
 @pytest.mark.parametrize("options", [
@@ -105,9 +105,9 @@ def test_layers_keep_although_trl_gives_them_their_own_functions_back(tmp_path):
     trainer = dpo(tmp_path, lora(), **ON, activation_memory="1GiB")
     names = []
     inner = trainer._kept._calls_to_keep
-    trainer._kept._calls_to_keep = lambda name, tokens: (names.append(name), inner(name, tokens))[1]
+    trainer._kept._calls_to_keep = lambda phase, name, tokens: (names.append(name), inner(phase, name, tokens))[1]
     trainer.train()
-    assert len(names) == 2 * 4  # two layers in every step but the second, which is recorded
+    assert len(names) == 2 * 3  # two layers in every step but the first, and the second, which is recorded
 
 
 def test_batches_of_other_lengths(tmp_path):
@@ -121,8 +121,8 @@ def test_batches_of_other_lengths(tmp_path):
     kept = trained(causal, tmp_path, llama, activation_memory="60KiB", **options)
     assert_same(kept, without)
     sizes = [log["kept_activations_gib"] * 2**30 for log in kept.state.log_history if "loss" in log]
-    assert len(kept._kept._plans) > 2
-    assert all(plan.bytes <= 60 * 2**10 for plan in kept._kept._plans.values())
+    assert len(kept._kept.phase.plans) > 2
+    assert all(plan.bytes <= 60 * 2**10 for plan in kept._kept.phase.plans.values())
     assert len(sizes) == 6
 
 
@@ -147,16 +147,16 @@ def test_a_resumed_run_keeps_the_plan(tmp_path):
     checkpoint = tmp_path / "a" / "checkpoint-4"
     resumed = causal(tmp_path / "b", llama(), **{**ON, **options})
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert resumed._kept.record == whole._kept.record
+    assert resumed._kept.phase.record == whole._kept.phase.record
     assert resumed._kept.plan() == whole._kept.plan()
-    assert resumed._kept._proved
+    assert isinstance(resumed._kept.phase, Keeping)
     assert_same_end(resumed, whole)
     saved = json.loads((checkpoint / "activation_memory.json").read_text())
     saved["run"]["per_device_train_batch_size"] = 99  # another run's record is not valid
     (checkpoint / "activation_memory.json").write_text(json.dumps(saved))
     other = causal(tmp_path / "c", llama(), **{**ON, **options})
     other.train(resume_from_checkpoint=str(checkpoint))
-    assert other._kept.record is None  # two steps are too few for a plan of its own
+    assert other._kept.planned is None  # two steps are too few for a plan of its own
     assert_same_end(other, whole)
 
 
@@ -264,7 +264,7 @@ def test_auto_keeps_less_where_keeping_leaves_more_fragments(tmp_path):
     """The limit is measured again after the step that compares; one that grew changes nothing."""
     for limits in ((55_000, 30_000), (30_000, 55_000)):
         trainer, kept = kept_in_steps(tmp_path, FakeMemory(*limits, peak=10_000), steps=5, runs_out=None)
-        assert trainer._kept.limit == 30_000
+        assert trainer._kept.phase.limit == 30_000
         assert 10_000 < kept[-1] <= 20_000
 
 
@@ -286,11 +286,11 @@ def test_a_layer_of_more_tokens_than_were_planned_for_keeps_nothing():
     call = Call("aten::mm", 0)
     layers = tuple(Layer(name, 100, (Candidate(call, 10, 1.0),)) for name in ("text", "images"))
     kept = ActivationMemory(1000, torch.device("cpu"))
-    kept.resume(Step(layers), 1e9)
-    assert kept._calls_to_keep("text", 90) == {call}
-    assert kept._calls_to_keep("images", 100) == frozenset()
-    assert kept._calls_to_keep("images", 90) == {call}
-    assert kept._calls_to_keep("unknown", 90) == frozenset()
+    kept.resume(RecordedStep(layers), 1e9)
+    assert kept._calls_to_keep(kept.phase, "text", 90) == {call}
+    assert kept._calls_to_keep(kept.phase, "images", 100) == frozenset()
+    assert kept._calls_to_keep(kept.phase, "images", 90) == {call}
+    assert kept._calls_to_keep(kept.phase, "unknown", 90) == frozenset()
 
 
 class Writes(torch.autograd.Function):

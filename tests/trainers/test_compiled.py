@@ -1,20 +1,11 @@
 """TRL's trainers with `torch_compile`: the numbers of TRL, no logits, and a backbone that is compiled."""
 
 import pytest
-import torch
 from torch._dynamo.utils import counters
 
 from tests.trainers.parity import assert_same_logs, build
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_compiler")]
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])

@@ -3,7 +3,7 @@
 import pytest
 
 from liger_trainer.kernels.head import linear_cross_entropy
-from liger_trainer.kernels.head import linear_log_probs_expected as _linear_expected_gradient
+from liger_trainer.kernels.head import linear_log_probs_gradients as _linear_expected_gradient
 from tests.trainers.builders import causal, sft
 
 

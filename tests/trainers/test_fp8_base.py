@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainingArguments
-from liger_trainer.patching.lora.fp8_linear import Fp8Linear
+from liger_trainer.patching.lora.low_bit import Fp8Linear
 from liger_trainer.trainers import fp8_base
 from tests.trainers.builders import causal, dpo, losses_and_norms
 from tests.trainers.parity import assert_close_weights

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 from transformers.trainer_pt_utils import LabelSmoother
 
-from liger_trainer.callbacks.batch_tokens import first_label
+from liger_trainer.callbacks.labelled_share import first_label
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother, shifts_labels
 from tests.tiny_models import TINY_MODELS, tiny_batch
 from tests.trainers.builders import causal

@@ -11,11 +11,12 @@ import torch
 from datasets import Dataset
 from transformers import BatchEncoding
 
-from liger_trainer.head import context, labelled_rows
-from liger_trainer.trainers import known_batches
+from liger_trainer.head import labelled_rows
+from liger_trainer.trainers import generation_mixin
+from liger_trainer.trainers import step as trainer_step
+from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
-from liger_trainer.trainers.known_batches import KnownBatches, add_facts
-from liger_trainer.trainers.labelled_bound import CountOnDevice, bound_of_parts
+from liger_trainer.trainers.step import CountOnDevice, KnownBatches, add_facts, labels_of_parts
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal, dpo
 from tests.trainers.parity import build, lora
@@ -52,20 +53,21 @@ def chosen(monkeypatch):
 def on_device(monkeypatch):
     """The counts that were not known to the host."""
     seen = []
-    init = CountOnDevice.__init__
+    original = trainer_step.count_later
 
-    def spy(self, count, event=None):
+    def spy(count):
         seen.append(int(count))
-        init(self, count, event)
+        return original(count)
 
-    monkeypatch.setattr(CountOnDevice, "__init__", spy)
+    for module in (trainer_step, generation_mixin):
+        monkeypatch.setattr(module, "count_later", spy)
     return seen
 
 
 def without_bounds(monkeypatch):
     """All rows, as before."""
-    monkeypatch.setattr(context, "most_labelled_rows", lambda: None)
-    monkeypatch.setattr(labelled_rows, "most_labelled_rows", lambda: None)
+    monkeypatch.setattr(LigerTrainerMixin, "_most_labels", lambda self, inputs: None)
+    monkeypatch.setattr(generation_mixin, "count_later", lambda count: None)
 
 
 def few_labels(length=20):
@@ -272,7 +274,7 @@ def test_what_users_collate():
     for kind in (dict, BatchEncoding):
         batch = kind({"labels": labels})
         add_facts(batch)
-        assert batch[known_batches._KEY].labels == 3
+        assert batch[trainer_step._KEY].labels == 3
 
     class Own(dict):
         def __setitem__(self, key, value):
@@ -285,24 +287,26 @@ def test_what_users_collate():
     ]  # fmt: skip
     for batch in untouched:
         add_facts(batch)
-        assert not hasattr(batch, "keys") or known_batches._KEY not in batch
+        assert not hasattr(batch, "keys") or trainer_step._KEY not in batch
 
 
-def test_the_larger_count_bounds_every_forward():
+def test_the_larger_count_bounds_every_forward(on_device):
     batch = {"completion_mask": torch.tensor([[0, 1, 1]]), "KL_completion_mask": torch.tensor([[1, 1, 1]])}
     add_facts(batch)
-    assert batch[known_batches._KEY].labels == 3
+    assert batch[trainer_step._KEY].labels == 3
     bounds = KnownBatches()
     bounds.take([batch])
-    assert known_batches._KEY not in batch
+    assert trainer_step._KEY not in batch
     assert bounds.labels(dict(batch))() == 3
-    assert isinstance(bounds.labels({**batch, "completion_mask": torch.ones(1, 3)}), CountOnDevice)
+    assert not on_device
+    bounds.labels({**batch, "completion_mask": torch.ones(1, 3)})
+    assert on_device == [3]
 
 
 @pytest.mark.parametrize(("rows", "most"), [(None, 7), (3, 7), (2, 5), (1, 4)])
 def test_forwards_of_some_rows_each(rows, most):
     mask = torch.tensor([[0, 1, 0, 0, 0], [0, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    assert bound_of_parts(mask, rows)() == most
+    assert labels_of_parts(mask, rows) == most
 
 
 def test_a_count_on_the_device_is_waited_for_once():

@@ -12,8 +12,7 @@ from datasets import Dataset
 from transformers import BertConfig, BertForTokenClassification, T5Config, T5ForConditionalGeneration
 
 import liger_trainer
-from liger_trainer.callbacks.batch_tokens import token_masks
-from liger_trainer.callbacks.labelled_share import LabelledShareCallback
+from liger_trainer.callbacks.labelled_share import LabelledShareCallback, token_masks
 from tests.trainers.builders import causal, sft
 from tests.trainers.parity import build as build_trl
 from tests.trainers.parity import results_of_processes

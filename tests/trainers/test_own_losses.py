@@ -16,10 +16,10 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.configs.trl_configs import LigerSFTConfig
-from liger_trainer.kernels.head import linear_log_probs_expected as expected_gradients
+from liger_trainer.kernels.head import linear_log_probs_gradients as expected_gradients
+from liger_trainer.trainers.fused_forward import SummedLogProbs
 from liger_trainer.trainers.fused_head import own_fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
-from liger_trainer.trainers.summed_log_probs import SummedLogProbs
 from tests.trainers.parity import lora, naive_fused_head
 from tests.trainers.tiny import COMMON, gemma2, llama, mixtral, text_dataset, tokenizer
 

@@ -26,10 +26,10 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from liger_trainer import LigerDistillationConfig, LigerDistillationTrainer, LigerGKDConfig, LigerGKDTrainer
 from liger_trainer.head import divergence as divergence_module
-from liger_trainer.head.context import loss_follows
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
+from tests.steps import step_with
 from tests.trainers.parity import assert_close_weights, assert_same_logs
 from tests.trainers.tiny import COMMON, SIZES, WORDS, chat_dataset, llama, tokenizer
 
@@ -258,7 +258,7 @@ def test_the_loss_of_deferred_logits_divides_them_by_the_temperature(temperature
         if trainer_class is LigerGKDTrainer:
             apply_liger_kernel(learner)
             apply_liger_kernel(teacher)
-        with loss_follows():
+        with step_with(loss_follows=True):
             logits = learner(**batch).logits
             with torch.no_grad():
                 teacher_logits = teacher(**batch).logits

@@ -11,7 +11,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import liger_trainer
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.trainers import packed_statistics
+from liger_trainer.trainers import fused_forward
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.parity import assert_close_weights, assert_same_logs
 from tests.trainers.tiny import COMMON, SIZES, WORDS, logged, tokenizer
@@ -152,9 +152,9 @@ def test_logs_and_weights_are_those_of_trl(name, tmp_path):
 def test_no_logits_are_built(kind, tmp_path, monkeypatch):
     trainer = build(*kind[2:], tmp_path)
     seen, built = [], []
-    of = packed_statistics.token_statistics
+    of = fused_forward.token_statistics
     monkeypatch.setattr(
-        packed_statistics, "token_statistics", lambda logits, *args: seen.append(type(logits)) or of(logits, *args)
+        fused_forward, "token_statistics", lambda logits, *args: seen.append(type(logits)) or of(logits, *args)
     )
     monkeypatch.setattr(DeferredLogits, "build", lambda self, *args: built.append(self))
     trainer.train()

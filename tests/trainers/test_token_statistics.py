@@ -8,11 +8,11 @@ import types
 import pytest
 import torch
 
-from liger_trainer.head import partitions
-from liger_trainer.head.context import expected_loss_gradient
+from liger_trainer.head import lm_head
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.trainers.token_statistics import StatisticsOptions, TokenStatistics, token_statistics
+from liger_trainer.trainers.fused_forward import StatisticsOptions, TokenStatistics, token_statistics
+from tests.steps import step_with
 from tests.trainers.tiny import gemma2, llama
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -74,7 +74,7 @@ def test_deferred_logits(options, expected_grad, weights, build):
     for model, kind in ((plain, torch.Tensor), (fused, DeferredLogits)):
         logits = model.train()(ids).logits
         assert type(logits) is kind
-        with expected_loss_gradient(expected_grad):
+        with step_with(expected_gradient=expected_grad):
             got = token_statistics(logits, labels, options)
         of_log_probs, of_entropy = WEIGHTS[weights]
         loss = (got.log_probs * of_log_probs).sum() / 5
@@ -111,7 +111,7 @@ def test_zero3_gathers_the_head_again_for_the_backward(uniform_gradient, monkeyp
     deepspeed = types.ModuleType("deepspeed")
     deepspeed.zero = types.SimpleNamespace(GatheredParameters=lambda parameters, enabled: contextlib.nullcontext())
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    monkeypatch.setattr(partitions, "_check_deepspeed", lambda: None)  # the emulated one lacks the names it checks
+    monkeypatch.setattr(lm_head, "_check_deepspeed", lambda: None)  # the emulated one lacks the names it checks
     model = llama().train()
     apply_liger_kernel(model)
     ids = torch.randint(3, 128, (2, 9))
@@ -119,7 +119,7 @@ def test_zero3_gathers_the_head_again_for_the_backward(uniform_gradient, monkeyp
     assert type(logits) is DeferredLogits
     model.lm_head.weight.ds_id, model.lm_head.weight.ds_status = 0, types.SimpleNamespace(name="AVAILABLE")
     model.lm_head.pre_bwd_fn = PreBackwardFunctionForModule
-    with expected_loss_gradient(1.0):
+    with step_with(expected_gradient=1.0):
         statistics = token_statistics(logits, ids.roll(-1, 1), StatisticsOptions(uniform_gradient=uniform_gradient))
     assert not asked
     statistics.log_probs.sum().backward()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from liger_trainer.functional import grpo_loss
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.liger.losses.pairs import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
 from liger_trainer.liger.nn.losses import OptionsModule
 from liger_trainer.liger.operators.grpo_loss import GRPOLossOutput, PolicyOptions, policy_loss, token_weights

@@ -15,7 +15,7 @@ from liger_trainer.functional import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from liger_trainer.kernels.head.loss_arguments import checked_class_weights
+from liger_trainer.kernels.head.loss_options import checked_class_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

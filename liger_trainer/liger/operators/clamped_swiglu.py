@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.mlp.gated_activation import fused_kernel_takes, gated_activation, scalars
+from liger_trainer.kernels.activation import GatedActivation
+from liger_trainer.kernels.mlp.gated_activation import fused_kernel_takes, gated_activation
 
 
 def clamped_swiglu(
@@ -46,8 +47,8 @@ def clamped_swiglu(
     if not alpha > 0:
         raise ValueError(f"`alpha` is {alpha}; it must be more than 0.")
     if fused_kernel_takes(gate_up, inplace_backward, interleaved):
-        values = scalars(alpha, 1.0 / alpha, limit, up_offset)
-        return gated_activation(gate_up, None, "silu", values, interleaved, inplace_backward)
+        form = GatedActivation.of("silu", alpha, 1.0 / alpha, limit, up_offset, interleaved)
+        return gated_activation(gate_up, None, form, inplace_backward)
     return clamped_swiglu_reference(gate_up, alpha, limit, up_offset=up_offset, interleaved=interleaved)
 
 

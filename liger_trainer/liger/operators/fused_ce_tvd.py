@@ -21,8 +21,7 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.logit_rows import fold, row_config, row_layout, row_start, row_view
-from liger_trainer.kernels.head.loss_arguments import check_labels_on_cpu, check_target
-from liger_trainer.kernels.head.row_statistics import compute_dtype
+from liger_trainer.kernels.head.loss_options import check_labels_on_cpu, check_target, compute_dtype
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 

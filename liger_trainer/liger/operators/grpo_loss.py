@@ -24,7 +24,7 @@ import math
 import torch
 
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 PPO_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
 LOSS_TYPES = (*PPO_TYPES, "cispo", "sapo", "vespo")

@@ -25,13 +25,12 @@ import torch
 from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import saved_as_is
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.head_chunks import Needs, allocate_gradients, chunk_rows, chunk_spans, logits_buffer
+from liger_trainer.kernels.head.head_chunks import HeadGradients, Needs, chunk_rows, chunk_spans, logits_buffer
 from liger_trainer.kernels.head.linear_log_probs import LogProbsOutput, linear_log_probs
-from liger_trainer.kernels.head.loss_arguments import check_labels_on_cpu, check_linear, check_transform
+from liger_trainer.kernels.head.loss_options import LossOptions, check_labels_on_cpu, check_linear, check_transform
 from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats
+from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.runtime import cdiv
 
 Formula = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -60,7 +59,7 @@ class _GradientInForward(torch.autograd.Function):
         target: torch.Tensor,
         formula: Formula,
         rows: int,
-        options: RowOptions,
+        options: LossOptions,
         mean_logit: bool,
         expected: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,14 +70,12 @@ class _GradientInForward(torch.autograd.Function):
 
         check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
         needs = Needs(*ctx.needs_input_grad[:3])
-        d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
+        sums = HeadGradients(hidden, weight, bias, needs, cdiv(tokens, rows))
         buffer = logits_buffer(hidden, weight, rows)
-        weight_sum = WeightGradientSum(d_weight, cdiv(tokens, rows)) if needs.weight else None
-        bias_sum = d_bias.new_zeros(d_bias.shape, dtype=stats.nll.dtype)
         with fp32_reductions(weight):
             for start, stop in chunk_spans(0, tokens, rows):
-                part, labels, found = hidden[start:stop], target[start:stop], stats.rows(start, stop)
-                logits = torch.mm(part, weight.t(), out=buffer[: stop - start, : weight.shape[0]])
+                labels, found = target[start:stop], stats.rows(start, stop)
+                logits = torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start, : weight.shape[0]])
                 width = buffer.shape[1]
                 row_statistics_(logits, labels, found, options, bias, width=width, extra=extra.rows(start, stop))
                 nll = found.nll.detach().requires_grad_()
@@ -88,19 +85,8 @@ class _GradientInForward(torch.autograd.Function):
                 (upstream,) = torch.autograd.grad(loss, nll, expected.to(loss.dtype))
                 total.add_(loss.detach())
                 row_gradient_(logits, labels, found, options, upstream.contiguous(), bias, width=width)
-                if needs.hidden:
-                    matmul_into(d_hidden[start:stop], logits, weight)
-                if weight_sum is not None:
-                    weight_sum.add(logits, part)
-                if needs.bias:
-                    bias_sum += logits.sum(0, dtype=bias_sum.dtype)
-                del logits
-        del buffer
-        if weight_sum is not None:
-            weight_sum.finish()
-        if tokens == 0:
-            d_weight.zero_()
-        gradients = (d_hidden, d_weight, d_bias.copy_(bias_sum))
+                sums.add(start, stop, logits)
+        gradients = sums.finish()
         log_probs = 0.0 - stats.nll
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(log_probs, extra.mean_logit)
@@ -177,7 +163,7 @@ def linear_grouped_loss(
         log_probs = arrange(result.log_probs)
         mean_logits = None if result.mean_logit is None else arrange(result.mean_logit)
         return GroupedLoss(formula(log_probs, 0, len(target)), log_probs.detach(), mean_logits)
-    options = RowOptions(ignore_index, 0.0, 0.0, None, 1.0, temperature)
+    options = LossOptions(ignore_index, 0.0, 0.0, None, 1.0, temperature)
     scale = 1.0 / normalizer.detach().clamp(min=1.0)
     expected = expected_gradient(None, scale, hidden.dtype, normalised=True)
     hidden, target = arrange(hidden).contiguous(), arrange(target).contiguous()

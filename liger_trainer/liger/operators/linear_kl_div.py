@@ -7,10 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from liger_trainer.kernels.autocast import head_as_autocast
-from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceOutput, common_vocab_size
-from liger_trainer.kernels.head.divergence_torch import divergence_of_logits_reference, logits_reference
+from liger_trainer.kernels.head.divergence import (
+    DivergenceOptions,
+    DivergenceOutput,
+    common_vocab_size,
+    divergence_of_logits_reference,
+    logits_reference,
+)
 from liger_trainer.kernels.head.linear_divergence import reduced_divergence
-from liger_trainer.kernels.head.loss_arguments import check_head
+from liger_trainer.kernels.head.loss_options import check_head
 
 
 def linear_kl_div(

@@ -18,9 +18,9 @@ from torch import nn
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import Finding, bind_own_code
 from liger_trainer.patching.lora.operands import adapted_layers
 from liger_trainer.patching.probe import Probe, run_attention
+from liger_trainer.patching.report import Finding, bind_own_code
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
 

@@ -24,11 +24,10 @@ from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.kernels.fp8.linear import MULTIPLE
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import Finding, rows
 from liger_trainer.patching.fp8 import LEAST_FEATURES, decoder_layers
-from liger_trainer.patching.lora.fp8_linear import Fp8Linear
+from liger_trainer.patching.lora.low_bit import Fp8Linear
 from liger_trainer.patching.lora.operands import is_lora_linear
-from liger_trainer.patching.report import KernelReportRow
+from liger_trainer.patching.report import Finding, KernelReportRow, rows
 
 _KERNEL = "fp8 (e4m3), a scale for each row"
 

@@ -2,9 +2,9 @@
 
 PEFT runs them as separate layers on a copy of x in the adapters' dtype, which is saved for the backward: fp32 in a bf16
 model, since PEFT casts adapters to fp32 for the optimizer. Ours is one operator that saves x as it is (`kernels/lora`).
-In patched gated MLPs, gate and up are one such operator and the down projection another (`gated_mlp.py`); queries, keys
+In patched gated MLPs, gate and up are one such operator and the down projection another (`mlps.py`); queries, keys
 and values are one if the attention computes them from one tensor (`attention.py`). The base layer may be plain, one
-of bitsandbytes' in 4 bits (`quantized.py`), or in fp8 (`fp8_linear.py`); with any other, PEFT's own forward runs.
+of bitsandbytes' in 4 bits or in fp8 (`low_bit.py`); with any other, PEFT's own forward runs.
 
 The proof runs both forwards on a dummy module of plain linear layers on the CPU, where fp32 products are fp32. For a
 base layer in 4 bits it also compares our dequantised values with bitsandbytes'. A base layer in fp8 is ours.
@@ -23,13 +23,12 @@ from liger_trainer.compat.private import require
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.codes import is_code
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.attention import shared_result
-from liger_trainer.patching.lora.fp8_linear import Fp8Linear
+from liger_trainer.patching.lora.low_bit import Fp8Linear, is_linear_4bit, layout_of, reads_as_bitsandbytes
 from liger_trainer.patching.lora.operands import active_adapters, adapted_layer, has_known_adapters, is_lora_linear
-from liger_trainer.patching.lora.quantized import is_linear_4bit, layout_of, reads_as_bitsandbytes
-from liger_trainer.patching.probe import Probe, dummy_module, projection
+from liger_trainer.patching.probe import Probe, Proof, dummy_module, projection
+from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
 
@@ -56,11 +55,9 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
         if reason:
             return Finding("lora", target, module, reason=reason)
         agreement = _proof(module, probe)
-        if not agreement.equal:
-            return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
         fp8 = " (fp8)" if isinstance(module.base_layer, Fp8Linear) else ""
         kernel = "lora_linear" + (" (4 bits)" if is_linear_4bit(module.base_layer) else fp8)
-        return Finding("lora", target, module, kernel, forward, agreement.error, bind=bind_own_code)
+        return proved("lora", target, module, Proof(kernel, forward, agreement, live=None))
     return None
 
 
@@ -70,9 +67,8 @@ def _obstacle(module: Any) -> str:
         return "its base layer is of another kind, quantised or sharded; PEFT's own forward runs"
     if not has_known_adapters(module):
         return "the installed PEFT keeps its adapters in another way; PEFT's own forward runs"
-    foreign = overriding_forward(module)
-    if foreign is not None:
-        return f"its forward is already overridden by {foreign}"
+    if reason := reason_to_leave(module, is_enabled=True):
+        return reason
     base = type(module.base_layer)
     if is_linear_4bit(module.base_layer):
         require(FOUR_BIT_LAYERS)
@@ -95,15 +91,10 @@ def _proof(module: Any, probe: Probe) -> Agreement:
     base: Any = module.base_layer
     layout = layout_of(base) if is_linear_4bit(base) else None
     key = ("lora", type(module).forward, tuple(names), scalings, layout)
-    if key not in probe.cache:
-        agreement = _compare(module, names, probe)
-        if agreement.equal and layout is not None and not reads_as_bitsandbytes(layout, probe):
-            agreement = Agreement(float("inf"), reason="this bitsandbytes stores its 4 bits in another way")
-        probe.cache[key] = agreement
-    return probe.cache[key]
+    return probe.once(key, _compare, module, names, layout, probe)
 
 
-def _compare(module: nn.Module, names: list[str], probe: Probe) -> Agreement:
+def _compare(module: nn.Module, names: list[str], layout: tuple[str, int, bool] | None, probe: Probe) -> Agreement:
     inputs, outputs, rank = _SIZES
     shapes = [(4, 16, inputs), (outputs, inputs)]
     for index in range(len(names)):
@@ -118,7 +109,10 @@ def _compare(module: nn.Module, names: list[str], probe: Probe) -> Agreement:
 
         return computation
 
-    return Trial(on(type(module).forward), tensors, MLP).prove(on(forward))
+    agreement = Trial(on(type(module).forward), tensors, MLP).prove(on(forward))
+    if agreement.equal and layout is not None and not reads_as_bitsandbytes(layout, probe):
+        return Agreement(float("inf"), reason="this bitsandbytes stores its 4 bits in another way")
+    return agreement
 
 
 def _dummy(

@@ -9,7 +9,6 @@ product with A of each is added to its own features. So it saves x once, and not
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears
-from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.finding import Finding, reason_to_leave
+from liger_trainer.patching.as_written import is_operand, is_plain_linear
 from liger_trainer.patching.inputs import ADAPTER
-from liger_trainer.patching.lora.operands import adapter, is_operand, is_plain_dropout, is_plain_linear
-from liger_trainer.patching.probe import Probe, dummy_module, projection
+from liger_trainer.patching.lora.operands import adapter, is_plain_dropout
+from liger_trainer.patching.probe import Probe, Proof, dummy_module, projection
+from liger_trainer.patching.report import Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
 
@@ -44,11 +43,10 @@ def find_litgpt_lora(module: nn.Module, enabled: Callable[[str], bool], probe: P
     reason = reason_to_leave(module, enabled("lora"))
     if reason:
         return Finding("lora", target, module, reason=reason)
-    agreement = _proof(module, probe)
-    if not agreement.equal:
-        return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
-    bind = functools.partial(bind_forward, live=_READ)
-    return Finding("lora", target, module, "lora_linear", forward, agreement.error, bind=bind)
+    enable_lora = tuple(getattr(module, "enable_lora", ()))
+    key = ("litgpt lora", type(module).forward, module.scaling, enable_lora)
+    agreement = probe.once(key, _compare, module, enable_lora, probe)
+    return proved("lora", target, module, Proof("lora_linear", forward, agreement, _READ))
 
 
 def _layer(module: Any, x: torch.Tensor) -> LoRALayer | None:
@@ -72,14 +70,6 @@ def _block_diagonal(module: Any, b: torch.Tensor) -> torch.Tensor:
     return torch.block_diag(
         *(next(parts) if has else b.new_empty(features, 0) for features, has in zip(sizes, module.enable_lora))
     )
-
-
-def _proof(module: Any, probe: Probe) -> Agreement:
-    enable_lora = tuple(getattr(module, "enable_lora", ()))
-    key = ("litgpt lora", type(module).forward, module.scaling, enable_lora)
-    if key not in probe.cache:
-        probe.cache[key] = _compare(module, enable_lora, probe)
-    return probe.cache[key]
 
 
 def _compare(module: nn.Module, enable_lora: tuple[bool, ...], probe: Probe) -> Agreement:

@@ -12,23 +12,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.peft import LORA_LAYERS
 from liger_trainer.compat.private import available
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_products import Weight
-from liger_trainer.patching.as_written import is_as_proved
-from liger_trainer.patching.binding import is_bound_by_us
-from liger_trainer.patching.lora.fp8_linear import Fp8Linear
-from liger_trainer.patching.lora.quantized import is_linear_4bit, nf4_weight_of
+from liger_trainer.patching.as_written import is_bound_by_us, is_plain_linear, is_unchanged_linear, is_unhooked
+from liger_trainer.patching.lora.low_bit import Fp8Linear, is_linear_4bit, nf4_weight_of
 from liger_trainer.tiling.summed_linear import LinearInTile
 
 PlainAdapter: TypeAlias = tuple[torch.Tensor, torch.Tensor, float, nn.Module]
 """A, B, the scaling and the dropout of an adapter."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_LINEAR_FORWARD = nn.Linear.forward
 _LINEARS = (nn.Linear, LinearInTile)  # the latter in a tiled MLP
 _LORA_LINEARS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _ATTRIBUTES = (
@@ -108,7 +104,7 @@ def _plain_layer(module: Any, x: torch.Tensor) -> tuple[LoRALayer, list[PlainAda
 def _base(module: Any, x: torch.Tensor, drops: bool = False) -> LoRALayer | None:
     """A layer without its adapters, which may have dropout; None if it must be called."""
     weight: Weight | None = None
-    if _is_plain(module, x, _LINEARS):
+    if is_plain_linear(module, x, _LINEARS):
         weight = module.weight
     elif is_linear_4bit(module) and is_unhooked(module):
         weight = nf4_weight_of(module, x, drops)
@@ -117,44 +113,9 @@ def _base(module: Any, x: torch.Tensor, drops: bool = False) -> LoRALayer | None
     return None if weight is None else LoRALayer(weight, module.bias)
 
 
-def is_plain_linear(module: Any, x: torch.Tensor) -> bool:
-    """Whether `module` is a linear layer that need not be called: without hooks, shards or quantisation."""
-    return _is_plain(module, x, (nn.Linear,))
-
-
-def _is_plain(module: Any, x: torch.Tensor, classes: tuple[type, ...]) -> bool:
-    if not _is_unchanged(module, classes):
-        return False
-    return is_operand(module.weight, x) and (module.bias is None or is_operand(module.bias, x))
-
-
-def _is_unchanged(module: nn.Module, classes: tuple[type, ...]) -> bool:
-    """Whether `module` is of one of these classes of linear layers, and a call would run what torch wrote."""
-    return type(module) in classes and is_unhooked(module) and nn.Linear.forward is _LINEAR_FORWARD
-
-
 def active_adapters(module: Any) -> list[str]:
     """The names of the active adapters, in order."""
     return [name for name in module.active_adapters if name in module.lora_A]
-
-
-def is_unhooked(module: nn.Module) -> bool:
-    """Whether a call of `module` runs nothing but the forward of its class or ours.
-
-    FSDP and ZeRO-3 gather weights in hooks of a module; FLOP counters and tracers register global hooks.
-    """
-    if is_call_hooked(module):
-        return False
-    return "forward" not in module.__dict__ or (is_bound_by_us(module) and is_as_proved(module))
-
-
-def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a linear layer would multiply `x` by `parameter`, as they are or both cast by autocast."""
-    if type(parameter) not in _PLAIN or not parameter.is_floating_point() or parameter.device != x.device:
-        return False
-    if parameter.dtype == x.dtype:
-        return True
-    return torch.is_autocast_enabled(x.device.type) and torch.float64 not in (parameter.dtype, x.dtype)
 
 
 def _is_active(dropout: nn.Module) -> bool:
@@ -168,7 +129,7 @@ def plain_adapter(module: Any, name: str, x: torch.Tensor) -> PlainAdapter | Non
         return None
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     for matrix in (a, b):
-        if not _is_unchanged(matrix, _LINEARS) or matrix.bias is not None:
+        if not is_unchanged_linear(matrix, _LINEARS) or matrix.bias is not None:
             return None
         weight = matrix.weight
         # Of any dtype: PEFT casts x to that of the adapter.

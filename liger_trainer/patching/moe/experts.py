@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import DECORATOR_OF_EXPERTS, EXPERTS, SHARED_EXPERTS, STACKED_EXPERTS
-from liger_trainer.patching.as_written import is_as_proved, serves_as_written
+from liger_trainer.patching.as_written import is_as_proved, is_bound_by_us, runs_ours
 from liger_trainer.patching.binding import (
     IMPLEMENTATION,
     ChosenConfig,
@@ -30,16 +30,14 @@ from liger_trainer.patching.binding import (
     bound_function,
     call_like,
     choose,
-    is_bound_by_us,
     is_chosen,
     overriding_forward,
 )
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding
-from liger_trainer.patching.gated_mlp import dummy_child
 from liger_trainer.patching.inputs import EXPERTS as INPUTS
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights
-from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape, identity, no_formula
+from liger_trainer.patching.probe import Probe, class_of, dummy_child, dummy_module, full_shape, identity, no_formula
+from liger_trainer.patching.report import SWITCHED_OFF, Finding
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
 
@@ -77,7 +75,7 @@ def liger_experts_forward(
         )
     of_model = config.model_config._experts_implementation
     # `generate` switches to "batched_mm" for its steps of few tokens. Weights in 4 bits are dequantised at every read.
-    as_written = serves_as_written(hidden_states) and not is_parametrized(self)
+    as_written = not runs_ours(hidden_states) and not is_parametrized(self)
     if as_written or not is_as_proved(self) or (not torch.is_grad_enabled() and of_model == "batched_mm"):
         chosen = "eager" if of_model in (None, IMPLEMENTATION) else of_model
         theirs = ALL_EXPERTS_FUNCTIONS.get_interface(chosen, _own_loop(self))

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from liger_trainer.kernels.activation import NAMES
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
 from liger_trainer.kernels.moe.sort_by_expert import check_ids
 from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits, saved_in_4_bits
 from liger_trainer.patching.probe import class_of, full_shape, is_stateless
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared", "relu")
 OWN = "the class's activation"
 NORM = "post_expert_norm"
 """transformers' name for a norm of each expert's result, before it is multiplied by its routing weight."""
@@ -193,7 +193,7 @@ def formulas(experts: Any, layout: ExpertsFormula) -> Iterator[ExpertsFormula]:
     for interleaved, limit in itertools.product(orders, limits if layout.gated else [None]):
         for alpha in alphas if layout.gated else ():
             yield layout._replace(interleaved=interleaved, limit=limit, alpha=alpha)
-        for activation in ACTIVATIONS:
+        for activation in NAMES:
             yield layout._replace(interleaved=interleaved, limit=limit, activation=activation)
     if hasattr(experts, "_apply_gate") and (layout.gated or hasattr(experts, "act_fn")):
         yield layout._replace(activation=OWN)

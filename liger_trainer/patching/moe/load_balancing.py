@@ -2,16 +2,14 @@
 
 The instance gets a copy of its class's forward in which that name refers to ours, as attentions do for the rotary
 function; the modelling module does not change. Ours computes the router's z-loss in the same pass, for training steps
-that ask for it ([`recorded_z_losses`]).
+that ask for it (`Step.z_losses`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,32 +20,19 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.rebound import called_global, forward_calling
 from liger_trainer.compat.transformers import LOAD_BALANCING
 from liger_trainer.configs.kernel_config import KernelConfig
-from liger_trainer.context_variables import set_to
+from liger_trainer.head.step import current_step
 from liger_trainer.parallel.router_losses import router_losses
 from liger_trainer.patching.binding import overriding_forward
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
 from liger_trainer.patching.inputs import BALANCE
 from liger_trainer.patching.model_forward import forward_layers
-from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.probe import Probe, Proof
+from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved
 from liger_trainer.patching.rope import HIDDEN_CALL
 from liger_trainer.patching.trial import Agreement, Trial
 
 COMPONENT = "load_balancing_loss"
 NAME = "load_balancing_loss_func"
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-
-_z_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("liger_trainer_z_losses", default=None)
-
-
-@contextlib.contextmanager
-def recorded_z_losses() -> Iterator[list[torch.Tensor]]:
-    """Collects the z-loss of every forward inside that computes a load-balancing loss with a gradient.
-
-    Each is a scalar that carries a gradient. A forward that is compiled as one graph gives none.
-    """
-    collected: list[torch.Tensor] = []
-    with set_to(_z_losses, collected):
-        yield collected
 
 
 @functools.cache
@@ -69,7 +54,7 @@ def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable
         together = over_processes and has_gradient and dist.is_available() and dist.is_initialized()
         losses = router_losses(gate_logits, top_k, attention_mask, process_group=dist.group.WORLD if together else None)
         if has_gradient and not torch.compiler.is_compiling():
-            collected = _z_losses.get()
+            collected = current_step().z_losses
             if collected is not None:
                 collected.append(losses.z)
         return losses.load_balancing
@@ -112,10 +97,7 @@ def find_load_balancing_loss(module: nn.Module, config: KernelConfig, probe: Pro
     copy = forward_calling(forward, NAME, ours)
     if agreement.equal and copy is None:
         agreement = Agreement(agreement.error, reason=HIDDEN_CALL)
-    if agreement.equal:
-        yield Finding(COMPONENT, target, module, kernel, copy, agreement.error, bind=bind_own_code)
-    else:
-        yield Finding(COMPONENT, target, module, error=agreement.error, reason=agreement.reason)
+    yield proved(COMPONENT, target, module, Proof(kernel, copy, agreement, live=None))
 
 
 def _prove(native: Callable, probe: Probe) -> Agreement:

@@ -21,15 +21,15 @@ from torch import nn
 from liger_trainer.compat.peft import LORA_EXPERTS
 from liger_trainer.compat.private import available
 from liger_trainer.kernels.moe.experts import ExpertLoRA
-from liger_trainer.patching.binding import is_bound_by_us, overriding_forward
+from liger_trainer.patching.as_written import is_bound_by_us, is_operand, is_unhooked
 from liger_trainer.patching.codes import adds_to_codes
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding, bind_own_code
-from liger_trainer.patching.lora.operands import active_adapters, is_operand, is_unhooked, plain_adapter
+from liger_trainer.patching.lora.operands import active_adapters, plain_adapter
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
 from liger_trainer.patching.moe.experts_formula import layout_of
 from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits
 from liger_trainer.patching.moe.scaled_experts import are_proved
-from liger_trainer.patching.probe import Agreement, Probe, class_of, dummy_module, projection
+from liger_trainer.patching.probe import Agreement, Probe, Proof, class_of, dummy_module, projection
+from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
 
 _SIZES = (3, 16, 24, 4)  # experts, two features and the rank of the dummy module
 
@@ -111,19 +111,17 @@ def find_adapted_parameter(module: Any, enabled: Callable[[str], bool], probe: P
     reason = _obstacle(module, enabled, probe) if enabled("lora") else SWITCHED_OFF
     if reason:
         return Finding("lora", target, module, reason=reason)
-    agreement = _proof(module, probe)
-    if not agreement.equal:
-        return Finding("lora", target, module, error=agreement.error, reason=agreement.reason)
-    return Finding("lora", target, module, "moe_experts (adapters)", forward, agreement.error, bind=bind_own_code)
+    key = "adapted parameter", type(module).get_delta_weight, module._did_swap_in_out_features
+    agreement = probe.once(key, _prove, module, probe)
+    return proved("lora", target, module, Proof("moe_experts (adapters)", forward, agreement, live=None))
 
 
 def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
     """Why `module` is left alone; empty if nothing prevents the proof."""
     if not available(LORA_EXPERTS):
         return "the installed PEFT keeps such adapters in another way; PEFT's own forward runs"
-    foreign = overriding_forward(module)
-    if foreign is not None:
-        return f"its forward is already overridden by {foreign}"
+    if reason := reason_to_leave(module, is_enabled=True):
+        return reason
     if reason := adds_to_codes(module):
         return f"{reason}; a trainer refuses it"
     _, experts = _unwrapped(module)
@@ -140,19 +138,15 @@ def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
     return ""
 
 
-def _proof(module: Any, probe: Probe) -> Agreement:
-    key = "adapted parameter", type(module).get_delta_weight, module._did_swap_in_out_features
-    if key not in probe.cache:
-        experts, one, other, rank = _SIZES
-        shapes = (experts * rank, one), (other, rank * experts)
-        weights = [probe.randn(*shape).cpu() for shape in shapes]
-        with probe.on_cpu():
-            probe.cache[key] = probe.compare(
-                lambda a, b: _dummy(module, a, b).get_delta_weight("default"),
-                lambda a, b: _delta(factors(_dummy(module, a, b), "default")),
-                weights,
-            )
-    return probe.cache[key]
+def _prove(module: Any, probe: Probe) -> Agreement:
+    experts, one, other, rank = _SIZES
+    weights = [probe.randn(*shape).cpu() for shape in ((experts * rank, one), (other, rank * experts))]
+    with probe.on_cpu():
+        return probe.compare(
+            lambda a, b: _dummy(module, a, b).get_delta_weight("default"),
+            lambda a, b: _delta(factors(_dummy(module, a, b), "default")),
+            weights,
+        )
 
 
 def _delta(adapter: ExpertLoRA) -> torch.Tensor:

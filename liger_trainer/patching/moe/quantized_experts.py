@@ -129,7 +129,7 @@ def quantize_experts(
 
 
 def round_experts(model: nn.Module, quant_type: str = "nf4", double_quant: bool = False) -> None:
-    """Gives the experts of `model` the numbers of 4 bits, in the dtype that they have: those of `quantize_experts`."""
+    """Gives the experts of `model` the numbers of 4 bits, in the dtype that they have, as `quantize_experts` rounds."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     for module, name in list(stacked_weights(model)):

@@ -1,7 +1,8 @@
 """Routers of a mixture of experts: from hidden states to the logits, the experts of each token and their weights.
 
 The product with the router's weight remains torch's; everything after it is one operator. The correction bias of the
-scores is the router's own or, where its forward takes a second argument, that.
+scores is the router's own or, where its forward takes a second argument, that. A proof tries the formulas of known
+routers, one after the other.
 """
 
 from __future__ import annotations
@@ -9,21 +10,135 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
 from liger_trainer.kernels.runtime import is_dtensor, triton_drives
-from liger_trainer.patching.as_written import serves_as_written
+from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
-from liger_trainer.patching.finding import Finding, proved, reason_to_leave
 from liger_trainer.patching.inputs import BIASES, CLOSE_SCORES, MODES, ROUTER, crowded
-from liger_trainer.patching.moe.router_formulas import ROUTER_FORMULAS, RouterFormula, in_groups
 from liger_trainer.patching.probe import Probe, Proof, dummy_module, full_shape, identity, no_formula, refused
+from liger_trainer.patching.report import Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Computation, Trial, runs
+
+_SCALES = ("routed_scaling_factor", "router_scaling_factor")
+_CAP = "router_logit_softcapping"
+_FP32 = torch.float32
+
+
+class RouterFormula(NamedTuple):
+    """What a router computes.
+
+    Args:
+        project: Computes the logits from hidden states, weight and bias.
+        route: Computes the results of the forward from the module, the hidden states, the logits and the correction
+            bias, (experts,) or None.
+        kernel: The operator inside, for the report.
+        reads: The attributes of the module that `route` reads at each call.
+        mixed: Whether `project` equals the model's own product if hidden states and weight differ in dtype.
+    """
+
+    project: Callable
+    route: Callable
+    kernel: str
+    reads: tuple[str, ...]
+    mixed: bool = False
+
+
+def in_groups(module: nn.Module) -> bool:
+    """Whether `module` says that its experts come in groups."""
+    return (getattr(module, "num_group", None) or 1) > 1
+
+
+def _in_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+
+def _to_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(hidden, weight, bias).float()
+
+
+def _scale(module: nn.Module) -> float:
+    return next((getattr(module, name) for name in _SCALES if hasattr(module, name)), 1.0)
+
+
+def _groups(module: nn.Module) -> dict[str, int]:
+    return {
+        "num_groups": getattr(module, "num_group", None) or 1,
+        "top_groups": getattr(module, "topk_group", None) or 1,
+    }
+
+
+def _softmax(module, hidden, logits, correction, *, as_hidden=False, grouped=False, **options):
+    options = {"normalise": getattr(module, "norm_topk_prob", True), **options}
+    if as_hidden:
+        options["dtype"] = hidden.dtype
+    if grouped:
+        options |= _groups(module)
+    return logits, *topk_softmax_routing(logits, module.top_k, scale=_scale(module), **options)
+
+
+def _softmax_after_topk(module, hidden, logits, correction, *, as_hidden=False):
+    dtype = hidden.dtype if as_hidden else None
+    return logits, *topk_softmax_routing(logits, module.top_k, softmax_after_topk=True, dtype=dtype)
+
+
+def _sigmoid(module, hidden, logits, correction, **options):
+    normalise = getattr(module, "norm_topk_prob", True)
+    options = {"normalise": normalise, "correction_bias": correction, **_groups(module), **options}
+    return logits, *grouped_topk_sigmoid_routing(logits, module.top_k, scale=_scale(module), **options)
+
+
+def _sigmoid_of_capped(module, hidden, logits, correction):
+    cap = getattr(module, _CAP, 0.0)
+    if cap > 0.0:
+        logits = torch.tanh(logits / cap) * cap
+    return _sigmoid(module, hidden, logits, correction, eps=0.0, dtype=hidden.dtype)
+
+
+def _sigmoid_of_largest(module, hidden, logits, correction):
+    weights, index = grouped_topk_sigmoid_routing(logits, module.top_k, sigmoid_after_topk=True, normalise=False)
+    return torch.zeros_like(logits).scatter(1, index, weights), logits
+
+
+def _formula(kernel: str, project: Callable, route: Callable, *reads: str, **options: Any) -> RouterFormula:
+    return RouterFormula(
+        project, functools.partial(route, **options), kernel, ("top_k", *reads), mixed=project is _in_fp32
+    )
+
+
+_of_softmax = functools.partial(_formula, "topk_softmax_routing")
+_of_sigmoid = functools.partial(_formula, "grouped_topk_sigmoid_routing")
+
+ROUTER_FORMULAS = (
+    _of_softmax(F.linear, _softmax, *_SCALES),  # Qwen-MoE, OLMoE, Mistral 4
+    _of_softmax(F.linear, _softmax_after_topk),  # GPT-OSS
+    _of_softmax(F.linear, _softmax, *_SCALES, dtype=_FP32),  # Mixtral
+    _of_softmax(F.linear, _softmax, *_SCALES, normalise=False, as_hidden=True),  # Jamba
+    _of_softmax(_to_fp32, _softmax_after_topk, as_hidden=True),  # Granite
+    _of_softmax(_in_fp32, _softmax, *_SCALES, as_hidden=True),  # LARA
+    _of_softmax(_in_fp32, _softmax, *_SCALES),  # Mistral Large 4
+    _of_softmax(_in_fp32, _softmax, *_SCALES, normalise=False),  # DeepSeek-V2
+    _of_softmax(_in_fp32, _softmax, *_SCALES, normalise=False, grouped=True),
+    _of_sigmoid(_in_fp32, _sigmoid, *_SCALES),  # DeepSeek-V3, GLM-4, HY 3
+    _of_sigmoid(_in_fp32, _sigmoid, *_SCALES, eps=0.0),  # Flint
+    _of_sigmoid(_in_fp32, _sigmoid, *_SCALES, eps=0.0, sigmoid_after_topk=True),  # Kolibri
+    _of_sigmoid(F.linear, _sigmoid, *_SCALES, dtype=_FP32, eps=0.0),  # MiniMax-M2, MiniMax-M3
+    _of_sigmoid(F.linear, _sigmoid, *_SCALES, round_scores=True, eps=1e-6),  # LFM2-MoE
+    _of_sigmoid(_to_fp32, _sigmoid_of_capped, *_SCALES, _CAP),  # Laguna
+    _of_sigmoid(F.linear, _sigmoid_of_largest),  # Llama 4, whose experts all see every token
+)
+"""Known routers. Some differ only in the dtypes of their results; of those that agree, the closest in bf16 is used."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The proof, and the forward
+# ---------------------------------------------------------------------------------------------------------------------
 
 _BIAS = "e_score_correction_bias"
 _TOKENS = 32
@@ -242,18 +357,18 @@ def router_forward(
         flattens: Whether hidden states may have more than two dimensions; leading ones are flattened to tokens.
         autocast: Whether autocast may be on.
     """
+    precisions = Precisions(autocast)
 
     def routed(self, hidden_states, formula, correction):
         """What the formula gives; None where its proof does not hold."""
         weight = self.weight
         if (
             formula is None
-            or serves_as_written(hidden_states)
+            or not runs_ours(hidden_states, precisions)
             or is_dtensor(hidden_states)
             or is_dtensor(weight)
             or (hidden_states.dim() != 2 and not flattens)
             or (hidden_states.dtype != weight.dtype and not formula.mixed)
-            or (not autocast and torch.is_autocast_enabled(hidden_states.device.type))
         ):
             return None
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])

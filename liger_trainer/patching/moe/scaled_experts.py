@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from liger_trainer.patching.binding import bind_forward, call_like, overriding_forward
-from liger_trainer.patching.finding import SWITCHED_OFF, Finding
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.moe.experts import READ, TOKENS, activations_of, weight_shapes
 from liger_trainer.patching.moe.experts_formula import ExpertsFormula, formulas, layout_of
@@ -30,6 +29,7 @@ from liger_trainer.patching.probe import (
     only_argument,
     projection,
 )
+from liger_trainer.patching.report import SWITCHED_OFF, Finding
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Trial
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, set_seed
 
-from liger_trainer.callbacks.batch_tokens import token_masks
+from liger_trainer.callbacks.labelled_share import token_masks
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.errors import UserError
 from liger_trainer.recipe.build import build_trainer

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import TemplateError
 
-from liger_trainer.callbacks.batch_tokens import token_masks
+from liger_trainer.callbacks.labelled_share import token_masks
 from liger_trainer.recipe.build import chat_template, processing_class
 from liger_trainer.recipe.data import BUILT_IN, SPOKEN, load_data, load_tokenizer, text_blocks
 from liger_trainer.recipe.file import RecipeError, first_line

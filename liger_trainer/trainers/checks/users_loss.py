@@ -13,7 +13,7 @@ from liger_trainer.head.computed_on_use import tree_map
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.trainers.checkpoints.run_state import random_numbers, set_random_numbers
 from liger_trainer.trainers.checks.copied_function import copied_function
-from liger_trainer.trainers.loss_scale import process_scale
+from liger_trainer.trainers.step import process_scale
 
 logger = logging.getLogger("liger_trainer")
 
@@ -21,12 +21,11 @@ _TOLERANCE = 0.05
 """How far from a half the loss with twice the count may be, relative to it: terms that are means of their own."""
 
 
-def has_users_loss(trainer: Any) -> bool:
-    """Whether a function or a subclass of the user computes the loss of `trainer`, which may score any tokens."""
-    # TRL's trainers have a string in place of the function, and the loss in a method of their own.
+def computes_loss_in_subclass(trainer: Any) -> bool:
+    """Whether a subclass of the user's computes the loss of TRL's `trainer`, which may score any tokens."""
     known = tuple(f"{library}." for library in ("liger_trainer", "trl", "transformers"))
     users = (kind for kind in type(trainer).__mro__ if not kind.__module__.startswith(known))
-    return callable(trainer.compute_loss_func) or any("_compute_loss" in vars(kind) for kind in users)
+    return any("_compute_loss" in vars(kind) for kind in users)
 
 
 class UsersLoss:

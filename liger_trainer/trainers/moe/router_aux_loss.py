@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.trainers.loss_scale import loss_divisor, process_scale
+from liger_trainer.trainers.step import loss_divisor, process_scale
 
 _NAMES = ("router_aux_loss_coef", "aux_loss_coef")  # the second is JetMoe's
 

@@ -1,7 +1,7 @@
 """The z-loss of the routers, added to whatever loss a trainer computes.
 
 The losses of TRL's trainers have no such term. So the forwards inside a `compute_loss` record it in
-[`recorded_z_losses`], and it is added to what `compute_loss` returns.
+`Step.z_losses`, and it is added to what `compute_loss` returns.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def mean_z_loss(z_losses: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([z_loss.to(z_losses[0].device) for z_loss in z_losses]).mean()
 
 
-def with_z_loss(result: Any, term: torch.Tensor) -> Any:
+def with_term(result: Any, term: torch.Tensor) -> Any:
     """`result` of a `compute_loss`, a loss or a loss and outputs, with `term` added to the loss."""
     if isinstance(result, tuple):
         return (result[0] + term.to(result[0].device), *result[1:])

@@ -249,16 +249,9 @@ def test_nothing_beyond_a_head_is_read(device):
 
 @pytest.mark.kernel
 def test_every_element_is_written(device):
-    """New memory holds NaN in torch's deterministic mode."""
+    """New memory holds NaN: `tests/uninitialised.py`."""
     case = Case((0, 5, 40, 1), heads=(2, 1), window=7, head_dim=80)
-    inputs = case.inputs(torch.float32, device)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
-        assert inputs[0].new_empty(3).isnan().all()
-        assert all(x.isfinite().all() for x in case.ours(*inputs))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in case.ours(*case.inputs(torch.float32, device)))
 
 
 def test_no_tokens():

@@ -92,13 +92,9 @@ def test_a_window_off_by_one_is_seen(window, step, device):
 
 @pytest.mark.kernel
 def test_every_element_is_written_with_the_same_bits(device):
-    """New memory holds NaN in torch's deterministic mode."""
+    """New memory holds NaN: `tests/uninitialised.py`."""
     tensors, plan = tensors_of(SEVERAL, device), plan_of(SEVERAL, 40, device)
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = (results(attention, tensors, None, plan) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    first, second = (results(attention, tensors, None, plan) for _ in range(2))
     assert all(x.isfinite().all() for x in first)
     assert all(map(torch.equal, first, second))
 

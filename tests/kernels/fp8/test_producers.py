@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.mlp import gated_activation as gated
@@ -93,20 +94,20 @@ def test_what_no_layer_could_use_is_not_cast(device):
 def test_a_gated_activation_casts_its_result(activation, options, fused, interleaved, cols, device):
     gate = spoilt(randn(2, 5, cols * (1 + fused), device=device, scale=3.0, **BF16))
     up = None if fused else spoilt(randn(2, 5, cols, seed=1, device=device, **BF16).flip(1))
-    arguments = activation, gated.scalars(**options), interleaved
+    form = GatedActivation.of(activation, **options, interleaved=interleaved)
     h = gated.empty_h(gate, up)
-    gated.launch_forward(gate, up, h, *arguments)
-    assert_same_bits(gated.cast_of_h(gate, up, *arguments), gated.rows_of(h))
+    gated.launch_forward(gate, up, h, form)
+    assert_same_bits(gated.cast_of_h(gate, up, form), gated.rows_of(h))
 
 
 @pytest.mark.kernel
 def test_columns_beyond_a_row_do_not_scale_it(device):
     """Where a limit below 0 clamps them, though they were loaded as zeros."""
     gate = torch.full((2, 40), -20.0, device=device, **BF16)
-    arguments = gate, gate.clone(), "silu", gated.scalars(limit=-1.0)
-    h = gated.empty_h(*arguments[:2])
-    gated.launch_forward(*arguments[:2], h, *arguments[2:], False)
-    assert_same_bits(gated.cast_of_h(*arguments, False), h)
+    arguments, form = (gate, gate.clone()), GatedActivation.of("silu", limit=-1.0)
+    h = gated.empty_h(*arguments)
+    gated.launch_forward(*arguments, h, form)
+    assert_same_bits(gated.cast_of_h(*arguments, form), h)
 
 
 @pytest.mark.kernel
@@ -128,7 +129,7 @@ def test_compiles_ahead_of_time(target):
     x, weight = torch.zeros(64, 4096, **BF16), torch.zeros(4096, **BF16)
     with recorded_launches() as launches:
         norms.launch_forward(x, None, weight, 1e-6, 0.0, "llama", fp8=True)
-        gated.cast_of_h(x[:, :2560], x[:, :2560], "silu", gated.scalars(), False)
+        gated.cast_of_h(x[:, :2560], x[:, :2560], GatedActivation.of("silu"))
     assert len(launches) == 2
     for launch in launches:
         assert "cvt.rn.satfinite.e4m3x2" in compile_launch(launch, target).asm["ptx"]

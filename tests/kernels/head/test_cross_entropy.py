@@ -17,8 +17,9 @@ from liger_trainer.kernels.head import rescale as _rescale
 from liger_trainer.kernels.head.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_partials_, row_statistics_
 from liger_trainer.kernels.head.cross_entropy_torch import row_partials_torch_, row_statistics_torch_
+from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.rescale import rescale_
-from liger_trainer.kernels.head.row_statistics import ExtraStats, RowOptions, RowStats, Shard
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
 from liger_trainer.kernels.runtime import INTERPRETED
 from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.kernels.head.heads import (
@@ -80,7 +81,7 @@ def test_plain_torch_rows_have_the_gradient_of_the_reference(reduction: str, wei
     (expected,) = torch.autograd.grad(rows, logits, upstream)
     buffer = logits.detach().clone()
     stats = RowStats.allocate(buffer, 8, entropy=True, predicted=True)
-    options = RowOptions(IGNORE, *EVERYTHING.values())
+    options = LossOptions(IGNORE, *EVERYTHING.values())
     row_statistics_torch_(buffer, target, stats, options, None, weights, upstream)
     torch.testing.assert_close(stats.loss, rows.detach())
     torch.testing.assert_close(buffer, expected)
@@ -176,9 +177,9 @@ def test_empty_batch() -> None:
 def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtype) -> None:
     logits, target = torch.empty(2, 20000, dtype=dtype), torch.zeros(2, dtype=torch.int64)
     weights = torch.ones(20000)
-    plain, full = RowOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0), RowOptions(IGNORE, *EVERYTHING.values())
+    plain, full = LossOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0), LossOptions(IGNORE, *EVERYTHING.values())
     bare, stats = RowStats.allocate(logits, 2, False, False), RowStats.allocate(logits, 2, True, True)
-    capped, ones = RowOptions(IGNORE, 0.0, 0.0, 30.0, 1.0, 0.8), torch.ones(2)
+    capped, ones = LossOptions(IGNORE, 0.0, 0.0, 30.0, 1.0, 0.8), torch.ones(2)
     extra, shard = ExtraStats.allocate(logits, 2, True, True), Shard(20000, 40000)
     hip = "6.4" if target_name.startswith("gfx") else None
     with (
@@ -279,7 +280,7 @@ def test_a_label_outside_the_vocabulary_is_nan_and_touches_nothing_else(device: 
     rows = buffer[1:2, 4:13]  # nine columns with memory that must stay on every side
     target = torch.tensor([label], device=device)
     stats = RowStats.allocate(rows, 1, entropy=True, predicted=True)
-    options = RowOptions(IGNORE, 0.1, 0.1, None, 1.0, 1.0)
+    options = LossOptions(IGNORE, 0.1, 0.1, None, 1.0, 1.0)
     row_statistics_(rows, target, stats, options, coefficient=torch.ones((), device=device))
     assert stats.loss.isnan().all()
     assert stats.nll.isnan().all()
@@ -296,7 +297,7 @@ def test_a_label_outside_the_vocabulary_is_nan_and_touches_nothing_else(device: 
 @pytest.mark.kernel
 def test_padding_columns_are_scratch_and_never_enter(device: str) -> None:
     logits, target = _case(4, 70, device=device)
-    one, options = torch.ones((), device=device), RowOptions(IGNORE, 0.1, 0.0, 5.0, 1.0, 1.0)
+    one, options = torch.ones((), device=device), LossOptions(IGNORE, 0.1, 0.0, 5.0, 1.0, 1.0)
     results = []
     for padding in (0.0, float("nan")):
         buffer = torch.full((4, 128), padding, device=device)
@@ -316,7 +317,7 @@ def test_padding_columns_are_scratch_and_never_enter(device: str) -> None:
 def test_partials_are_those_of_plain_torch(device: str, vocab_start: int) -> None:
     logits, target = 3.0 * torch.randn(6, 70), torch.tensor([0, 71, IGNORE, 139, 140, 209])
     bias = torch.randn(70)
-    options, shard = RowOptions(IGNORE, 0.0, 0.0, 8.0, 1.2, 0.8), Shard(vocab_start, 210)
+    options, shard = LossOptions(IGNORE, 0.0, 0.0, 8.0, 1.2, 0.8), Shard(vocab_start, 210)
     exact = torch.empty(6, 8, dtype=torch.float64)
     row_partials_torch_(logits.double(), target, exact, options, shard, bias.double())
     ours = torch.full((6, 8), float("nan"), device=device)

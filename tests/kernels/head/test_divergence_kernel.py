@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from liger_trainer.kernels.head import divergence_kernel
+from liger_trainer.kernels.head.divergence import (
+    DivergenceOptions,
+    DivergenceStats,
+    divergence_of_logits_reference,
+    divergence_rows_torch_,
+)
 from liger_trainer.kernels.head.divergence_kernel import divergence_rows_, gradient_memory
-from liger_trainer.kernels.head.divergence_options import DivergenceOptions, DivergenceStats
-from liger_trainer.kernels.head.divergence_torch import divergence_of_logits_reference, divergence_rows_torch_
 from liger_trainer.kernels.runtime import INTERPRETED
 from tests.aot import compile_launch, on_targets, recorded_launches
 from tests.kernels.head.heads import IGNORE, assert_close

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.head import linear_log_probs as operator
-from liger_trainer.kernels.head import linear_log_probs_backward
+from liger_trainer.kernels.head import linear_log_probs_gradients
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from tests.accuracy import assert_no_worse
 from tests.device import assert_no_host_sync, peak_memory_of_one_run
@@ -121,8 +121,8 @@ def test_retained_graph_gives_the_right_gradient_every_time(trained: tuple[int, 
 def test_only_the_last_backward_writes_over_the_retained_logits() -> None:
     *leaves, target = small_head()
     loss = _loss(_run, *leaves, target)
-    run_chunks = linear_log_probs_backward._run_chunks
-    with mock.patch.object(linear_log_probs_backward, "_run_chunks", side_effect=run_chunks) as run:
+    run_chunks = linear_log_probs_gradients._run_chunks
+    with mock.patch.object(linear_log_probs_gradients, "_run_chunks", side_effect=run_chunks) as run:
         torch.autograd.grad(loss, leaves, retain_graph=True)
         torch.autograd.grad(loss, leaves)
     assert [call.kwargs["overwrite"] for call in run.call_args_list] == [False, True]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from liger_trainer.kernels.head.cross_entropy import cross_entropy_reference
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs_reference
-from liger_trainer.kernels.head.row_statistics import RowOptions, Shard, combine
+from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.token_statistics import Shard, combine
 from liger_trainer.parallel import vocab_parallel
 
 IGNORE = -100
@@ -43,11 +44,9 @@ def test_shards_of_any_sizes_give_the_whole_vocabularys_loss_and_gradient(
     bounds = [0, *sorted(cuts), VOCAB]
     parts = [logits[:, start:stop] for start, stop in itertools.pairwise(bounds)]
     shards = [Shard(start, VOCAB) for start in bounds[:-1]]
-    options = RowOptions(IGNORE, smoothing, z_loss, softcap, scale, 0.8)
+    options = LossOptions(IGNORE, smoothing, z_loss, softcap, scale, 0.8)
     with torch.no_grad():
-        partials = [
-            vocab_parallel.logits_partials(part, target, *options, *shard) for part, shard in zip(parts, shards)
-        ]
+        partials = [vocab_parallel.logits_partials(part, target, options, shard) for part, shard in zip(parts, shards)]
         stats, extra = combine(torch.stack(partials), target, options, shards[0], VOCAB, None)
     outputs = ("predicted_tokens", "entropy", "token_nll")
     chosen = {"softcap": softcap, "logit_scale": scale, "temperature": 0.8}
@@ -68,7 +67,7 @@ def test_shards_of_any_sizes_give_the_whole_vocabularys_loss_and_gradient(
     torch.testing.assert_close(extra.sum_squared_probs, named.sum_squared_probs)
     upstream = torch.linspace(-1.0, 2.0, TOKENS, dtype=torch.float64)
     attached = [
-        vocab_parallel.attach_logits(stats.loss, part, target, stats.nll, stats.lse, *options, *shard)
+        vocab_parallel.attach_logits(stats.loss, part, target, stats.nll, stats.lse, options, shard)
         for part, shard in zip(parts, shards)
     ]
     gradients = [torch.autograd.grad(loss, part, upstream)[0] for loss, part in zip(attached, parts)]
@@ -77,8 +76,8 @@ def test_shards_of_any_sizes_give_the_whole_vocabularys_loss_and_gradient(
 
 def test_a_label_in_no_shard_is_nan_and_ties_take_the_lowest_id() -> None:
     logits, target = torch.zeros(3, 4), torch.tensor([9, 1, IGNORE])
-    options = RowOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
-    partials = [vocab_parallel.logits_partials(logits, target, *options, start, 8) for start in (0, 4)]
+    options = LossOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
+    partials = [vocab_parallel.logits_partials(logits, target, options, Shard(start, 8)) for start in (0, 4)]
     stats, _ = combine(torch.stack(partials), target, options, Shard(0, 8), 8, None)
     assert stats.loss.isnan().tolist() == [True, False, False]
     assert stats.predicted.tolist() == [0, 0, -1]
@@ -87,9 +86,9 @@ def test_a_label_in_no_shard_is_nan_and_ties_take_the_lowest_id() -> None:
 def test_confident_tokens_keep_their_digits() -> None:
     logits = torch.zeros(1, 8)
     logits[0, 5] = 24.0
-    options = RowOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
+    options = LossOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
     target = torch.tensor([5])
-    partials = [vocab_parallel.logits_partials(logits[:, s : s + 4], target, *options, s, 8) for s in (0, 4)]
+    partials = [vocab_parallel.logits_partials(logits[:, s : s + 4], target, options, Shard(s, 8)) for s in (0, 4)]
     stats, _ = combine(torch.stack(partials), target, options, Shard(0, 8), 8, None)
     exact = cross_entropy_reference(logits.double(), target)
     torch.testing.assert_close(stats.nll[0].double(), exact, rtol=1e-5, atol=0.0)
@@ -111,7 +110,8 @@ def test_operators_pass_opcheck() -> None:
 def test_double_backward_is_refused() -> None:
     logits, target = _logits()
     some = torch.rand(TOKENS, dtype=torch.float64)
-    loss = vocab_parallel.attach_logits(some, logits, target, some, some, IGNORE, 0.0, 0.0, None, 1.0, 1.0, 0, VOCAB)
+    options = LossOptions(IGNORE, 0.0, 0.0, None, 1.0, 1.0)
+    loss = vocab_parallel.attach_logits(some, logits, target, some, some, options, Shard(0, VOCAB))
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(loss.sum(), logits, create_graph=True)
 

@@ -14,8 +14,8 @@ import triton
 
 from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head import weight_gradient
+from liger_trainer.kernels.head.large_first_chunk import PanelPlan
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.head.logits_in_weight_gradient import PanelPlan
 from liger_trainer.kernels.head.weight_gradient import (
     MAX_HALF_CHUNKS,
     WeightGradientSum,

@@ -14,7 +14,7 @@ from liger_trainer.kernels.lora import lora_mlp as operators
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
 from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.gated_mlp import _NAMES, _VARIANTS, gated_mlp_forward
+from liger_trainer.patching.mlps import _NAMES, _VARIANTS, gated_mlp_forward
 from tests.accuracy import as_large_as, assert_as_accurate, errors, seeded_randn
 from tests.calls import recorded_calls
 from tests.kernels.lora.test_lora import saved_for_backward

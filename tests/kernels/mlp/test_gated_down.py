@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.mlp import gated_activation as operators
 from liger_trainer.kernels.mlp import gated_down as down_operators
 from liger_trainer.kernels.mlp.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
-from liger_trainer.kernels.mlp.geglu import geglu, geglu_fused
+from liger_trainer.kernels.mlp.glu import geglu, geglu_fused, swiglu
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
-from liger_trainer.kernels.mlp.swiglu import swiglu
 from liger_trainer.liger.operators.clamped_swiglu import clamped_swiglu
 from tests.accuracy import assert_no_worse, result_and_gradients
 from tests.accuracy import seeded_randn as randn
@@ -40,11 +40,11 @@ def test_float64_runs_as_reference(device):
 @pytest.mark.parametrize(("target", "dtype"), on_targets((torch.bfloat16,), (torch.float32,)))
 def test_compiles_ahead_of_time(target, dtype):
     gate, gate_up = torch.zeros(64, 1024, dtype=dtype), torch.zeros(64, 2048, dtype=dtype)
-    plain = operators.scalars()
+    silu, gelu = GatedActivation.of("silu"), GatedActivation.of("gelu_tanh")
     with recorded_launches() as launches:
-        for given in ((gate, gate, "silu", plain, False), (gate_up, None, "gelu_tanh", plain, False)):
+        for given in ((gate, gate, silu), (gate_up, None, gelu)):
             operators.gated_activation_backward_(gate, *given[:2], *given[:2], gate, *given[2:])
-        operators.gated_activation_backward_(gate, gate_up, None, gate_up, None, gate, "silu", plain, True)
+        operators.gated_activation_backward_(gate, gate_up, None, gate_up, None, gate, silu._replace(interleaved=True))
     assert [launch.arguments["NEED_H"] for launch in launches] == [True] * 3
     for launch in launches:
         compiled = compile_launch(launch, target)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from liger_trainer.kernels.activation import NAMES
 from liger_trainer.kernels.moe import expert_layers as layers
 from liger_trainer.kernels.moe.experts import moe_experts, moe_experts_reference
 from liger_trainer.nn import LigerExperts
@@ -40,10 +41,7 @@ CASES = {
     "transposed": ({}, {"transposed": True}),
     "biases": ({}, {"biases": True}),
     "gpt_oss": ({}, {**GPT_OSS, "interleaved": True, "transposed": True, "biases": True}),
-    "gelu": ({}, {"activation": "gelu"}),
-    "gelu_tanh": ({}, {"activation": "gelu_tanh"}),
-    "relu": ({}, {"activation": "relu"}),
-    "relu_squared": ({}, {"activation": "relu_squared"}),
+    **{name: ({}, {"activation": name}) for name in NAMES[1:]},
     "no gate": ({}, {"gated": False, "activation": "relu_squared"}),
     "no gate, biases": ({}, {"gated": False, "transposed": True, "biases": True}),
     "a function": ({}, {"activation": bounded, "biases": True}),

@@ -12,10 +12,10 @@ from liger_trainer.callbacks.router_balance import RouterBalanceCallback
 from liger_trainer.functional import load_balancing_loss, router_losses, router_z_loss, topk_softmax_routing
 from liger_trainer.kernels.moe import router_statistics as operators
 from liger_trainer.parallel.router_losses import router_losses_reference
-from liger_trainer.patching.moe.load_balancing import recorded_z_losses
 from tests.accuracy import seeded_randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
 from tests.device import no_host_sync
+from tests.steps import step_with
 
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]])
 
@@ -265,7 +265,8 @@ def test_a_training_step_of_a_model_does_not_wait_for_the_device(device):
     ids = torch.randint(512, (2, 64), device=device)
 
     def step():
-        with recorded_z_losses() as z_losses:
+        z_losses = []
+        with step_with(z_losses=z_losses):
             outputs = model(input_ids=ids, labels=ids)
         (outputs.loss + 0.01 * z_losses[0]).backward()
 

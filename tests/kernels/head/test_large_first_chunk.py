@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from liger_trainer.kernels.head import large_first_chunk as panels
 from liger_trainer.kernels.head import linear_cross_entropy as operator
-from liger_trainer.kernels.head import logits_in_weight_gradient as panels
+from liger_trainer.kernels.head.large_first_chunk import PanelPlan, plan_panels
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from liger_trainer.kernels.head.logits_in_weight_gradient import PanelPlan, plan_panels
 from tests.device import captured, no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import IGNORE, MIB, doubled, gpu_head, needing_gradients, relative_error
 

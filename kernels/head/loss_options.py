@@ -1,18 +1,48 @@
-"""Arguments that the losses over logits or an LM head share: their checks, the class weights and the normaliser.
+"""Options that the losses over logits or an LM head share, the checks of arguments, class weights and the normaliser.
 
 A `check_*` function raises a ValueError that names the argument, what it is and what is allowed.
+
+Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.head.row_statistics import RowOptions, compute_dtype
+IGNORE_INDEX = -100
+"""The label of a token that does not count, by default: that of torch, transformers and TRL."""
+
 
 CROSS_ENTROPY_OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_nll")
 REDUCTIONS = ("mean", "sum", "none")
+
+
+class LossOptions(NamedTuple):
+    """The options of one token's loss, which its public function makes and everything below passes on.
+
+    Args:
+        ignore_index: Tokens with this label give no loss and no gradient.
+        label_smoothing: The share of the loss that is spread over all classes.
+        z_loss: Factor of ``lse**2``.
+        softcap: Soft-cap of the logits, or None.
+        logit_scale: Factor of the logits before the soft-cap.
+        temperature: Divides the logits after the soft-cap.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of losses and statistics: fp32, or float64 for a float64 input."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def check_outputs(outputs: Sequence[str], allowed: Sequence[str]) -> None:
@@ -139,7 +169,7 @@ def check_linear(
 
 
 def check_options(
-    options: RowOptions,
+    options: LossOptions,
     reduction: str,
     num_items: int | float | torch.Tensor | None,
     outputs: Sequence[str],

@@ -1,21 +1,26 @@
-"""Linear layers of bitsandbytes in 4 bits: the weight that one multiplies by, read without calling it.
+"""Base layers of adapters in 4 bits (bitsandbytes) and in fp8 (`fp8_base`): the weight that one multiplies by.
 
-A layer casts its input to its compute dtype. If that is not the dtype of the activation, or autocast's, the layer
-itself runs. It also runs for a few rows without a gradient, as in a generation, for which bitsandbytes has products
-that read the 4 bits directly; but not with dropout, because the forward of a checkpoint has no gradient either, and
-must draw the same masks as its recomputation.
+A layer in 4 bits is read without calling it. It casts its input to its compute dtype. If that is not the dtype of the
+activation, or autocast's, the layer itself runs. It also runs for a few rows without a gradient, as in a generation,
+for which bitsandbytes has products that read the 4 bits directly; but not with dropout, because the forward of a
+checkpoint has no gradient either, and must draw the same masks as its recomputation.
+
+A frozen layer in fp8 has no `weight`, so whatever reads or changes one, such as merging adapters, is an error and not a
+wrong result.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import FOUR_BIT_WEIGHTS
+from liger_trainer.compat.torch import FOUR_BIT_WEIGHTS, FP8_LAYERS
+from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear, store
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 from liger_trainer.patching.probe import Probe
 
@@ -99,3 +104,60 @@ def reads_as_bitsandbytes(layout: tuple[str, int, bool], probe: Probe) -> bool:
         if not torch.equal(nf4_dequantize(_weight(packed, made), dtype), library.dequantize_4bit(packed, made)):
             return False
     return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In fp8
+# ---------------------------------------------------------------------------------------------------------------------
+
+require(FP8_LAYERS)
+
+
+class Fp8Linear(nn.Module):
+    """``nn.Linear`` with a weight in fp8; see `kernels/fp8/stored.py`.
+
+    Codes and scales are frozen parameters, since DDP would broadcast buffers at every forward.
+
+    Args:
+        linear: The layer, whose bias stays as it is.
+        device: Where the weight is cast and stays.
+
+    Attributes:
+        codes: (out_features, in_features), uint8: the bytes of float8_e4m3fn.
+        scales: (out_features, 1), fp32.
+    """
+
+    def __init__(self, linear: nn.Linear, device: torch.device) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        stored = store(linear.weight.detach().to(device))
+        self.codes = nn.Parameter(stored.codes, requires_grad=False)
+        self.scales = nn.Parameter(stored.scales, requires_grad=False)
+        self.bias = linear.bias
+
+    @property
+    def qweight(self) -> torch.Tensor:
+        """The codes, by the name under which PEFT looks for the device of further adapters."""
+        return self.codes
+
+    @property
+    def stored(self) -> Fp8Weight:
+        """The weight, as our operators take it."""
+        return Fp8Weight(self.codes, self.scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features), in the dtype of `x`, or that of autocast."""
+        return fp8_stored_linear(x, self.stored, self.bias)
+
+    def extra_repr(self) -> str:
+        """The sizes, for `print`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Linear:
+        """Moves with the model; a cast of the model changes neither codes nor scales."""
+        before = self.codes.data, self.scales.data
+        super()._apply(fn, recurse)
+        for parameter, data in zip((self.codes, self.scales), before):
+            if parameter.dtype != data.dtype:
+                parameter.data = data.to(parameter.device)
+        return self

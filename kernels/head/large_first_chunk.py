@@ -17,6 +17,8 @@ next panel will be, and the last panel lies in the buffer:
 Each result is rounded as often as in any other chunk. Bytes moved in addition to an ordinary chunk's, b bytes an
 element: R*V*b for R tokens, because the logits are read once more, and 8*R*H for each panel to sum dX. Memory: only the
 buffer.
+
+Shapes: N tokens, H hidden size, V vocabulary; R tokens of the first chunk, K panels.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from typing import NamedTuple
 import torch
 
 from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_partials_
-from liger_trainer.kernels.head.head_chunks import COLUMN_MULTIPLE, ROW_MULTIPLE, round_up
-from liger_trainer.kernels.head.row_statistics import RowOptions, RowStats, Shard, combine, compute_dtype
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum
+from liger_trainer.kernels.head.head_chunks import COLUMN_MULTIPLE, ROW_MULTIPLE, HeadGradients, round_up
+from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
+from liger_trainer.kernels.head.token_statistics import RowStats, Shard, combine
 from liger_trainer.kernels.matmul import matmul_into, multiplies_into_fp32
 from liger_trainer.kernels.runtime import cdiv, num_sms
 
@@ -111,37 +113,32 @@ def _panels(plan: PanelPlan, d_weight: torch.Tensor, buffer: torch.Tensor) -> li
 
 def run_panels(
     plan: PanelPlan,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    options: RowOptions,
+    options: LossOptions,
     stats: RowStats,
     coefficient: torch.Tensor,
     recompute: bool,
     buffer: torch.Tensor,
-    d_hidden: torch.Tensor | None,
-    weight_sum: WeightGradientSum,
-    bias_sum: torch.Tensor | None,
+    gradients: HeadGradients,
 ) -> None:
     """Runs the chunk of `plan.tokens` tokens: statistics, dX, and its addition to dW and dbias.
 
     Args:
         plan: The cut.
-        hidden: `(R, H)`, the tokens of the chunk.
-        weight: `(V, H)`.
         target: `(R,)`.
         bias: `(V,)`.
         options: The loss, without class weights, which the statistics of a shard do not support.
-        stats: Of the R tokens; filled, or with `recompute` read.
+        stats: Statistics of the R tokens; filled, or with `recompute` read.
         coefficient: Upstream gradient of the token losses, 0-d or `(R,)`.
         recompute: Whether `stats` are already known.
         buffer: At least ``R * plan.width`` elements, contiguous.
-        d_hidden: `(R, H)`, filled; None if it is not needed.
-        weight_sum: A sum to which nothing has been added yet.
-        bias_sum: `(V,)` of the computing dtype, added to; None if it is not needed.
+        gradients: The gradients of the head, to which nothing has been added yet.
     """
-    d_weight, vocab_size = weight_sum.weight_gradient, weight.shape[0]
+    weight_sum, bias_sum = gradients.weight_sum, gradients.bias_sum
+    assert weight_sum is not None
+    hidden, weight, d_weight = gradients.hidden[: plan.tokens], gradients.weight, weight_sum.weight_gradient
+    vocab_size = weight.shape[0]
     panels = _panels(plan, d_weight, buffer)
     for start, stop, logits in panels:
         torch.mm(hidden, weight[start:stop].t(), out=logits)
@@ -153,8 +150,8 @@ def run_panels(
         row_gradient_(logits, target, stats, options, coefficient, part, width=panel.width, shard=shard)
         if bias_sum is not None:
             bias_sum[start:stop] += logits.sum(0, dtype=bias_sum.dtype)
-    if d_hidden is not None:
-        _sum_hidden_gradient(panels, weight, d_hidden, d_weight[: panels[0].stop])
+    if gradients.d_hidden is not None:
+        _sum_hidden_gradient(panels, weight, gradients.d_hidden[: plan.tokens], d_weight[: panels[0].stop])
     for start, _, logits in panels:
         weight_sum.add(logits, hidden, start)
 
@@ -163,7 +160,7 @@ def _fill_statistics(
     panels: list[_Panel],
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    options: RowOptions,
+    options: LossOptions,
     stats: RowStats,
     vocab_size: int,
 ) -> None:

@@ -1,12 +1,14 @@
-"""The numbers a loss computes for each row of logits, and the options that say how.
+"""The numbers that a loss computes for each token, which is one row of logits.
 
-A row is one token: its logits over the vocabulary. The kernel of `cross_entropy_kernel.py` fills `RowStats` and
-`ExtraStats`; every loss of this folder that takes labels is built from them.
+The kernel of `cross_entropy_kernel.py` fills `RowStats` and `ExtraStats`; every loss of this folder that takes labels
+is built from them.
 
 A vocabulary may be split into shards of columns: over the processes of a group (`vocab_parallel`), or over several
-pieces of memory (`logits_in_weight_gradient`). Each shard gives eight numbers a row (`RowPartials`), and `combine`
+pieces of memory (`large_first_chunk`). Each shard gives eight numbers a row (`RowPartials`), and `combine`
 makes the statistics of the whole row from them. The label is not part of a shard's sum of exponentials, so nothing
 cancels however confident a token is.
+
+Shapes: N tokens; every statistic is (N,).
 """
 
 from __future__ import annotations
@@ -16,19 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-IGNORE_INDEX = -100
-"""The label of a token that does not count, by default: that of torch, transformers and TRL."""
-
-
-class RowOptions(NamedTuple):
-    """The options of one row's loss, in the order in which the operators take them."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-    temperature: float
+from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
 
 
 class RowStats(NamedTuple):
@@ -117,13 +107,8 @@ class RowPartials(NamedTuple):
     best_id: torch.Tensor
 
 
-def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of losses and statistics: fp32, or float64 for a float64 input."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def combine(
-    partials: torch.Tensor, target: torch.Tensor, options: RowOptions, shard: Shard, vocab_size: int, own: int | None
+    partials: torch.Tensor, target: torch.Tensor, options: LossOptions, shard: Shard, vocab_size: int, own: int | None
 ) -> tuple[RowStats, ExtraStats]:
     """The statistics of whole rows from the `(shards, N, 8)` partials of all shards, in the order of their columns.
 

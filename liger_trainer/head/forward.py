@@ -1,4 +1,4 @@
-"""The head under `torch.compile`: the causal LM's own few lines run eagerly, the backbone stays compiled.
+"""The forward of a model with a patched head: what it tells the head and the masks, and how it runs compiled.
 
 A `DeferredLogits` cannot be created while tracing, and its loss is one operator anyway. So a compiled training forward
 breaks its graph where the causal LM's own forward begins. That calls the backbone, whose frame is compiled, and then
@@ -9,20 +9,85 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import COMPILED_HEAD, WHOLE_GRAPHS
+from liger_trainer.head.lm_head import output_embedding, version_of
+from liger_trainer.head.step import Forward, Rows, Step, current_step
 
 CAN_DEFER_COMPILED = available(COMPILED_HEAD)
 """Whether compiled models can defer their logits with this torch; otherwise they build them."""
 
 if CAN_DEFER_COMPILED:
     from torch._dynamo.eval_frame import set_eval_frame, skip_code
+
+# Arguments of a forward that tell nothing of padding or packing.
+_SILENT = frozenset(
+    {
+        "input_ids", "inputs_embeds", "labels", "shift_labels", "use_cache", "return_dict", "num_items_in_batch",
+        "output_router_logits", "output_attentions", "output_hidden_states", "logits_to_keep",
+    }
+)  # fmt: skip
+
+
+def step_of_forward(
+    model: Any, native: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], forward: Forward
+) -> Step:
+    """The step in which ``native(model, *args, **kwargs)`` runs: its head is told of `forward`, its masks of the rows.
+
+    Where FSDP1 has the head, or a part of it, in a unit of its own, its weight is freed after its forward, and the head
+    must not defer the logits.
+    """
+    step = current_step()
+    deferring: Forward | None = forward
+    for module in output_embedding(model).modules():
+        for kind in type(module).__mro__:  # subclasses too, without an import
+            if kind.__name__ == "FullyShardedDataParallel":
+                deferring = None
+    rows = step.rows if torch.compiler.is_compiling() else rows_of(step, model, native, args, kwargs)
+    return replace(step, forward=deferring, rows=rows)
+
+
+def rows_of(step: Step, model: Any, native: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
+    """The rows of ``native(model, *args, **kwargs)``, as far as its arguments and the step's padding mask tell.
+
+    Padding shows in the attention mask and packing in the position ids, and both are on the device. Reading them back
+    ends the host's lead over it. But a forward that is given neither has whole rows. None where code other than
+    transformers' runs before the masks, as it may make position ids or a mask.
+    """
+    if not (_is_known_code(native) and _is_known_code(type(getattr(model, "base_model", model)).forward)):
+        return None
+    given = {**dict(zip(_names(native), args, strict=False)), **kwargs}
+    mask = given.pop("attention_mask", None)
+    for name, value in given.items():
+        if value is not None and name not in _SILENT:
+            return None
+    if mask is None:
+        return Rows()
+    read = step.padding
+    if read is None or read.mask is not mask or read.version != version_of(mask):
+        return None
+    return Rows(read.bounds)
+
+
+@functools.cache
+def _is_known_code(function: Any) -> bool:
+    """Whether the function and what it wraps are transformers', or pass on what they are given."""
+    library = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+    inner = getattr(function, "__wrapped__", None)
+    return library in ("transformers", "torch", "liger_trainer") and (inner is None or _is_known_code(inner))
+
+
+@functools.cache
+def _names(forward: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def never_a_frame(function: Any) -> None:
@@ -95,3 +160,7 @@ def compiler_restored() -> Iterator[None]:
         yield
     finally:
         set_eval_frame(callback)
+
+
+for _function in (step_of_forward, rows_of, _is_known_code.__wrapped__, _names.__wrapped__):
+    never_a_frame(_function)  # what they call still is

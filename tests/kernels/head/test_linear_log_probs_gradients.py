@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liger_trainer.head.context import expected_loss_gradient
 from liger_trainer.kernels.autograd import one_number
-from liger_trainer.kernels.head import linear_log_probs_expected
+from liger_trainer.kernels.head import linear_log_probs_gradients
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.trainers.fused_forward import StatisticsOptions
 from liger_trainer.trainers.fused_head import install_fused_forward
-from liger_trainer.trainers.token_statistics import StatisticsOptions
 from tests.device import assert_no_host_sync, captured, no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     IGNORE,
@@ -34,6 +33,7 @@ from tests.kernels.head.heads import (
     small_head,
     token_factors,
 )
+from tests.steps import step_with
 
 CHUNK = 5 * 2 * ROW  # bytes of five float64 rows of logits
 
@@ -122,8 +122,8 @@ def test_logits_are_recomputed_only_where_the_gradient_is_not_one_number(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_values_are_read_only_where_strides_and_entropies_do_not_decide(loss: str) -> None:
     leaves, target = _case()
-    by_values = linear_log_probs_expected.number_by_values
-    with mock.patch.object(linear_log_probs_expected, "number_by_values", side_effect=by_values) as read:
+    by_values = linear_log_probs_gradients.number_by_values
+    with mock.patch.object(linear_log_probs_gradients, "number_by_values", side_effect=by_values) as read:
         LOSSES[loss](_result(leaves, target)).backward()
     assert read.called == (loss not in ("sum", "another sum", "zero", "entropy", "sum and entropy"))
 
@@ -131,12 +131,12 @@ def test_values_are_read_only_where_strides_and_entropies_do_not_decide(loss: st
 def test_a_number_of_values() -> None:
     valid = torch.tensor([True, True, False])
     for values in ([2.0, 2.0, 5.0], [-1.0, -1.0, float("nan")], [float("inf")] * 3):
-        found = linear_log_probs_expected.number_by_values(torch.tensor(values), valid)
+        found = linear_log_probs_gradients.number_by_values(torch.tensor(values), valid)
         assert found is not None
         assert found.item() == values[0]
     for several in ([2.0, 3.0, 2.0], [float("nan"), 1.0, 1.0], [float("nan")] * 3):
-        assert linear_log_probs_expected.number_by_values(torch.tensor(several), valid) is None
-    without = linear_log_probs_expected.number_by_values(
+        assert linear_log_probs_gradients.number_by_values(torch.tensor(several), valid) is None
+    without = linear_log_probs_gradients.number_by_values(
         torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3, dtype=torch.bool)
     )
     assert without is not None
@@ -223,7 +223,7 @@ def test_a_nan_from_upstream_stays_one() -> None:
 
 def test_without_gradients_and_with_other_outputs_nothing_is_computed_in_advance() -> None:
     leaves, target = _case()
-    with mock.patch.object(linear_log_probs_expected, "loss_and_gradients", side_effect=AssertionError):
+    with mock.patch.object(linear_log_probs_gradients, "loss_and_gradients", side_effect=AssertionError):
         with torch.no_grad():
             assert not _result(leaves, target).log_probs.requires_grad
         found = _result(leaves, target, outputs=("entropy", "mean_logit"))
@@ -322,13 +322,13 @@ def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch)
     items = torch.tensor(598, device="cuda")
 
     def step() -> None:
-        with expected_loss_gradient(1 / items):
+        with step_with(expected_gradient=1 / items):
             outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
             per_token_loss = -outputs.log_probs
             loss = per_token_loss.sum() / torch.as_tensor(items).clamp(min=1)
         loss.backward()
 
     step()  # kernels are compiled here
-    monkeypatch.setattr(linear_log_probs_expected, "recomputed_gradients", lambda *args: pytest.fail("recomputed"))
+    monkeypatch.setattr(linear_log_probs_gradients, "recomputed_gradients", lambda *args: pytest.fail("recomputed"))
     with no_host_sync():
         step()

@@ -1,0 +1,34 @@
+"""New memory holds NaN, or the largest integer, in every process of the tests: what is read before it is written shows.
+
+torch has a mode of this, a part of `torch.use_deterministic_algorithms`, which would change what is computed as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+
+def _filling(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(native)
+    def empty(*arguments: object, **options: object) -> torch.Tensor:
+        made = native(*arguments, **options)
+        if torch.compiler.is_compiling() or made.is_meta:
+            return made
+        if made.is_floating_point() or made.is_complex():
+            made.detach().fill_(float("nan"))
+        else:
+            made.detach().fill_(made.dtype == torch.bool or torch.iinfo(made.dtype).max)
+        return made
+
+    return empty
+
+
+with torch.device("meta"):
+    torch.empty(0)  # torch lists the constructors that follow a default device now, before they are replaced
+
+for owner, names in ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty",))):
+    for name in names:
+        setattr(owner, name, _filling(getattr(owner, name)))
