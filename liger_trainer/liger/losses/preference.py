@@ -186,11 +186,17 @@ class LigerFusedLinearORPOLoss(PairLoss):
         return loss, (*outputs, *self._rewards(pairs), -odds_ratio(pairs, 1.0).mean(), apart.mean())
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _ContrastiveLoss(PairLoss):
     """Losses of pairs without a reference: `contrastive`."""
 
-    label_smoothing: float
-    gamma = 0.0
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    gamma = 0.0  # a field of SimPO's
 
     def __post_init__(self) -> None:
         check_label_smoothing(self.label_smoothing)
@@ -242,12 +248,6 @@ class LigerFusedLinearCPOLoss(_ContrastiveLoss):
         ValueError: For an option out of its range.
     """
 
-    ignore_index: int = -100
-    beta: float = 0.1
-    alpha: float = 1.0
-    label_smoothing: float = 0.0
-    compute_nll_loss: bool = True
-    compiled: bool = True
     average_log_prob: bool = False
     chunk_size: int = 1
     logits_memory: int = LOGITS_MEMORY
@@ -272,12 +272,6 @@ class LigerFusedLinearSimPOLoss(_ContrastiveLoss):
         ValueError: For an option out of its range.
     """
 
-    ignore_index: int = -100
-    beta: float = 0.1
-    alpha: float = 1.0
-    label_smoothing: float = 0.0
-    compute_nll_loss: bool = True
-    compiled: bool = True
     gamma: float = 0.5
     chunk_size: int = 1
     logits_memory: int = LOGITS_MEMORY
