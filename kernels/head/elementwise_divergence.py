@@ -26,7 +26,7 @@ Shapes: N rows, V classes; inputs (N, V), or (B, S, V) of B sequences of S token
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -164,14 +164,30 @@ def _elementwise_divergence_kernel(
         tl.store(sum_ptr + row, tl.sum(sums, 0))
 
 
+class Pair(NamedTuple):
+    """Two distributions and how they are compared.
+
+    Args:
+        x: The distribution that gets a gradient, as `row_view` gives it.
+        y: The other, shaped as `x`.
+        labels: (N,), which rows count, or None if all do.
+        divergence: Name of the formula.
+        beta: Weight of a generalised JSD.
+        eps: Least probability in a logarithm.
+        ignore_index: Label of a row that does not count.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    labels: torch.Tensor | None
+    divergence: str
+    beta: float
+    eps: float
+    ignore_index: int
+
+
 def _launch(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    labels: torch.Tensor | None,
-    divergence: str,
-    beta: float,
-    eps: float,
-    ignore_index: int,
+    pair: Pair,
     *,
     sums: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -187,6 +203,7 @@ def _launch(
     - `expected` as well: `out` already holds that gradient for the upstream gradient `expected`. It is left alone if
       `grad` equals `expected`, multiplied if `grad` is 2**k times `expected` (not in fp16), and recomputed otherwise.
     """
+    x, y, labels, divergence, beta, eps, ignore_index = pair
     vocab_size = x.shape[-1]
     rows = x.numel() // vocab_size
     if rows:
@@ -220,49 +237,39 @@ def _empty(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @operator("liger_trainer::divergence_elements")
 def _elements(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    labels: torch.Tensor | None,
-    divergence: str,
-    beta: float,
-    eps: float,
-    ignore_index: int,
+    pair: Pair,
 ) -> torch.Tensor:
     """The summands in fp32, shaped as `x`."""
-    out = _empty(x, torch.float32)
-    _launch(x, y, labels, divergence, beta, eps, ignore_index, out=out)
+    out = _empty(pair.x, torch.float32)
+    _launch(pair, out=out)
     return out
 
 
 @_elements.register_fake
-def _(x, y, labels, divergence, beta, eps, ignore_index):
-    return _empty(x, torch.float32)
+def _(pair):
+    return _empty(pair.x, torch.float32)
 
 
 @operator("liger_trainer::divergence_loss")
 def _loss(
     scale: torch.Tensor,
     expected: torch.Tensor | None,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    labels: torch.Tensor | None,
-    divergence: str,
-    beta: float,
-    eps: float,
-    ignore_index: int,
+    pair: Pair,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fp32 sum of all summands times `scale`, and its gradient times `expected`; empty without one."""
+    x = pair.x
     sums = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
     if expected is None:
-        _launch(x, y, labels, divergence, beta, eps, ignore_index, sums=sums)
+        _launch(pair, sums=sums)
         return sums.sum() * scale, x.new_empty(0)
     gradient = _empty(x, x.dtype)
-    _launch(x, y, labels, divergence, beta, eps, ignore_index, sums=sums, out=gradient, grad=expected, scale=scale)
+    _launch(pair, sums=sums, out=gradient, grad=expected, scale=scale)
     return sums.sum() * scale, gradient
 
 
 @_loss.register_fake
-def _(scale, expected, x, y, labels, divergence, beta, eps, ignore_index):
+def _(scale, expected, pair):
+    x = pair.x
     return x.new_empty((), dtype=torch.float32), x.new_empty(0) if expected is None else _empty(x, x.dtype)
 
 
@@ -270,37 +277,32 @@ def _(scale, expected, x, y, labels, divergence, beta, eps, ignore_index):
 def _backward(
     grad: torch.Tensor,
     scale: torch.Tensor | None,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    labels: torch.Tensor | None,
-    divergence: str,
-    beta: float,
-    eps: float,
-    ignore_index: int,
+    pair: Pair,
 ) -> torch.Tensor:
     """The gradient of `x`, contiguous, for that of `_elements`, or with `scale` for that of `_loss`."""
-    out = _empty(x, x.dtype)
-    _launch(x, y, labels, divergence, beta, eps, ignore_index, out=out, grad=grad.contiguous(), scale=scale)
+    out = _empty(pair.x, pair.x.dtype)
+    _launch(pair, out=out, grad=grad.contiguous(), scale=scale)
     return out
 
 
 @_backward.register_fake
-def _(grad, scale, x, y, labels, divergence, beta, eps, ignore_index):
-    return _empty(x, x.dtype)
+def _(grad, scale, pair):
+    return _empty(pair.x, pair.x.dtype)
 
 
 def _setup_elements(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, y, labels, *ctx.options = inputs
+    (pair,) = inputs
+    x, y, labels, *ctx.options = pair
     ctx.save_for_backward(x, y, labels)
 
 
 def _elements_autograd(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward(_FUNCTIONS)
-    return input_gradients(ctx, _backward(grad, None, *ctx.saved_tensors, *ctx.options))
+    return input_gradients(ctx, _backward(grad, None, Pair(*ctx.saved_tensors, *ctx.options)))
 
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    scale, expected, x, y, labels, *ctx.options = inputs
+    scale, expected, (x, y, labels, *ctx.options) = inputs
     _, gradient = output
     ctx.mark_non_differentiable(gradient)
     ctx.save_for_backward(scale, expected, x, y, labels, gradient)
@@ -308,12 +310,13 @@ def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
 
 def _loss_autograd(ctx: Any, grad: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
     refuse_double_backward(_FUNCTIONS)
-    scale, expected, x, y, labels, gradient = ctx.saved_tensors
+    scale, expected, *tensors, gradient = ctx.saved_tensors
+    pair = Pair(*tensors, *ctx.options)
     if expected is None or graph_is_kept() or type(grad) is not torch.Tensor:  # the last: while it is traced
-        gradient = _backward(grad, scale, x, y, labels, *ctx.options)
+        gradient = _backward(grad, scale, pair)
     else:
         gradient = gradient.detach()
-        _launch(x, y, labels, *ctx.options, out=gradient, grad=grad, scale=scale, expected=expected)
+        _launch(pair, out=gradient, grad=grad, scale=scale, expected=expected)
     return input_gradients(ctx, None, None, gradient)
 
 
@@ -330,15 +333,10 @@ def _infinite(log_probs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _elements_reference(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    labels: torch.Tensor | None,
-    divergence: str,
-    beta: float,
-    eps: float,
-    ignore_index: int,
+    pair: Pair,
 ) -> torch.Tensor:
     """The summands `(N, V)`, in fp32 (float64 for float64 `x`), differentiable in `x`."""
+    x, y, labels, divergence, beta, eps, ignore_index = pair
     vocab_size, dtype = x.shape[-1], compute_dtype(x)
     x = x.reshape(-1, vocab_size).to(dtype)
     y = y.detach().reshape(-1, vocab_size).to(dtype)
@@ -407,14 +405,14 @@ def _divergence(
     flat = None if labels is None else labels.reshape(-1).contiguous()
     options = (divergence, beta, eps, ignore_index)
     in_kernel = use_triton(x) and use_triton(y)
-    arguments = (row_view(x), row_view(y.detach()), flat, *options) if in_kernel else (x, y, flat, *options)
+    pair = Pair(row_view(x), row_view(y.detach()), flat, *options) if in_kernel else Pair(x, y, flat, *options)
     if reduction == "none":
-        return (_elements if in_kernel else _elements_reference)(*arguments).view(x.shape)
+        return (_elements if in_kernel else _elements_reference)(pair).view(x.shape)
     scale = _row_scale(x, flat, reduction, ignore_index)
     if not in_kernel:
-        return _elements_reference(*arguments).sum() * scale
+        return _elements_reference(pair).sum() * scale
     needed = expected_grad if torch.is_grad_enabled() else None
-    return _loss(scale, _expected(x, scale, needed), *arguments)[0]
+    return _loss(scale, _expected(x, scale, needed), pair)[0]
 
 
 def kl_div(

@@ -24,7 +24,7 @@ Shapes: N tokens, H hidden size, V vocabulary, which is that of both heads; H_te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,14 +68,30 @@ def _logits_dtype(hidden: torch.Tensor) -> torch.dtype:
     return compute_dtype(hidden) if multiplies_into_fp32(hidden.device) else hidden.dtype
 
 
+class TwoHeads(NamedTuple):
+    """Student and teacher, with the labels of their tokens.
+
+    Args:
+        hidden: (N, H), contiguous.
+        weight: (V, H).
+        bias: (V,), or None.
+        teacher: Hidden states (N, H_teacher), or without a `teacher_weight` the probabilities themselves.
+        teacher_weight: (V, H_teacher), or None.
+        teacher_bias: (V,), or None.
+        labels: (N,), or None if every token counts.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    teacher: torch.Tensor
+    teacher_weight: torch.Tensor | None
+    teacher_bias: torch.Tensor | None
+    labels: torch.Tensor | None
+
+
 def _run_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher: torch.Tensor,
-    teacher_weight: torch.Tensor | None,
-    teacher_bias: torch.Tensor | None,
-    labels: torch.Tensor | None,
+    heads: TwoHeads,
     coefficient: torch.Tensor,
     options: DivergenceOptions,
     vocab_size: int,
@@ -83,10 +99,8 @@ def _run_chunks(
     stats: DivergenceStats,
     needs: Needs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fills `stats` and returns dX, dW and dbias, empty if not needed.
-
-    `teacher` holds hidden states, or without a `teacher_weight` the probabilities themselves.
-    """
+    """Fills `stats` and returns dX, dW and dbias, empty if not needed."""
+    hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels = heads
     tokens = hidden.shape[0]
     if labels is not None and stats.hard.numel():
         check_labels_on_cpu(labels, vocab_size, options.ignore_index)
@@ -129,13 +143,7 @@ def _run_chunks(
 
 @operator("liger_trainer::linear_divergence")
 def _linear_divergence(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher: torch.Tensor,
-    teacher_weight: torch.Tensor | None,
-    teacher_bias: torch.Tensor | None,
-    labels: torch.Tensor | None,
+    heads: TwoHeads,
     token_weights: torch.Tensor | None,
     scale: torch.Tensor,
     expected: torch.Tensor,
@@ -147,12 +155,9 @@ def _linear_divergence(
     needs: Needs,
 ) -> _LossAndGradients:
     """The loss times `scale`, its gradients times `expected`, and the fields of `DivergenceStats`."""
-    stats = DivergenceStats.allocate(hidden, hidden.shape[0], hard, entropy)
+    stats = DivergenceStats.allocate(heads.hidden, heads.hidden.shape[0], hard, entropy)
     coefficient = scale * expected if token_weights is None else scale * expected * token_weights
-    gradients = _run_chunks(
-        hidden, weight, bias, teacher, teacher_weight, teacher_bias,
-        labels, coefficient, options, vocab_size, logits_memory, stats, needs,
-    )  # fmt: skip
+    gradients = _run_chunks(heads, coefficient, options, vocab_size, logits_memory, stats, needs)
     losses = options.soft_weight * stats.soft
     if options.hard_weight != 0.0:
         losses = losses + options.hard_weight * stats.hard
@@ -162,17 +167,13 @@ def _linear_divergence(
 
 
 @_linear_divergence.register_fake
-def _(
-    hidden, weight, bias, teacher, teacher_weight, teacher_bias, labels, token_weights, scale, expected, options,
-    vocab_size, logits_memory, hard, entropy, needs,
-):  # fmt: skip
-    stats = DivergenceStats.allocate(hidden, hidden.shape[0], hard, entropy)
-    return (stats.soft.new_empty(()), *allocate_gradients(hidden, weight, bias, needs), *stats)
+def _(heads, token_weights, scale, expected, options, vocab_size, logits_memory, hard, entropy, needs):
+    stats = DivergenceStats.allocate(heads.hidden, heads.hidden.shape[0], hard, entropy)
+    return (stats.soft.new_empty(()), *allocate_gradients(heads.hidden, heads.weight, heads.bias, needs), *stats)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
-    *_, expected = inputs[:10]  # the tensors
-    *_, ctx.needs = inputs
+    _, _, _, expected, *_, ctx.needs = inputs
     _loss, d_hidden, d_weight, d_bias, *_ = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(d_hidden, d_weight, d_bias, expected)
@@ -234,9 +235,9 @@ def reduced_divergence(
     teacher_weight, teacher_bias = (None if tensor is None else tensor.detach() for tensor in teacher[1:])
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, soft, nll, entropy = _linear_divergence(
-        flat, weight, bias, target, teacher_weight, teacher_bias, labels, token_weights, scale, expected,
-        options, vocab_size, logits_memory, hard, "entropy" in outputs, needs,
-    )  # fmt: skip
+        TwoHeads(flat, weight, bias, target, teacher_weight, teacher_bias, labels),
+        *(token_weights, scale, expected, options, vocab_size, logits_memory, hard, "entropy" in outputs, needs),
+    )
     if not outputs:
         return loss
     weights = scale if token_weights is None else scale * token_weights

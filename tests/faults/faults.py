@@ -637,7 +637,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("codes without scales are weights", "_are_codes", r"return whole &", "return ~whole & whole &",
          "trainers/test_low_bit_bases::test_codes_that_were_loaded_as_weights_are_refused"),
         ("the temperature is forgotten", "token_statistics",
-         r"= options\.temperature", "= 1.0",
+         r"\), options\.temperature$", "), 1.0",
          "trainers/test_parity::test_grpo_options ::test_deferred_logits", "temperature or options3"),
         ("a pair is scored over its prompt", "forward_pairs",
          r'pairs\["concatenated_labels"\]\[:, 1:\] != IGNORE_INDEX', "attention_mask[:, 1:] == 1",

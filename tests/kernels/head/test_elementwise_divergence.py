@@ -160,13 +160,13 @@ def _launches(dtype: torch.dtype, target: str) -> list[Any]:
     ):
         scale, expected, gradient = torch.ones(()), torch.ones(()), torch.empty_like(x)
         for divergence in ("kl", "kl_log", "forward_kl", "reverse_kl", "jsd", "tvd"):
-            rest = (x, y, labels, divergence, 0.3, 1e-10, IGNORE)
-            elementwise_divergence._loss(scale, None, *rest)
-            elementwise_divergence._loss(scale, expected, *rest)
-            elementwise_divergence._backward(scale, scale, *rest)
-            elementwise_divergence._launch(*rest, out=gradient, grad=scale, scale=scale, expected=expected)
-        elements = elementwise_divergence._elements(*rest)
-        elementwise_divergence._backward(elements, None, *rest)
+            pair = elementwise_divergence.Pair(x, y, labels, divergence, 0.3, 1e-10, IGNORE)
+            elementwise_divergence._loss(scale, None, pair)
+            elementwise_divergence._loss(scale, expected, pair)
+            elementwise_divergence._backward(scale, scale, pair)
+            elementwise_divergence._launch(pair, out=gradient, grad=scale, scale=scale, expected=expected)
+        elements = elementwise_divergence._elements(pair)
+        elementwise_divergence._backward(elements, None, pair)
     return launches
 
 
@@ -298,10 +298,10 @@ def test_a_gradient_is_multiplied_by_a_power_of_two_and_recomputed_for_any_other
 ) -> None:
     student, teacher = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(0)).log_softmax(-1).to(device)
     grad, assumed, scale = (torch.tensor(value, device=device) for value in (upstream, expected, 0.5))
-    arguments: Any = (student.to(dtype), teacher, None, "jsd", 0.3, 0.0, IGNORE)
+    pair = elementwise_divergence.Pair(student.to(dtype), teacher, None, "jsd", 0.3, 0.0, IGNORE)
     gradient = torch.full((3, 70), 5.0, device=device, dtype=dtype)  # no divergence has it
-    elementwise_divergence._launch(*arguments, out=gradient, grad=grad, scale=scale, expected=assumed)
-    recomputed = elementwise_divergence._backward(grad, scale, *arguments)
+    elementwise_divergence._launch(pair, out=gradient, grad=grad, scale=scale, expected=assumed)
+    recomputed = elementwise_divergence._backward(grad, scale, pair)
     if exact and dtype != torch.float16:
         assert gradient.eq(5.0 * upstream / expected).all()
     else:

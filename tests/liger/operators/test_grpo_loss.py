@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from liger_trainer.configs.loss_types import POLICY_LOSS_TYPES
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
-from liger_trainer.liger.operators.grpo_loss import LOSS_TYPES, grpo_loss, grpo_loss_from_log_probs
+from liger_trainer.liger.operators.grpo_loss import grpo_loss, grpo_loss_from_log_probs
 
 BATCH, LENGTH, VOCAB = 4, 6, 11
 
@@ -87,7 +88,7 @@ def _by_hand(case: dict[str, torch.Tensor], **options: Any) -> tuple[list[list[f
 
 
 OPTIONS: list[dict[str, Any]] = [
-    *({"loss_type": kind} for kind in LOSS_TYPES),
+    *({"loss_type": kind} for kind in POLICY_LOSS_TYPES),
     {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "beta": 0.1},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "dapo", "delta": 1.1, "epsilon_high": 0.4, "beta": 0.04, "num_items": 40},
