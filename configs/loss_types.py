@@ -17,7 +17,7 @@ class PolicyLossType(NamedTuple):
     """A loss type of GRPO, apart from its formula (`liger_trainer/liger/operators/grpo_loss.py`).
 
     Args:
-        divided_by: What divides the sum of the token losses.
+        divided_by: The divisor of the sum of the token losses.
         clips_ratio: Whether it clips the ratio to the old policy, on one side or two, by tokens or by sequences.
     """
 

@@ -104,7 +104,7 @@ class LigerTrainerMixin(
     """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 
     Attributes:
-        kernel_report (`KernelReport`): What was patched and what was left alone; None with the kernels off.
+        kernel_report (`KernelReport`): Modules that were patched or left alone; None with the kernels off.
     """
 
     model: nn.Module

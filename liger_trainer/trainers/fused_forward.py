@@ -190,8 +190,8 @@ def packed_statistics(
         native: Its own forward.
         kwargs: The arguments of the padded forward; `input_ids`, `position_ids` and `attention_mask` are of a row.
         rows: The packed rows.
-        shape: Of the batch's labels.
-        options: What the trainer asks of the head.
+        shape: The shape of the batch's labels.
+        options: Statistics that the trainer asks of the head.
     """
     recomputed = dataclasses.replace(options, recomputed=True)
 
@@ -238,13 +238,13 @@ def fused_output(
     """TRL's `FusedCausalLMOutput`.
 
     Args:
-        statistics: Of `target`.
+        statistics: Statistics of the tokens in `target`.
         target: `(B, S)`, the next token of each.
         length: How many columns of both TRL is given.
         aux_loss: The auxiliary loss of a mixture of experts, if the model returned one.
         text_config: The configuration of the language model.
         num_items_in_batch: Divides the summed loss; the number of labels by default.
-        options: What the trainer asks of the head.
+        options: Statistics that the trainer asks of the head.
     """
     mask = (target != IGNORE_INDEX)[:, :length].to(statistics.log_probs.device)
     log_probs = statistics.log_probs[:, :length]

@@ -108,7 +108,7 @@ def grouped(batch: _Batch, window: int) -> _Batch:
     """Moves the completions of a prompt behind its first one, within windows of rows; the order stays otherwise.
 
     Args:
-        batch: What TRL has generated. `prompt_ids` and `prompt_mask`, both (rows, tokens), tell equal prompts. A batch
+        batch: The generated batch. `prompt_ids` and `prompt_mask`, both (rows, tokens), tell equal prompts. A batch
             with `pixel_values` is returned as it is: the forward shares no prompt with an image.
         window: Number of rows that may be exchanged with each other.
     """
