@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.logged import LoggedMetricsCallback, is_distributed
-from liger_trainer.kernels.head.row_statistics import IGNORE_INDEX
+from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 NO_LABEL = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "completion_mask": 0, "KL_completion_mask": 0}
 """What a trainer takes labels from, each for a forward of its own, and the value where there is none."""

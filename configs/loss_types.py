@@ -1,4 +1,4 @@
-"""Loss types as TRL's configurations state them."""
+"""Loss types: those of GRPO as a table, and whether a configuration's is one that TRL states."""
 
 from __future__ import annotations
 
@@ -6,11 +6,42 @@ import dataclasses
 import functools
 import logging
 import re
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from liger_trainer.compat.private import installed_version
 
 logger = logging.getLogger("liger_trainer")
+
+
+class PolicyLossType(NamedTuple):
+    """A loss type of GRPO, apart from its formula (`liger_trainer/liger/operators/grpo_loss.py`).
+
+    Args:
+        divided_by: The divisor of the sum of the token losses.
+        clips_ratio: Whether it clips the ratio to the old policy, on one side or two, by tokens or by sequences.
+    """
+
+    divided_by: Literal["completion", "completions", "longest completion", "micro-batch", "step"]
+    clips_ratio: bool
+
+
+POLICY_LOSS_TYPES = {
+    "grpo": PolicyLossType("completion", True),
+    "dapo": PolicyLossType("step", True),
+    "bnpo": PolicyLossType("micro-batch", True),
+    "dr_grpo": PolicyLossType("longest completion", True),
+    "luspo": PolicyLossType("completions", True),
+    "cispo": PolicyLossType("step", False),
+    "sapo": PolicyLossType("completion", False),
+    "vespo": PolicyLossType("step", False),
+}
+"""The loss types of GRPO that we know; TRL may have others, whose completions then stay where TRL has put them."""
+
+
+def divided_by(loss_type: str | None) -> str:
+    """What divides the sum of the token losses of a loss type of GRPO; empty for a type that is not known."""
+    known = POLICY_LOSS_TYPES.get(loss_type or "")
+    return "" if known is None else known.divided_by
 
 
 @functools.cache

@@ -126,8 +126,10 @@ def backward_tiles(
 
 def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
     """Whether a norm of `x` with these parameters runs as a Triton kernel."""
-    supported = all(parameter is None or use_triton(parameter) for parameter in parameters)
-    return supported and use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE
+    for parameter in parameters:
+        if parameter is not None and not use_triton(parameter):
+            return False
+    return use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:

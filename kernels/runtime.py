@@ -71,8 +71,10 @@ def triton_drives(device: torch.device) -> bool:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements of `tensor` share memory, as in an expanded dimension; it then cannot be written to."""
-    shares = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
-    return shares and tensor.numel() > 0  # empty ones may have strides of 0
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        if stride == 0 and size > 1:
+            return tensor.numel() > 0  # empty ones may have strides of 0
+    return False
 
 
 @functools.cache

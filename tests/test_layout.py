@@ -76,6 +76,8 @@ def imports(path, modules):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.relative_to(ROOT)}: relative import"
+            ours = (node.module or "").startswith("liger_trainer.")
+            assert not ours or any(f"{known}.".startswith(f"{node.module}.") for known in modules), (path, node.module)
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 yield from (known for known in ([name] if name in modules else [node.module]) if known in modules)

@@ -1,5 +1,6 @@
-"""The Dockerfile copies what the package is built from, and the forms for issues are as GitHub reads them."""
+"""The Dockerfile, the forms for issues as GitHub reads them, and the words with which docstrings describe arguments."""
 
+import ast
 import re
 import shlex
 import tomllib
@@ -71,3 +72,27 @@ def test_a_bug_report_asks_for_the_doctor():
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug_report.yml").read_text(encoding="utf-8"))
     (doctor,) = [item for item in form["body"] if "liger-trainer doctor" in item["attributes"]["label"]]
     assert doctor["validations"]["required"]
+
+
+def vague_lines(source):
+    """Lines of the docstrings' sections that describe an argument, attribute or result by a pronoun or an "of"."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        sections = re.findall(r"^(Args|Attributes|Returns|Yields):\n((?: .*\n?)+)", ast.get_docstring(node) or "", re.M)
+        for section, lines in sections:
+            name = r"" if section in ("Returns", "Yields") else r"[*]*\w+(?: \(.*?\))?: "
+            yield from re.findall(rf"^ {{4}}{name}(?:Of|That|Those|What|In)\b.*", lines, re.M)
+
+
+def test_vague_lines_are_found():
+    arguments = "Args:\n        x: Of rows.\n        *y (`int`): Those.\n        z: One.\n"
+    function = f'def f(x, *y, z):\n    """Sums.\n\n    {arguments}\n    Returns:\n        That.\n    """'
+    assert list(vague_lines(function)) == ["    x: Of rows.", "    *y (`int`): Those.", "    That."]
+
+
+def test_docstrings_name_what_an_argument_is():
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): list(vague_lines(path.read_text(encoding="utf-8"))) for path in files}
+    assert len(found) > 300
+    assert not {path: lines for path, lines in found.items() if lines}

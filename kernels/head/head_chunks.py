@@ -31,8 +31,9 @@ class Needs(NamedTuple):
     @classmethod
     def of(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Needs:
         """The tensors that require one; none where gradients are disabled."""
-        enabled = torch.is_grad_enabled()
-        return cls(*(enabled and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)))
+        if not torch.is_grad_enabled():
+            return cls(False, False, False)
+        return cls(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
 
 
 def round_up(value: int, multiple: int) -> int:

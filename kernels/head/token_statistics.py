@@ -37,11 +37,10 @@ class RowStats(NamedTuple):
     def allocate(cls, logits: torch.Tensor, tokens: int, entropy: bool, predicted: bool) -> RowStats:
         """Uninitialised statistics of `tokens` tokens on the device of `logits`."""
         dtype = compute_dtype(logits)
-        loss, nll, lse = (logits.new_empty(tokens, dtype=dtype) for _ in range(3))
         return cls(
-            loss,
-            nll,
-            lse,
+            logits.new_empty(tokens, dtype=dtype),
+            logits.new_empty(tokens, dtype=dtype),
+            logits.new_empty(tokens, dtype=dtype),
             logits.new_empty(tokens if entropy else 0, dtype=dtype),
             logits.new_empty(tokens if predicted else 0, dtype=torch.int64),
         )
@@ -53,7 +52,9 @@ class RowStats(NamedTuple):
 
     def rows(self, start: int, stop: int) -> RowStats:
         """The statistics of tokens `start` to `stop`, as views."""
-        return RowStats(*(field[start:stop] for field in self))
+        loss, nll, lse, entropy, predicted = self
+        rows = slice(start, stop)
+        return RowStats(loss[rows], nll[rows], lse[rows], entropy[rows], predicted[rows])
 
 
 class ExtraStats(NamedTuple):

@@ -123,13 +123,6 @@ def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
         )
 
 
-def _check_devices(**tensors: torch.Tensor) -> None:
-    devices = [tensor.device for tensor in tensors.values()]
-    if any(device != devices[0] for device in devices):
-        names, places = (", ".join(f"`{x}`" for x in tensors), ", ".join(map(str, devices)))
-        raise ValueError(f"{names} must be on one device; they are on {places}.")
-
-
 def check_rope_arguments(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,7 +135,7 @@ def check_rope_arguments(
     """Raises ValueError unless the arguments of `rope` fit; `planes` are leading dimensions of the tables."""
     check_rows(q, k, unsqueeze_dim)
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
-    shapes = [(*planes, size, seq_len) for size in (1, batch)]  # a set would fix the batch size of a compiled graph
+    shapes = ((*planes, 1, seq_len), (*planes, batch, seq_len))  # a set would fix the batch size of a compiled graph
     if cos.shape != sin.shape or cos.dim() != 3 + len(planes) or tuple(cos.shape[:-1]) not in shapes:
         wanted = ", ".join(map(str, (*planes, f"{batch} or 1", seq_len, f"up to {head_dim}")))
         raise ValueError(
@@ -158,16 +151,18 @@ def check_rope_arguments(
             f"`cos` and `sin` rotate {rotary_dim} of the {head_dim} dimensions of a head; rotary_dim must be even and "
             "at most head_dim."
         )
-    _check_devices(q=q, k=k, cos=cos, sin=sin)
+    if not q.device == k.device == cos.device == sin.device:
+        places = ", ".join(str(tensor.device) for tensor in (q, k, cos, sin))
+        raise ValueError(f"`q`, `k`, `cos`, `sin` must be on one device; they are on {places}.")
 
 
 def runs_on_triton(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> bool:
     """Whether the kernel can run: q and k of one dtype, tables of one dtype without a gradient, a supported device."""
-    if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
-        return False
-    if q.dtype != k.dtype or any(table.dtype != tables[0].dtype for table in tables):
-        return False
-    return use_triton(q) and use_triton(tables[0])
+    differentiated = torch.is_grad_enabled()
+    for table in tables:
+        if table.dtype != tables[0].dtype or (differentiated and table.requires_grad):
+            return False
+    return q.dtype == k.dtype and use_triton(q) and use_triton(tables[0])
 
 
 def rope(

@@ -83,13 +83,13 @@ def attention_forward(
         query: (batch, heads, seq, head_dim).
         key: (batch, key_heads, key_seq, head_dim).
         value: As `key`.
-        attention_mask: What [`attention_mask`] of `masks.py` returned, or a mask of the caller's.
+        attention_mask: The plan or mask that [`attention_mask`] of `masks.py` returned, or the caller's own mask.
         dropout: Probability of dropping a weight; the model's own attention runs unless it is 0.
         scaling: Factor of the scores.
         is_causal: Whether None as a mask means causal; by default as `module` says.
-        softcap: Of scores, as in Gemma2.
+        softcap: Soft-cap of the scores, as in Gemma2.
         s_aux: (heads,), the sinks, as in GPT-OSS.
-        **kwargs: What else the layer and its caller pass.
+        **kwargs: Further arguments that the layer and its caller pass.
 
     Returns:
         (batch, seq, heads, head_dim), and None; or what the model's own attention returns.

@@ -4,6 +4,13 @@ transformers describes a mask by a function of the indices of row, head, query a
 `_pattern` recognises compositions of causality, a window or chunks, and packing. Together with the lengths of padded
 rows they give the documents of an [`AttentionPlan`]. All else, such as images that see both ways, custom functions, or
 queries that follow a cache, gives transformers' own boolean mask.
+
+Padding becomes documents of its own. After the last token it needs none, as no token sees it. Nobody reads what a
+padding token computes, so that is not reproduced: its logits differ from those of a masked batch. Loss and gradients do
+not, as no label is predicted from padding.
+
+A compiled graph can neither read lengths nor look into closures. There, packed rows and chunks keep their mask, padding
+is cut on the device, and padding with holes fails an assertion of the device.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class ModuleCall:
     Args:
         head: The module; under ZeRO-3 a copy of it on whole parameters.
         vocab_size: V.
-        dtype: Of the logits.
+        dtype: The dtype of the logits.
         autocast: The dtype of autocast during the call; None where it was off.
         logits_memory: Bytes for the logits of a chunk.
     """

@@ -38,7 +38,7 @@ def divergence(
         student: `(..., V)` logits, deferred or not.
         teacher: `(..., V)`, likewise; it gets no gradient.
         labels: `(...)`, `ignore_index` where a token does not count; otherwise any number.
-        beta: In [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
+        beta: A number in [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
         temperature: Divides the logits of both.
         num_items: Divides the sum of the token divergences, a number or a 0-d tensor; by default the number of tokens
             that count.

@@ -56,9 +56,9 @@ class LabelledRows(AllRows):
     """K rows, the labelled ones first; `target` is `(K,)` and ignored in the rest, which repeat the first row.
 
     Args:
-        index: `(K,)`, the places of the rows among all; that of the first in place of -1.
-        slots: `(K,)`, the same with the number of all rows in place of -1: a place behind the last.
-        shape: Of all labels.
+        index: `(K,)`, the places of the rows among all; -1 is replaced by the place of the first row.
+        slots: `(K,)`, the same, but -1 is replaced by the number of all rows: a place after the last.
+        shape: The shape of all labels.
         too_many: 0-d bool, whether there are more labelled rows than K.
     """
 

@@ -109,7 +109,7 @@ class LigerAdamW(torch.optim.Optimizer):
             closure: Computes the loss and the gradients anew.
 
         Returns:
-            What `closure` returns.
+            The result of `closure`.
 
         Raises:
             ValueError: for a sparse gradient, for a parameter that became bf16, or another dtype, after its first step,
@@ -212,7 +212,7 @@ class LigerAdamW(torch.optim.Optimizer):
         stay, and the moments are stored as they say.
 
         Args:
-            state_dict: What `state_dict()` returns.
+            state_dict: A state as `state_dict()` returns it.
 
         Raises:
             ValueError: if groups, shapes or the kind of state differ. The optimizer is then not to be used.

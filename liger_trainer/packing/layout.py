@@ -75,7 +75,7 @@ class Layout:
         tokens: (T,), the place of each token in the flattened batch.
         shared_by: (T,), how many rows have the token.
         places: (B, S), the place of each token in the packed row; -1 for padding, and for rows of other packed rows.
-        segments: Of which the packed row consists, in its order.
+        segments: The segments of the packed row, in its order.
     """
 
     tokens: np.ndarray
@@ -232,10 +232,10 @@ def layout_of(groups: Sequence[Group], starts: np.ndarray, lengths: np.ndarray, 
     """The packed row of these groups; that of no group holds the first token of the batch, which no row has.
 
     Args:
-        groups: Of [`groups_of`].
+        groups: Groups that [`groups_of`] returned.
         starts: (B,), the first column of each row.
         lengths: (B,), how many tokens it has.
-        columns: S.
+        columns: S, the number of columns.
     """
     tokens: list[np.ndarray] = []
     shared_by: list[np.ndarray] = []

@@ -60,10 +60,10 @@ class PackedRow:
     """One row of T tokens in place of a padded batch, or of some of its rows.
 
     Args:
-        layout: What it holds.
+        layout: The tokens that the row holds, and their order.
         inputs: `input_ids`, `position_ids` and `attention_mask`, each (1, T). The mask says how many rows of the batch
             share a token: a router's loss, which weighs tokens by it, then counts them as in the batch.
-        scored: What a loss needs.
+        scored: The tokens and labels that a loss needs.
     """
 
     layout: Layout

@@ -55,10 +55,10 @@ class Packing:
         None if it cannot be packed, or has no padding and nothing to share.
 
         Args:
-            model: That they are for. It was proved, or is the reference of one that was.
+            model: The model to run. It, or its policy, has passed `prove_packing`.
             kwargs: The keyword arguments of its forward.
-            labels: (B, S), of the token after each.
-            given_labels: What `labels` was made of: the same object for a policy and its reference.
+            labels: (B, S), the label of the token after each.
+            given_labels: The object that `labels` was made of: the same for a policy and its reference.
 
         Raises:
             ValueError: if the batch cannot be packed, but should be split.
@@ -104,7 +104,7 @@ class Packing:
         """Says once why a batch stays padded.
 
         Args:
-            model: That gets it.
+            model: The model that gets the batch.
             reason: Why it cannot be packed.
 
         Raises:

@@ -5,12 +5,12 @@ A run goes through these modules in order:
 - `schema`: the keys of a recipe, and what each ``trainer`` stands for
 - `file`: finds and reads recipe files and accelerate configurations
 - `load`, `checks`, `smoke`: a checked `Recipe` from a file and the command line; ``--smoke`` makes it small
-- `output`: ``output_dir`` and the checkpoint to resume from
+- `output`: ``output_dir``, the checkpoint to resume from, and the summary at the end
 - `data`, `quickstart`: the data (keys of data and columns), the tokenizer, and the built-in data
-- `model`, `experts`, `published_configs`: the model, its configuration, and its experts
+- `model`, `experts`, `known_models`: the model, its configuration, and its experts
 - `rewards`: reward functions and reward models
 - `build`: the trainer, and the checks of it before it trains
-- `run`: all of this as steps; `summary` is printed at the end
+- `run`: all of this as steps
 """
 
 from liger_trainer.recipe.file import RecipeError as RecipeError

@@ -50,8 +50,8 @@ class Recording:
     """The second step: its micro-batches are recorded, and keep nothing either.
 
     Args:
-        steps: What was recorded of each.
-        recorder: That of the micro-batch that runs.
+        steps: The record of each micro-batch.
+        recorder: The recorder of the micro-batch that runs.
     """
 
     steps: list[RecordedStep]
@@ -108,7 +108,7 @@ class MicroBatch:
     Args:
         calls: How often each layer has run.
         growth: Its tokens, as a multiple of the recorded ones; None before its first layer.
-        computation: Of a forward that is computed twice.
+        computation: Which of the two computations runs, of a forward that is computed twice.
     """
 
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -125,7 +125,7 @@ class ActivationMemory:
         memory: The device's allocator; only needed for ``"auto"``.
 
     Attributes:
-        phase: What this step does.
+        phase: The phase that this step belongs to.
         kept: Bytes that the layers kept in the last micro-batch.
     """
 

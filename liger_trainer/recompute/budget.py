@@ -41,7 +41,7 @@ class Layer:
     Args:
         name: The module's, with the number of its call if it runs more than once.
         tokens: Tokens that it was given.
-        candidates: What it could keep.
+        candidates: The results that the layer could keep.
         peak: Most bytes allocated from its recomputation to that of the layer before.
     """
 
@@ -56,7 +56,7 @@ class RecordedStep:
     """A micro-batch that kept nothing, as it was measured.
 
     Args:
-        layers: In the order of the forward.
+        layers: The layers, in the order of the forward.
         start: Bytes allocated before its forward.
         peak: Most bytes allocated from there to the first recomputation.
     """
@@ -84,9 +84,9 @@ class Plan:
     """What the layers keep.
 
     Args:
-        calls: By the layer's name.
-        bytes: Of all layers, at the loss.
-        seconds: That are not spent on calling the operators again.
+        calls: The kept calls, by the layer's name.
+        bytes: Bytes that all layers together keep when the loss is computed.
+        seconds: Time saved, since the operators are not called again.
     """
 
     calls: dict[str, frozenset[Call]]

@@ -67,7 +67,7 @@ def replace_checkpoints(layers: Layers, instead: Callable[..., Any]) -> None:
     Their own functions come back whenever somebody enables checkpointing again.
 
     Args:
-        layers: Of [`layers_of`].
+        layers: Layers that [`layers_of`] returned.
         instead: Called with the layer's name, the function that the layer had, and that function's arguments.
     """
     for module, (name, attribute) in layers.items():

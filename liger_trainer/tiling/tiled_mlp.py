@@ -268,7 +268,7 @@ def tiled_mlp(
     Raises:
         ValueError: If `x` has fewer than two dimensions, the size of a tile is not positive or cannot be estimated, the
             parameters are partitioned by DeepSpeed ZeRO-3, or `mlp_forward` does not return one vector per token.
-        RuntimeError: In the backward, if it runs with ``create_graph=True``.
+        RuntimeError: if the backward runs with ``create_graph=True``.
     """
     if x.dim() < 2:
         raise ValueError(f"`x` is {tuple(x.shape)}; it must be (..., tokens, hidden).")

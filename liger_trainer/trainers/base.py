@@ -104,7 +104,7 @@ class LigerTrainerMixin(
     """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 
     Attributes:
-        kernel_report (`KernelReport`): What was patched and what was left alone; None with the kernels off.
+        kernel_report (`KernelReport`): Modules that were patched or left alone; None with the kernels off.
     """
 
     model: nn.Module
@@ -167,6 +167,7 @@ class LigerTrainerMixin(
             add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._known_batches = KnownBatches()
+        self._has_whole_rows = self.get_cp_size() * self.get_sp_size() == 1  # no sequence is split over processes
         self._users_loss, self._has_users_loss = UsersLoss(), computes_loss_in_subclass(self)
         if self.is_world_process_zero():
             warn_of_unlabelled_end(self.data_collator)
@@ -351,11 +352,6 @@ class LigerTrainerMixin(
         """
         users = self._has_users_loss or callable(self.compute_loss_func)
         return self._known_batches.labels(inputs) if self._has_whole_rows and not users else None
-
-    @property
-    def _has_whole_rows(self) -> bool:
-        """Whether no sequence is split over processes."""
-        return self.get_cp_size() * self.get_sp_size() == 1
 
     def _loss_gradient(self, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
         """The gradient of the step's loss with respect to the summed loss of the labels of one micro-batch."""

@@ -25,7 +25,7 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     """How batches are packed for a trainer's model, and what the report says about it.
 
     Args:
-        args: Of the trainer, ours or TRL's.
+        args: Arguments of the trainer, ours or TRL's.
         model: With the kernels applied.
         may_share: Whether the loss is of sequences that may begin alike.
     """
@@ -66,7 +66,7 @@ def packing_of_reference(
     Args:
         model: The reference, which may be of another kind than the policy.
         packing: The policy's.
-        rows: What the report says about it.
+        rows: Rows of the kernel report about the policy.
     """
     if packing is None:
         return packing, rows
@@ -106,8 +106,8 @@ def check_packing(args: Any, rows: Sequence[KernelReportRow], has_router_loss: b
     """Checks what is asked for against what the model can do.
 
     Args:
-        args: Of the trainer.
-        rows: Of [`choose_packing`].
+        args: Arguments of the trainer.
+        rows: Rows of the kernel report that [`choose_packing`] returned.
         has_router_loss: Whether the model's routers are balanced by a loss, which is not a sum over tokens.
 
     Raises:
@@ -135,7 +135,7 @@ def reason_against_splitting(args: Any, has_router_loss: bool) -> str | None:
     """Why a batch of these arguments cannot run as several forwards, and what to do; None if it can.
 
     Args:
-        args: Of the trainer.
+        args: Arguments of the trainer.
         has_router_loss: Whether the model's routers are balanced by a loss.
     """
     if has_router_loss or getattr(args, "router_z_loss_coef", 0.0) > 0:

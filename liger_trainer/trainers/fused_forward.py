@@ -65,6 +65,11 @@ class StatisticsOptions:
     uniform_gradient: bool = False
     retain_memory: int | None = None
     recomputed: bool = False
+    asked: dict[str, str] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        asked = {theirs: ours for theirs, ours in _KERNEL_NAMES.items() if theirs in self.outputs}
+        object.__setattr__(self, "asked", asked)  # of the statistics: TRL's name -> that of the kernels
 
 
 def fused_forward(
@@ -152,9 +157,7 @@ class TokenStatistics(NamedTuple):
 
 def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: StatisticsOptions) -> TokenStatistics:
     """Statistics of `labels` `(...)` under `logits` `(..., V)`, without building logits that are deferred."""
-    asked = [name for name in _KERNEL_NAMES if name in options.outputs]
-    outputs = tuple(_KERNEL_NAMES[name] for name in asked) or ("top1",)
-    temperature = options.temperature
+    outputs, temperature = tuple(options.asked.values()) or ("top1",), options.temperature
     found: Any
     logits = without_owner(logits)
     if not isinstance(logits, DeferredLogits) or not logits.recordable:
@@ -166,7 +169,10 @@ def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: Statis
         found = head_log_probs(
             logits, labels, outputs, temperature, options.retain_memory, IGNORE_INDEX, expected, options.recomputed
         )
-    return TokenStatistics(found.log_probs, **{name: getattr(found, _KERNEL_NAMES[name]) for name in asked})
+    statistics = TokenStatistics(found.log_probs)
+    for theirs, ours in options.asked.items():
+        statistics = statistics._replace(**{theirs: getattr(found, ours)})
+    return statistics
 
 
 def packed_statistics(
@@ -184,8 +190,8 @@ def packed_statistics(
         native: Its own forward.
         kwargs: The arguments of the padded forward; `input_ids`, `position_ids` and `attention_mask` are of a row.
         rows: The packed rows.
-        shape: Of the batch's labels.
-        options: What the trainer asks of the head.
+        shape: The shape of the batch's labels.
+        options: Statistics that the trainer asks of the head.
     """
     recomputed = dataclasses.replace(options, recomputed=True)
 
@@ -232,19 +238,21 @@ def fused_output(
     """TRL's `FusedCausalLMOutput`.
 
     Args:
-        statistics: Of `target`.
+        statistics: Statistics of the tokens in `target`.
         target: `(B, S)`, the next token of each.
         length: How many columns of both TRL is given.
         aux_loss: The auxiliary loss of a mixture of experts, if the model returned one.
         text_config: The configuration of the language model.
         num_items_in_batch: Divides the summed loss; the number of labels by default.
-        options: What the trainer asks of the head.
+        options: Statistics that the trainer asks of the head.
     """
     mask = (target != IGNORE_INDEX)[:, :length].to(statistics.log_probs.device)
-    fields = {name: field[:, :length] for name, field in statistics._asdict().items() if field is not None}
+    log_probs = statistics.log_probs[:, :length]
     if options.uniform_gradient and not torch.compiler.is_compiling() and expected_gradient("sum") is not None:
-        fields["log_probs"] = SummedLogProbs.of(statistics.log_probs, length)
-    statistics = TokenStatistics(**fields)
+        log_probs = SummedLogProbs.of(statistics.log_probs, length)
+    statistics = statistics._replace(log_probs=log_probs)
+    for name in options.asked:
+        statistics = statistics._replace(**{name: getattr(statistics, name)[:, :length]})
 
     observe = current_step().observer
     if observe is not None and statistics.is_top1 is not None:

@@ -70,7 +70,7 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions, packing:
 
     Args:
         model: A causal language model (not its PEFT wrapper), with the kernels applied.
-        options: What the trainer asks of the head.
+        options: Statistics that the trainer asks of the head.
         packing: How batches are packed, for a model that is proved for it; None leaves them padded.
     """
     inner, native = _forwards_of(model)

@@ -113,7 +113,7 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
             student_logits: `(batch, length, V)`.
             teacher_logits: The same shape; no gradient.
             labels: `(batch, length)`, -100 where a token does not count.
-            beta: In [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
+            beta: A number in [0, 1]; 0 is ``KL(teacher || student)``, 1 ``KL(student || teacher)``.
             temperature: Divides the logits of both.
             reduction: As in TRL; all but "batchmean" build the logits.
             num_items_in_batch: Divides the sum, regardless of `reduction`.

@@ -17,6 +17,7 @@ import torch
 from transformers import Trainer
 
 from liger_trainer.compat.rebound import forward_calling
+from liger_trainer.configs.loss_types import divided_by
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -30,9 +31,6 @@ else:
 logger = logging.getLogger("liger_trainer")
 
 _Batch = dict[str, Any]  # tensors, lists and None; all but tensors without dimensions have one entry a completion
-
-_ROW_LOSSES = ("cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
-"""Loss types of GRPO that weigh a completion alike in every micro-batch of a step."""
 
 
 class GroupedCompletions(_Base):
@@ -85,7 +83,7 @@ def _normalised_by_micro_batch(trainer: Any) -> str | None:
     loss_type = getattr(args, "loss_type", None)  # RLOO has one loss, a mean over completions
     # The ratios of vLLM's importance sampling and the KL divergence are of tokens or rows, and weighed as these are.
     terms = {
-        f"`loss_type: {loss_type}`": loss_type is not None and loss_type not in _ROW_LOSSES,
+        f"`loss_type: {loss_type}`": loss_type is not None and divided_by(loss_type) in ("micro-batch", ""),
         "the entropy bonus": getattr(args, "entropy_coef", 0.0) != 0.0 or getattr(args, "use_adaptive_entropy", False),
         "the threshold of `top_entropy_quantile`": getattr(args, "top_entropy_quantile", 1.0) < 1.0,
         "the load-balancing loss of the routers": trainer.aux_loss_enabled,
@@ -110,7 +108,7 @@ def grouped(batch: _Batch, window: int) -> _Batch:
     """Moves the completions of a prompt behind its first one, within windows of rows; the order stays otherwise.
 
     Args:
-        batch: What TRL has generated. `prompt_ids` and `prompt_mask`, both (rows, tokens), tell equal prompts. A batch
+        batch: The generated batch. `prompt_ids` and `prompt_mask`, both (rows, tokens), tell equal prompts. A batch
             with `pixel_values` is returned as it is: the forward shares no prompt with an image.
         window: Number of rows that may be exchanged with each other.
     """

@@ -10,14 +10,12 @@ from trl import GRPOTrainer
 
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.trl import GRPO_GENERATION, GRPO_HEAD, POLICY_LOSS
+from liger_trainer.configs.loss_types import divided_by
 from liger_trainer.configs.trl_configs import LigerGRPOConfig
 from liger_trainer.trainers.generation_mixin import GenerationMixin
 
 require(GRPO_HEAD)
 require(GRPO_GENERATION)
-
-_DIVIDED_BY_ALL = ("cispo", "dapo", "vespo")
-"""Loss types whose sum TRL divides by the tokens of all micro-batches of a step, and logs so."""
 
 
 class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
@@ -44,7 +42,7 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
         metrics = self._metrics["train"]
         before = len(metrics.get("policy_loss", ()))
         loss = super().compute_loss(*args, **kwargs)
-        if self.loss_type in _DIVIDED_BY_ALL and available(POLICY_LOSS):
+        if divided_by(self.loss_type) == "step" and available(POLICY_LOSS):  # as TRL logs it too
             steps = getattr(self, "current_gradient_accumulation_steps", 1)  # none in an evaluation before training
             for place in range(before, len(metrics.get("policy_loss", ()))):
                 metrics["policy_loss"][place] *= steps

@@ -57,7 +57,7 @@ class PartialOffload(saved_tensors_hooks):
 
     Args:
         offload: The hooks, such as TRL's `OffloadActivations`; entered and left with this context.
-        fraction: Of the bytes, between 0 and 1.
+        fraction: The fraction of the bytes to offload, between 0 and 1.
     """
 
     def __init__(self, offload: saved_tensors_hooks, fraction: float) -> None:

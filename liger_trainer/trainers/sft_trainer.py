@@ -80,7 +80,7 @@ class OnePassModel:
     second forward with the fused head. This computes those statistics from the logits of the first forward.
 
     Args:
-        model: What the trainer calls, with its wrappers.
+        model: The model that the trainer calls, with its wrappers.
         text_config: The configuration of the language model inside.
         options: The statistics that TRL has asked for.
     """

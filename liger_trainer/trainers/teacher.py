@@ -25,7 +25,7 @@ class TeacherMixin(LigerTRLMixin):
     """Comes before a TRL trainer that takes a `teacher_model` as its second argument.
 
     Attributes:
-        teacher_kernel_report (`KernelReport`): What was patched in the teacher; None with the kernels off.
+        teacher_kernel_report (`KernelReport`): Patched modules of the teacher; None with the kernels off.
     """
 
     teacher_kernel_report: KernelReport | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.configs.loss_types import divided_by
 from liger_trainer.functional import grpo_loss
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.liger.losses.pairs import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
@@ -97,7 +98,7 @@ def triton_grpo_loss(
         ValueError: for a shape or option that is not allowed.
     """
     items = None
-    if reduce and loss_type in ("dapo", "cispo", "vespo"):
+    if reduce and divided_by(loss_type) == "step":
         items = items_per_process(num_items_in_batch, completion_mask, completion_ids)
     result = grpo_loss(
         *(logits, completion_ids, advantages, completion_mask, old_logp, ref_logp, temperature, inplace),
@@ -165,7 +166,6 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
 
     def __post_init__(self) -> None:
         self._options()  # checks them
-        super().__post_init__()
 
     def _options(self) -> PolicyOptions:
         return PolicyOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(PolicyOptions)})
@@ -237,7 +237,7 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
             "sampling_ratio": None if vllm_is_ratio is None else vllm_is_ratio.view(batch, -1),
         }
         items = None
-        if self.loss_type in ("dapo", "cispo", "vespo"):
+        if divided_by(self.loss_type) == "step":
             items = items_per_process(num_items_in_batch, mask, selected_token_ids)
         dtype = torch.float64 if _input.dtype == torch.float64 else torch.float32
         weights = token_weights(mask, self._options(), items, dtype)

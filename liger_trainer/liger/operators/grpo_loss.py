@@ -23,11 +23,9 @@ import math
 
 import torch
 
+from liger_trainer.configs.loss_types import POLICY_LOSS_TYPES
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
-
-PPO_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
-LOSS_TYPES = (*PPO_TYPES, "cispo", "sapo", "vespo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +54,16 @@ class PolicyOptions:
     def __post_init__(self) -> None:
         loss_type, delta = self.loss_type, self.delta
         temperatures = (self.sapo_temperature_pos, self.sapo_temperature_neg)
-        if loss_type not in LOSS_TYPES:
-            raise ValueError(f"`loss_type` is {loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}.")
+        if loss_type not in POLICY_LOSS_TYPES:
+            known = ", ".join(map(repr, POLICY_LOSS_TYPES))
+            raise ValueError(f"`loss_type` is {loss_type!r}; it must be one of {known}.")
+        clips_ratio = POLICY_LOSS_TYPES[loss_type].clips_ratio
         if self.importance_sampling_level not in ("token", "sequence"):
             level = self.importance_sampling_level
             raise ValueError(f"`importance_sampling_level` is {level!r}; it must be 'token' or 'sequence'.")
-        if loss_type not in PPO_TYPES and self.importance_sampling_level == "sequence":
+        if not clips_ratio and self.importance_sampling_level == "sequence":
             raise ValueError(f"loss_type={loss_type!r} has no importance_sampling_level='sequence'; use 'token'.")
-        if loss_type not in PPO_TYPES and delta is not None:
+        if not clips_ratio and delta is not None:
             raise ValueError(f"loss_type={loss_type!r} does not clip on two sides; leave `delta` at None.")
         if delta is not None and not delta > 0.0:
             raise ValueError(f"`delta` is {delta}; it bounds a ratio, so it must be above 0, or None.")
@@ -101,13 +101,14 @@ def token_weights(
     """The factors, `(B, 1)` or 0-d, by which token losses `(B, L)`, 0 where masked, add up to the loss of a batch."""
     batch, length = mask.shape
     one = torch.ones((), dtype=dtype, device=mask.device)
-    if options.loss_type in ("grpo", "sapo"):
+    divided_by = POLICY_LOSS_TYPES[options.loss_type].divided_by
+    if divided_by == "completion":
         return one / (mask.sum(-1, keepdim=True).clamp(min=1) * max(batch, 1))
-    if options.loss_type == "luspo":
+    if divided_by == "completions":
         return one / max(batch, 1)
-    if options.loss_type == "dr_grpo":
+    if divided_by == "longest completion":
         return one / max(batch * (options.max_completion_length or length), 1)
-    if options.loss_type == "bnpo" or num_items is None:
+    if divided_by == "micro-batch" or num_items is None:
         return one / mask.sum().clamp(min=1)
     # A 0-d CPU tensor enters a device operation by value, without a copy that would synchronise.
     return one / (num_items.clamp(min=1) if isinstance(num_items, torch.Tensor) else max(num_items, 1))

@@ -6,6 +6,9 @@ In patched gated MLPs, gate and up are one such operator and the down projection
 and values are one if the attention computes them from one tensor (`attention.py`). The base layer may be plain, one
 of bitsandbytes' in 4 bits or in fp8 (`low_bit.py`); with any other, PEFT's own forward runs.
 
+Products are in the dtype of x, as under autocast. Without autocast PEFT multiplies fp32 adapters with an fp32 copy of
+x, which is more exact, and is the copy that this avoids.
+
 The proof runs both forwards on a dummy module of plain linear layers on the CPU, where fp32 products are fp32. For a
 base layer in 4 bits it also compares our dequantised values with bitsandbytes'. A base layer in fp8 is ours.
 """

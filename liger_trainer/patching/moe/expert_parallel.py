@@ -3,6 +3,9 @@
 `DistributedConfig(ep_size=...)` keeps whole experts on each process, as DTensors, and gives their module a forward that
 receives tokens from the other processes. In training that is an all-to-all, which ours replaces
 (`parallel/expert_exchange.py`). The experts themselves run as usual, on rows with one expert each.
+
+Nothing is proved on a dummy module, since that would take all processes;
+`tests/distributed/test_expert_parallel.py` compares.
 """
 
 from __future__ import annotations

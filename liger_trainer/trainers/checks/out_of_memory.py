@@ -1,4 +1,8 @@
-"""Advice for an accelerator that runs out of memory in training: which arguments would take less, and how much."""
+"""Advice for an accelerator that runs out of memory in training: which arguments would take less, and how much.
+
+The advice surrounds `train()`. So it covers the optimizer's step, and comes after the retries of
+`auto_find_batch_size`.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def checked_reward_function(function: RewardFunction, name: str | None = None) -
     Args:
         function: Called by keyword with `prompts`, `completions` and the columns of the data; may be async. The
             keywords of a `functools.partial` win over columns of the same name.
-        name: What messages call it; its own name by default. Logs use its own name.
+        name: The name of the function in messages; its own name by default. Logs use its own name.
     """
     if inspect.isfunction(function) and function in _checked:
         return function

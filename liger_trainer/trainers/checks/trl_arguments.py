@@ -50,7 +50,7 @@ def check_completions(completion_ids: Sequence[Sequence[int]], source: str) -> N
 
     Args:
         completion_ids: Token ids of each completion.
-        source: What generated them, for the error.
+        source: The engine that generated the completions, for the error.
 
     Raises:
         ValueError: naming the first completion without a token.
@@ -75,7 +75,7 @@ def truncated_sampling(args: Any) -> tuple[str, str] | None:
         args: The arguments of GRPO or RLOO, or an object with their names.
 
     Returns:
-        What is wrong, and what to do; None if nothing is.
+        The mistake, and what to do; None if there is none.
     """
     sampling = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p, **(args.generation_kwargs or {})}
     truncates = {"top_p": sampling["top_p"] < 1.0, "top_k": sampling["top_k"] > 0, "min_p": bool(sampling["min_p"])}

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from liger_trainer.configs.loss_types import POLICY_LOSS_TYPES
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
-from liger_trainer.liger.operators.grpo_loss import LOSS_TYPES, grpo_loss, grpo_loss_from_log_probs
+from liger_trainer.liger.operators.grpo_loss import grpo_loss, grpo_loss_from_log_probs
 
 BATCH, LENGTH, VOCAB = 4, 6, 11
 
@@ -87,7 +88,7 @@ def _by_hand(case: dict[str, torch.Tensor], **options: Any) -> tuple[list[list[f
 
 
 OPTIONS: list[dict[str, Any]] = [
-    *({"loss_type": kind} for kind in LOSS_TYPES),
+    *({"loss_type": kind} for kind in POLICY_LOSS_TYPES),
     {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "beta": 0.1},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "dapo", "delta": 1.1, "epsilon_high": 0.4, "beta": 0.04, "num_items": 40},
@@ -138,7 +139,7 @@ def test_detached_weights_leave_the_gradient_of_the_log_probability(loss_type: s
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, case["logits"])[0])
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
 def test_masked_tokens_may_hold_anything(loss_type: str) -> None:
     case = _case(torch.float32)
     options = {"loss_type": loss_type, "beta": 0.1, "temperature": 0.9}
@@ -244,7 +245,7 @@ def _kernel_case(device: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
 def test_against_float64(device: str, loss_type: str) -> None:
     case = _kernel_case(device, torch.float32)
     logits = case.pop("logits").requires_grad_()
@@ -288,7 +289,7 @@ def _gpu_case(batch: int, length: int, vocab: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
 @pytest.mark.usefixtures("_no_synchronisation")
 def test_nothing_synchronises(loss_type: str) -> None:
     logits, ids, advantages, mask = _gpu_case(4, 16, 1000)
