@@ -366,49 +366,26 @@ def training_provider(name: str) -> Callable[[Callable[[Setup], Trainer]], Calla
     return register
 
 
-@training_provider("hf")
-def hugging_face(setup: Setup) -> Trainer:
-    return setup.trainer(use_liger_kernel=False)
+def _with(ours: bool = True, **arguments: Any) -> Callable[[Setup], Trainer]:
+    """The trainer with these training arguments."""
+    return lambda setup: setup.trainer(ours=ours, **arguments)
 
 
-@training_provider("hf activation_offloading")
-def hugging_face_offloading(setup: Setup) -> Trainer:
-    return setup.trainer(use_liger_kernel=False, activation_offloading=True)
+def _offloading(**arguments: Any) -> Callable[..., Trainer]:
+    """Our trainer with these training arguments and a share of the activations in host memory."""
+
+    def build(setup: Setup, fraction: float = 1.0) -> Trainer:
+        offloaded = {"activation_offloading": True, "activation_offloading_fraction": fraction}
+        return setup.trainer(ours=True, **arguments, **offloaded)
+
+    return build
 
 
-@training_provider("torch.compile")
-def compiled(setup: Setup) -> Trainer:
-    return setup.trainer(use_liger_kernel=False, torch_compile=True)
-
-
-@training_provider("liger-kernel")
-def liger(setup: Setup) -> Trainer:
+def _liger(setup: Setup) -> Trainer:
     from liger_trainer import set_stock_trainer_kernels
 
     set_stock_trainer_kernels("liger_kernel")
     return setup.trainer(use_liger_kernel=True)
-
-
-@training_provider("liger_trainer")
-def ours(setup: Setup) -> Trainer:
-    return setup.trainer(ours=True)
-
-
-@training_provider(PADDED)
-def ours_padded(setup: Setup) -> Trainer:
-    return setup.trainer(ours=True, padding_free=False)
-
-
-@training_provider(UNSHARED)
-def ours_unshared(setup: Setup) -> Trainer:
-    return setup.trainer(ours=True, share_prompt=False)
-
-
-def _in_fp8(mode: Fp8Mode) -> Callable[[Setup], Trainer]:
-    def build(setup: Setup) -> Trainer:
-        return setup.trainer(ours=True, fp8=mode)
-
-    return build
 
 
 IN_FP8: dict[str, Fp8Mode] = {
@@ -416,37 +393,22 @@ IN_FP8: dict[str, Fp8Mode] = {
     "liger_trainer fp8 rowwise": "rowwise",
     "liger_trainer fp8 tensorwise": "tensorwise",
 }
-for _name, _mode in IN_FP8.items():
-    training_provider(_name)(_in_fp8(_mode))
-
-
-@training_provider(FP8_BASE)
-def ours_on_fp8(setup: Setup) -> Trainer:
-    return setup.trainer(ours=True, fp8_base=True)
-
-
-@training_provider(f"{FP8_BASE} activation_offloading")
-def ours_on_fp8_offloading(setup: Setup, fraction: float = 1.0) -> Trainer:
-    return setup.trainer(ours=True, fp8_base=True, **_offloaded(fraction))
-
-
-@training_provider("liger_trainer tiled_mlp")
-def ours_in_tiles(setup: Setup) -> Trainer:
-    return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True})
-
-
-@training_provider("liger_trainer activation_offloading")
-def ours_offloading(setup: Setup, fraction: float = 1.0) -> Trainer:
-    return setup.trainer(ours=True, **_offloaded(fraction))
-
-
-@training_provider("liger_trainer tiled_mlp activation_offloading")
-def ours_for_long_sequences(setup: Setup, fraction: float = 1.0) -> Trainer:
-    return setup.trainer(ours=True, liger_kernel_config={"tiled_mlp": True}, **_offloaded(fraction))
-
-
-def _offloaded(fraction: float) -> dict[str, Any]:
-    return {"activation_offloading": True, "activation_offloading_fraction": fraction}
+_IN_TILES: dict[str, Any] = {"liger_kernel_config": {"tiled_mlp": True}}
+TRAINING_PROVIDERS |= {
+    "hf": _with(ours=False, use_liger_kernel=False),
+    "hf activation_offloading": _with(ours=False, use_liger_kernel=False, activation_offloading=True),
+    "torch.compile": _with(ours=False, use_liger_kernel=False, torch_compile=True),
+    "liger-kernel": _liger,
+    "liger_trainer": _with(),
+    PADDED: _with(padding_free=False),
+    UNSHARED: _with(share_prompt=False),
+    **{name: _with(fp8=mode) for name, mode in IN_FP8.items()},
+    FP8_BASE: _with(fp8_base=True),
+    f"{FP8_BASE} activation_offloading": _offloading(fp8_base=True),
+    "liger_trainer tiled_mlp": _with(**_IN_TILES),
+    "liger_trainer activation_offloading": _offloading(),
+    "liger_trainer tiled_mlp activation_offloading": _offloading(**_IN_TILES),
+}
 
 
 def find_training_provider(name: str) -> Callable[[Setup], Trainer]:

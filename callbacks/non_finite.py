@@ -25,8 +25,11 @@ from liger_trainer.compat.torch import NORMS_OF_MANY, SKIPPED_ON_DEVICE
 from liger_trainer.kernels.runtime import local_part
 
 (foreach_norm,) = require(NORMS_OF_MANY)
+require(WRAPPED_OPTIMIZER)
 
-A_PARAMETER = 0  # the rank of parameters in the order in which one bad quantity causes the next
+logger = logging.getLogger("liger_trainer")
+
+_A_PARAMETER = 0  # the rank of parameters in the order in which one bad quantity causes the next
 
 
 @dataclasses.dataclass
@@ -85,7 +88,7 @@ def _bad_quantities(observed: Observation, model: nn.Module) -> Iterator[tuple[i
     """The bad quantities of this process, with their rank in the order of causes. Waits for the device."""
     for name, parameter in _parameters(model):
         if not torch.isfinite(parameter).all():
-            yield A_PARAMETER, f"parameter {name!r}"
+            yield _A_PARAMETER, f"parameter {name!r}"
     if observed.losses is not None:
         for micro_batch, loss in enumerate(observed.losses.tolist()):
             if not math.isfinite(loss):
@@ -125,10 +128,6 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The callback
 # ---------------------------------------------------------------------------------------------------------------------
-
-logger = logging.getLogger("liger_trainer")
-
-require(WRAPPED_OPTIMIZER)
 
 
 class NonFiniteError(FloatingPointError):
@@ -302,7 +301,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
 
     def _report(self, observed: Observation, model: nn.Module, args: TrainingArguments) -> None:
         place, what = first_of_all_processes(observed, model)
-        if place == A_PARAMETER:  # they were finite when training began
+        if place == _A_PARAMETER:  # they were finite when training began
             raise NonFiniteError(
                 f"Stopped at step {observed.step}{what} is not finite since the update before. {_nothing_saved(args)}"
             )

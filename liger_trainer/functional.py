@@ -31,10 +31,8 @@ from liger_trainer.liger.operators.group_norm import group_norm
 from liger_trainer.liger.operators.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs
 from liger_trainer.liger.operators.linear_kl_div import linear_kl_div
 from liger_trainer.liger.operators.modulated_rms_norm import modulated_rms_norm
-from liger_trainer.liger.operators.multi_token_attention import multi_token_attention
 from liger_trainer.liger.operators.poly_norm import poly_norm
-from liger_trainer.liger.operators.softmax import softmax
-from liger_trainer.liger.operators.sparsemax import sparsemax
+from liger_trainer.liger.operators.softmax import multi_token_attention, softmax, sparsemax
 from liger_trainer.parallel.router_losses import RouterLosses, load_balancing_loss, router_losses, router_z_loss
 from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,

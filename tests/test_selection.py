@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ALL
 from tests.faults import plant
 from tests.faults.faults import FAULTS
-from tests.selection import LEFT_OUT, by_function, cases_of, selected, spread
+from tests.selection import by_function, cases_of, function_of, measured, selected, slow_functions, spread
 
 TESTS = Path(__file__).parent
 
@@ -32,19 +32,31 @@ def test_every_fault_has_cases_in_the_selection(request):
                 assert chosen.intersection(cases)
 
 
-def test_functions_that_are_left_out_are_there():
+def test_every_slow_function_is_a_test():
     texts = (path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
-    assert LEFT_OUT.keys() <= {name for text in texts for name in re.findall(r"^def (\w+)\(", text, re.MULTILINE)}
+    names = {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.MULTILINE)}
+    assert not slow_functions().keys() - names
 
 
-def test_a_function_is_selected_by_its_first_case(request):
+def test_a_case_of_every_other_function_is_selected(request):
     items = request.config.stash[ALL]
     chosen = {item.nodeid.partition("[")[0] for item in selected(items)}
-    missing = [item for item in items if item.nodeid.partition("[")[0] not in chosen]
-    assert {getattr(item, "originalname", item.name) for item in missing} <= LEFT_OUT.keys()
+    missing = {function_of(item) for item in items if item.nodeid.partition("[")[0] not in chosen}
+    assert missing <= slow_functions().keys()
 
 
 def test_cases_are_spread_evenly():
     assert spread(range(3), 8) == [0, 1, 2]
     assert spread(range(100), 4) == [0, 33, 66, 99]
     assert spread(range(5), 1) == [0]
+
+
+def test_seconds_are_those_of_the_quickest_case():
+    durations = """
+        0.50s setup    tests/a/test_x.py::test_one[two words]
+        0.25s call     tests/a/test_x.py::test_one[two words]
+        0.50s call     tests/a/test_x.py::test_one[other]
+        0.75s call     tests/b/test_y.py::test_one
+        0.01s teardown tests/b/test_y.py::test_two
+    """
+    assert measured(map(str.strip, durations.splitlines())) == {"test_one": 0.75, "test_two": 0.01}

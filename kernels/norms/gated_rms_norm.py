@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
+from liger_trainer.kernels.norms.rms_norm import times_rstd
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     NormConfig,
@@ -88,14 +89,12 @@ def _gated_rms_norm_forward_kernel(
         x *= activation
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + eps)
     tl.store(rstd_ptr + rows * GROUPS + group, rstd, mask=rows < num_rows)
-    y = x * rstd[:, None]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    y = times_rstd(x, rstd[:, None], dtype, CASTING)
     weight = tl.load(weight_ptr + places, mask=cols < H, other=0.0)
-    if CASTING == "llama":
-        y = y.to(x_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)[None, :]
-        if x_ptr.dtype.element_ty == weight.dtype:  # else the product is in fp32, at least before the end
-            y = y.to(weight.dtype).to(tl.float32)
-    else:
-        y *= weight.to(tl.float32)[None, :]
+    y *= weight.to(tl.float32)[None, :]
+    if CASTING == "llama" and dtype == weight.dtype:  # else the product is in fp32, at least before the end
+        y = y.to(dtype).to(tl.float32)
     if not GATE_FIRST:
         y *= activation
     out = (rows * (GROUPS * H))[:, None] + places[None, :]

@@ -51,13 +51,28 @@ CASTINGS = ("llama", "gemma", "olmo2", "none")
 
 
 @triton.jit
-def load_scale(weight_ptr, cols, offset, H: tl.constexpr, CASTING: tl.constexpr):
-    """Offset + weight in fp32, as (1, BLOCK_H); rounded to the dtype of the weight except for "gemma"."""
-    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)
+def scale_of_weight(weight, offset, CASTING: tl.constexpr):
+    """Offset + weight in fp32, rounded to the dtype of the weight except for "gemma"."""
     scale = weight.to(tl.float32) + offset
     if CASTING != "gemma":
         scale = scale.to(weight.dtype).to(tl.float32)
-    return scale[None, :]
+    return scale
+
+
+@triton.jit
+def load_scale(weight_ptr, cols, offset, H: tl.constexpr, CASTING: tl.constexpr):
+    """The `scale_of_weight` of all columns, as (1, BLOCK_H)."""
+    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)
+    return scale_of_weight(weight, offset, CASTING)[None, :]
+
+
+@triton.jit
+def times_rstd(x, rstd, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """``x * rstd`` in fp32, rounded to `dtype` where `CASTING` does so before the weight."""
+    y = x * rstd
+    if CASTING == "llama" or CASTING == "none":
+        y = y.to(dtype).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -68,10 +83,7 @@ def normalise(x, eps, dtype: tl.constexpr, H: tl.constexpr, CASTING: tl.constexp
         rstd = tl.rsqrt((mean_square + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     else:
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + eps)
-    y = x * rstd[:, None]
-    if CASTING == "llama" or CASTING == "none":
-        y = y.to(dtype).to(tl.float32)
-    return y, rstd
+    return times_rstd(x, rstd[:, None], dtype, CASTING), rstd
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -13,6 +13,7 @@ Shapes: tiles of tokens by heads by columns; HEAD_DIM columns of a head, HALF pa
 
 from __future__ import annotations
 
+from liger_trainer.kernels.norms.rms_norm import scale_of_weight, times_rstd
 from liger_trainer.kernels.rope.rope_kernel import load_pairs, load_rotation, store_pairs
 from liger_trainer.kernels.runtime import tl, triton
 
@@ -54,20 +55,13 @@ def _load_tables(
 
 @triton.jit
 def _load_scale(weight_ptr, column, mask, offset, CASTING: tl.constexpr):
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
-    scale = weight.to(tl.float32) + offset
-    if CASTING != "gemma":
-        scale = scale.to(weight.dtype).to(tl.float32)
-    return scale
+    return scale_of_weight(tl.load(weight_ptr + column, mask=mask, other=0.0), offset, CASTING)
 
 
 @triton.jit
 def _normalise(x, rstd, scale, DTYPE: tl.constexpr, NORM_DTYPE: tl.constexpr, CASTING: tl.constexpr):
     """The norm's result, rounded as if it were stored."""
-    y = x * rstd
-    if CASTING == "llama":
-        y = y.to(DTYPE).to(tl.float32)
-    return (y * scale).to(NORM_DTYPE).to(tl.float32)
+    return (times_rstd(x, rstd, DTYPE, CASTING) * scale).to(NORM_DTYPE).to(tl.float32)
 
 
 @triton.jit

@@ -166,7 +166,6 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
 
     def __post_init__(self) -> None:
         self._options()  # checks them
-        super().__post_init__()
 
     def _options(self) -> PolicyOptions:
         return PolicyOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(PolicyOptions)})

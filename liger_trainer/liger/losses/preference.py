@@ -82,7 +82,6 @@ class LigerFusedLinearDPOLoss(PairLoss):
             raise ValueError(f"`beta` is {beta}; loss_type={loss_type!r} divides by it, so it must be above 0.")
         if not self.discopop_tau > 0.0:
             raise ValueError(f"`discopop_tau` is {self.discopop_tau}; it must be above 0.")
-        super().__post_init__()
 
     def forward(
         self,
@@ -187,15 +186,20 @@ class LigerFusedLinearORPOLoss(PairLoss):
         return loss, (*outputs, *self._rewards(pairs), -odds_ratio(pairs, 1.0).mean(), apart.mean())
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _ContrastiveLoss(PairLoss):
     """Losses of pairs without a reference: `contrastive`."""
 
-    label_smoothing: float
-    gamma = 0.0
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    gamma = 0.0  # a field of SimPO's
 
     def __post_init__(self) -> None:
         check_label_smoothing(self.label_smoothing)
-        super().__post_init__()
 
     def forward(
         self,
@@ -244,12 +248,6 @@ class LigerFusedLinearCPOLoss(_ContrastiveLoss):
         ValueError: For an option out of its range.
     """
 
-    ignore_index: int = -100
-    beta: float = 0.1
-    alpha: float = 1.0
-    label_smoothing: float = 0.0
-    compute_nll_loss: bool = True
-    compiled: bool = True
     average_log_prob: bool = False
     chunk_size: int = 1
     logits_memory: int = LOGITS_MEMORY
@@ -274,12 +272,6 @@ class LigerFusedLinearSimPOLoss(_ContrastiveLoss):
         ValueError: For an option out of its range.
     """
 
-    ignore_index: int = -100
-    beta: float = 0.1
-    alpha: float = 1.0
-    label_smoothing: float = 0.0
-    compute_nll_loss: bool = True
-    compiled: bool = True
     gamma: float = 0.5
     chunk_size: int = 1
     logits_memory: int = LOGITS_MEMORY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -24,42 +24,38 @@ if TYPE_CHECKING:
 class OptionsModule(nn.Module):
     """A module that is a dataclass of its options, in the order of Liger's arguments."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A module to which options can be set, parameters too."""
+        self = super().__new__(cls)
+        nn.Module.__init__(self)
+        return self
+
+
+class _CrossEntropy(OptionsModule):
+    ignore_index: int
+    lse_square_scale: float
+    label_smoothing: float
+    reduction: str
+    softcap: float | None
+    return_z_loss: bool
+    return_token_accuracy: bool
+    return_predicted_tokens: bool
+
     def __post_init__(self) -> None:
-        super().__init__()
-
-
-class _CrossEntropy(nn.Module):
-    def __init__(
-        self,
-        class_weights: torch.Tensor | None,
-        ignore_index: int,
-        lse_square_scale: float,
-        label_smoothing: float,
-        reduction: str,
-        softcap: float | None,
-        return_z_loss: bool,
-        return_token_accuracy: bool,
-        return_predicted_tokens: bool,
-    ) -> None:
-        super().__init__()
-        if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"`label_smoothing` is {label_smoothing!r}; it must be between 0 and 1.")
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"`reduction` is {reduction!r}; it must be 'mean', 'sum' or 'none'.")
-        if softcap is not None and softcap <= 0:
-            raise ValueError(f"`softcap` is {softcap!r}; it must be more than 0, or None.")
-        self._class_weights = class_weights
-        self.ignore_index = ignore_index
-        self.lse_square_scale = lse_square_scale
-        self.label_smoothing = label_smoothing
-        self.reduction = reduction
-        self.softcap = softcap
-        self.return_z_loss = return_z_loss
-        self.return_token_accuracy = return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"`label_smoothing` is {self.label_smoothing!r}; it must be between 0 and 1.")
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"`reduction` is {self.reduction!r}; it must be 'mean', 'sum' or 'none'.")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"`softcap` is {self.softcap!r}; it must be more than 0, or None.")
 
     def _loss(
-        self, function: Callable[..., Any], tensors: tuple[Any, ...], target: torch.Tensor, token_scaling: bool = False
+        self,
+        function: Callable[..., Any],
+        tensors: tuple[Any, ...],
+        target: torch.Tensor,
+        class_weights: torch.Tensor | None,
+        token_scaling: bool = False,
     ) -> torch.Tensor | CrossEntropyOutput:
         per_token_accuracy = self.return_token_accuracy and self.reduction == "none"
         asked = {
@@ -69,7 +65,7 @@ class _CrossEntropy(nn.Module):
             "token_nll": token_scaling,
         }
         outputs = tuple(name for name, wanted in asked.items() if wanted)
-        weights = None if self._class_weights is None else self._class_weights.to(target.device)
+        weights = None if class_weights is None else class_weights.to(target.device)
         if token_scaling and weights is not None:
             average = self.reduction == "mean"  # the function itself gets "none": it must not reduce yet
             weights = checked_class_weights(weights, len(weights), tensors[0], target, self.ignore_index, average)
@@ -106,6 +102,7 @@ class _CrossEntropy(nn.Module):
         return total / (target != self.ignore_index).sum().clamp(min=1)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LigerCrossEntropyLoss(_CrossEntropy):
     """Cross entropy of logits; see [`liger_trainer.functional.cross_entropy`]. The loss is float32.
 
@@ -125,23 +122,15 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         ValueError: for a value out of range.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> None:
-        super().__init__(
-            *(weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
-            *(return_z_loss, return_token_accuracy, return_predicted_tokens),
-        )
-        self.weight = weight
+    weight: torch.Tensor | None = None
+    ignore_index: int = -100
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    softcap: float | None = None
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         """The loss of `_input`, (tokens, vocab), against `target`, (tokens,).
@@ -149,9 +138,10 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         Returns:
             The loss, or a `CrossEntropyOutput` if any `return_*` is set.
         """
-        return self._loss(cross_entropy, (_input, target), target)
+        return self._loss(cross_entropy, (_input, target), target, self.weight)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
     """Cross entropy of ``_input @ lin_weight.T + bias`` without the logits in memory.
 
@@ -175,26 +165,17 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
         ValueError: for a value out of range.
     """
 
-    def __init__(
-        self,
-        ce_weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> None:
-        super().__init__(
-            *(ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
-            *(return_z_loss, return_token_accuracy, return_predicted_tokens),
-        )
-        self.ce_weight = ce_weight
-        self.use_token_scaling = use_token_scaling
+    ce_weight: torch.Tensor | None = None
+    ignore_index: int = -100
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    softcap: float | None = None
+    return_z_loss: bool = False
+    accum_dtype: torch.dtype | None = None
+    use_token_scaling: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
@@ -205,7 +186,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
             The loss against `target`, (tokens,), or a `CrossEntropyOutput` if any `return_*` is set.
         """
         tensors = (_input, lin_weight, target, bias)
-        return self._loss(linear_cross_entropy, tensors, target, token_scaling=self.use_token_scaling)
+        return self._loss(linear_cross_entropy, tensors, target, self.ce_weight, self.use_token_scaling)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -243,7 +224,6 @@ class LigerVocabParallelCrossEntropy(OptionsModule):
             raise ValueError(f"`label_smoothing_formula` is {formula!r}; it must be 'pytorch' or 'megatron'.")
         if mode not in ("global", "partition"):
             raise ValueError(f"`label_smoothing_mode` is {mode!r}; it must be 'global' or 'partition'.")
-        super().__post_init__()
 
     def forward(
         self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: ProcessGroup | None = None

@@ -36,7 +36,7 @@ def requirements() -> dict[str, str]:
     try:
         lines = importlib.metadata.requires("liger-trainer") or []
     except importlib.metadata.PackageNotFoundError:
-        text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+        text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
         project = tomllib.loads(text)["project"]
         lines = project["dependencies"] + project["optional-dependencies"]["train"]
     needed = [Requirement(line) for line in lines]

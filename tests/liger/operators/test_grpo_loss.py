@@ -139,7 +139,7 @@ def test_detached_weights_leave_the_gradient_of_the_log_probability(loss_type: s
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, case["logits"])[0])
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
 def test_masked_tokens_may_hold_anything(loss_type: str) -> None:
     case = _case(torch.float32)
     options = {"loss_type": loss_type, "beta": 0.1, "temperature": 0.9}
@@ -245,7 +245,7 @@ def _kernel_case(device: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
 def test_against_float64(device: str, loss_type: str) -> None:
     case = _kernel_case(device, torch.float32)
     logits = case.pop("logits").requires_grad_()
@@ -289,7 +289,7 @@ def _gpu_case(batch: int, length: int, vocab: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
 @pytest.mark.usefixtures("_no_synchronisation")
 def test_nothing_synchronises(loss_type: str) -> None:
     logits, ids, advantages, mask = _gpu_case(4, 16, 1000)

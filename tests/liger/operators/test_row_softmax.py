@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from liger_trainer.kernels.runtime import INTERPRETED
 from liger_trainer.liger.operators import row_softmax as module
-from liger_trainer.liger.operators.multi_token_attention import multi_token_attention, multi_token_attention_reference
 from liger_trainer.liger.operators.row_softmax import launch_backward, launch_forward
-from liger_trainer.liger.operators.softmax import softmax, softmax_reference
-from liger_trainer.liger.operators.sparsemax import sparsemax, sparsemax_reference
+from liger_trainer.liger.operators.softmax import (
+    multi_token_attention,
+    multi_token_attention_reference,
+    softmax,
+    softmax_reference,
+    sparsemax,
+    sparsemax_reference,
+)
 from tests.accuracy import assert_no_worse
 from tests.aot import Launch, compile_launch, on_targets, recorded_launches
 from tests.device import peak_memory
