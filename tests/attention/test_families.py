@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import io
 import pickle
@@ -299,7 +300,9 @@ def test_what_a_user_may_load_with_is_taken(chosen):
 def test_a_model_with_the_config_of_a_patched_one():
     """As TRL makes its references: what it inherits is ours, and stays to be reverted."""
     theirs, _ = pair("llama", None)
-    model = type(theirs)(patched(build("llama")).config).train()
+    config = patched(build("llama")).config
+    gc.collect()  # the patched model lives in a circle, and a config keeps our name as long as one lives
+    model = type(theirs)(config).train()
     model.load_state_dict(theirs.state_dict())
     batch = padded("left")
     expected = loss_and_gradients(theirs, batch)
