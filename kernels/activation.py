@@ -47,8 +47,9 @@ def activation_and_derivative(x, ACTIVATION: tl.constexpr):
         activation = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
         derivative = tl.where(x > 0.0, 1.0, 0.0)
     elif ACTIVATION == "relu_squared":
-        derivative = tl.where(x < 0.0, 0.0, 2.0 * x)
-        activation = 0.25 * derivative * derivative
+        positive = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+        activation = positive * positive
+        derivative = 2.0 * positive
     else:
         tl.static_assert(ACTIVATION == "gelu")
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)

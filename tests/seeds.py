@@ -311,7 +311,7 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     sys.meta_path.insert(0, _Finder())
     _watch_close()
-    flags = ["--assert=plain", "-p", "no:cacheprovider", "--disable-warnings"]
+    flags = ["--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly", "--disable-warnings"]
     return int(pytest.main([*arguments, *flags], plugins=[Seeds(options)]))
 
 

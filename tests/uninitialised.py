@@ -15,7 +15,9 @@ def _filling(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     @functools.wraps(native)
     def empty(*arguments: object, **options: object) -> torch.Tensor:
         made = native(*arguments, **options)
-        if torch.compiler.is_compiling() or made.is_meta:
+        # A tracer would make the filling a part of its graph.
+        traced = torch.compiler.is_compiling() or type(made) is not torch.Tensor
+        if traced or made.is_meta or torch._C._len_torch_dispatch_stack() > 0:
             return made
         if made.is_floating_point() or made.is_complex():
             made.detach().fill_(float("nan"))
