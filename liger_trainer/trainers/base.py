@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from accelerate import DistributedType
@@ -71,6 +71,7 @@ from liger_trainer.trainers.offloading import step_offloading
 from liger_trainer.trainers.step import KnownBatches, discard_facts, loss_divisor, process_scale
 
 logger = logging.getLogger("liger_trainer")
+_Parameters = ParamSpec("_Parameters")
 
 require(NON_FINITE_GUARD)
 
@@ -96,6 +97,27 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     Without the copy, a stock trainer that is given the same object next would run kernels that nobody asked for.
     """
     return args if isinstance(args, KernelFlags) else copy.copy(args)
+
+
+def parameters_of(
+    stock: Callable[_Parameters, None], config_class: type[TrainingArguments]
+) -> Callable[[Callable[..., None]], Callable[_Parameters, None]]:
+    """Decorates a constructor that takes what `stock` takes: editors, `help` and the API pages show its parameters.
+
+    Args:
+        stock: `__init__` of the trainer that is extended.
+        config_class: Our configuration, which `args` may be as well as the extended one.
+    """
+    signature = inspect.signature(stock)
+    theirs = next(base for base in config_class.__bases__ if issubclass(base, TrainingArguments))
+    own = signature.parameters["args"].replace(annotation=config_class | theirs | None)
+    shown = signature.replace(parameters=[*{**signature.parameters, "args": own}.values()])
+
+    def decorate(init: Any) -> Any:
+        init.__signature__ = shown
+        return init
+
+    return decorate
 
 
 class LigerTrainerMixin(

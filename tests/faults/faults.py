@@ -515,6 +515,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tiled_mlp::test_it_is_off_by_default_and_follows_the_component"),
     ],
     "trainer": [
+        ("a constructor shows the extended trainer's configuration", "parameters_of", r"__signature__ = shown",
+         "__signature__ = signature", "test_constructors::test_parameters_are_those_of_the_extended_trainer", "DPO"),
         ("AdaLoRA's term is looked for without asking where PEFT adds it",
          "AdapterMethodsMixin._prepare_adapter_methods", r"require\(ADDED_TERMS\)", "pass",
          "trainers/test_adapter_methods::test_a_term_that_peft_adds_in_another_way_is_not_lost_without_a_word"),
