@@ -168,7 +168,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("reverse KL without its mean", "_divergence_row_kernel", r"\* LN2 - soft\)", "* LN2)",
          "::test_row_kernel", "reverse"),
         ("JSD's terms swap their weights", "_terms", r"slope \+ beta \* p", "slope + (1.0 - beta) * p",
-         "::test_elementwise"),
+         "::test_elementwise", "jsd"),
         ("the weight gradient skips a chunk of tokens", "_weight_gradient_kernel",
          r"range\(tl\.cdiv\(tokens, DEPTH\)\)", "range(tokens // DEPTH)",
          "weight_gradient::test_error_is_that_of_one_rounding"),
