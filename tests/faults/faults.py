@@ -172,7 +172,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("an ignored row of a divergence has the gradient that was in memory", "_elementwise_divergence_kernel",
          r"tl\.store\(out_ptr \+ columns, zeros, mask=columns < vocab_size\)", "pass", "::test_elementwise"),
         ("JSD's terms swap their weights", "_terms", r"slope \+ beta \* p", "slope + (1.0 - beta) * p",
-         "::test_elementwise"),
+         "::test_elementwise", "jsd"),
         ("the weight gradient skips a chunk of tokens", "_weight_gradient_kernel",
          r"range\(tl\.cdiv\(tokens, DEPTH\)\)", "range(tokens // DEPTH)",
          "weight_gradient::test_error_is_that_of_one_rounding"),
