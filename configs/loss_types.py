@@ -19,10 +19,12 @@ class PolicyLossType(NamedTuple):
     Args:
         divided_by: The divisor of the sum of the token losses.
         clips_ratio: Whether it clips the ratio to the old policy, on one side or two, by tokens or by sequences.
+        couples_tokens: Whether the loss of a token depends on the other tokens of its completion.
     """
 
     divided_by: Literal["completion", "completions", "longest completion", "micro-batch", "step"]
     clips_ratio: bool
+    couples_tokens: bool = False
 
 
 POLICY_LOSS_TYPES = {
@@ -33,7 +35,7 @@ POLICY_LOSS_TYPES = {
     "luspo": PolicyLossType("completions", True),
     "cispo": PolicyLossType("step", False),
     "sapo": PolicyLossType("completion", False),
-    "vespo": PolicyLossType("step", False),
+    "vespo": PolicyLossType("step", False, couples_tokens=True),
 }
 """The loss types of GRPO that we know; TRL may have others, whose completions then stay where TRL has put them."""
 

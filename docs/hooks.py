@@ -1,15 +1,19 @@
-"""Hooks of mkdocs: what griffe needs to read the package, and the command line's help.
+"""Hooks of mkdocs: what griffe needs to read the package, constructors of trainers, and the command line's help.
 
 griffe, which reads the docstrings of the API pages without importing anything, skips folders without an `__init__.py`;
 `kernels/`, `configs/` and `callbacks/` must not have one (docs/architecture.md). It reads a copy in which they have.
 """
 
+import importlib
+import inspect
 import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.pages import Page
@@ -43,6 +47,35 @@ def _help(found: re.Match[str]) -> str:
         (commands,) = (action for action in parser._actions if isinstance(action.choices, dict))
         parser = commands.choices[found[1]]
     return f"```text\n{parser.format_help()}```"
+
+
+class Constructors(griffe.Extension):
+    """Shows the parameters of constructors that `parameters_of` decorates: those of a trainer of another library."""
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Replaces the `*args` and `**kwargs` of the source by what the class itself takes."""
+        init = cls.members.get("__init__")
+        decorators = init.decorators if isinstance(init, griffe.Function) else []
+        if not any(str(each.value).startswith("parameters_of(") for each in decorators):
+            return
+        real = getattr(importlib.import_module(cls.module.path), cls.name)
+        init.parameters = griffe.Parameters(griffe.Parameter("self"), *map(_shown, _parameters(real)))
+
+
+def _parameters(cls: type) -> list[inspect.Parameter]:
+    return list(inspect.signature(cls).parameters.values())
+
+
+def _shown(parameter: inspect.Parameter) -> griffe.Parameter:
+    """A parameter with its annotation as text, in which names have no modules."""
+    given = parameter.annotation
+    text = given if isinstance(given, str) else inspect.formatannotation(given)
+    return griffe.Parameter(
+        parameter.name,
+        annotation=re.sub(r"\b(?:\w+\.)+(?=\w)", "", text),
+        kind=griffe.ParameterKind.positional_or_keyword,
+        default=None if parameter.default is inspect.Parameter.empty else repr(parameter.default),
+    )
 
 
 def on_page_content(html: str, **_: object) -> str:

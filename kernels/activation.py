@@ -9,7 +9,7 @@
     relu_squared:  act(x) = max(x, 0)^2   act'(x) = 2 max(x, 0)
     relu:          act(x) = max(x, 0)     act'(x) = 1 where x > 0, else 0
 
-A new activation is a branch of `activation_and_derivative` and a row of `ACTIVATIONS`.
+A new activation is a branch of `activation_and_derivative` and a row of `_ROWS`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class GatedActivation(NamedTuple):
     """An activation with its options, in the order in which operators take them.
 
     Args:
-        activation: Name of a row of `ACTIVATIONS`.
+        activation: Name of a row of `_ROWS`.
         scalars: Multipliers of the gate and of the product, the clamps' limit and the offset of up.
         interleaved: Whether the columns of gate and up alternate.
     """

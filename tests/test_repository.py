@@ -96,3 +96,13 @@ def test_docstrings_name_what_an_argument_is():
     found = {str(path.relative_to(ROOT)): list(vague_lines(path.read_text(encoding="utf-8"))) for path in files}
     assert len(found) > 300
     assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_every_kernel_file_begins_with_a_legend_of_shapes():
+    """Of an operator: the letters of its comments and docstrings are explained there, once."""
+    for folder in ("kernels", "liger_trainer/liger/operators"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            if re.search(r"^(@operator\(|def _?\w+_kernel\()", text, re.MULTILINE):
+                head = ast.get_docstring(ast.parse(text)) or ""
+                assert "Shapes: " in head, path.relative_to(ROOT)

@@ -1,14 +1,14 @@
 """What is known of the training step that runs, for the code on the far side of a model's forward.
 
-Who knows a batch and who needs that knowledge have a forward of transformers between them, which passes nothing on: a
-trainer knows how many labels a batch has and which gradient its loss will get; masks, heads and losses ask. A `Step` is
-all of it, in one context variable. It is frozen: where a reference, a teacher or a packed row is known differently, it
-runs under a copy that `dataclasses.replace` has made:
+A trainer knows how many labels a batch has, and which gradient its loss will get. Masks, heads and losses need to know.
+Between the two is a forward of transformers, which passes nothing on. So a `Step` holds all that is known, in one
+context variable. It is frozen. A reference, a teacher or a packed row, of which other things are known, runs under a
+copy with other fields:
 
     with running(replace(current_step(), labelled=None)):
         outputs = teacher(**inputs)
 
-A context variable, so that threads and nested forwards do not share it.
+Threads and nested forwards do not share a context variable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bounds = Sequence[tuple[int, int]]
 """The first token of each row, and the one after the last; (0, 0) for a row of padding."""
 
 PlanOf = Callable[[int, int], AttentionPlan]
-"""The attention plan for a window and for chunks of so many tokens; 0 for none."""
+"""Returns the attention plan for a window and a chunk size, both in tokens; 0 stands for no window or no chunks."""
 
 TokenObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Takes what a loss of deferred logits has counted, three 0-d tensors: the sum of the cross entropies of the tokens,
@@ -38,8 +38,8 @@ class Padding:
     """A padding mask that was read on the host.
 
     Args:
-        mask: The tensor `(B, S)`, on the device; a forward has to be given this very one.
-        version: How often it had been changed in place.
+        mask: The mask, `(B, S)`, on the device. What was read holds for this tensor only, not for a copy.
+        version: How often the mask had been changed in place when it was read.
         bounds: The tokens of each row.
     """
 
@@ -50,10 +50,10 @@ class Padding:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a forward without position ids.
+    """The rows of a forward that is given no position ids.
 
     Args:
-        bounds: The tokens of rows with a padding mask; None for rows without one, which are whole.
+        bounds: The tokens of each row, if there is a padding mask; None if all rows are whole.
     """
 
     bounds: Bounds | None = None
@@ -61,10 +61,10 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
-    """One computation of a forward that is computed twice, by a checkpoint around all of it.
+    """One of the two times that a forward runs with a checkpoint around the whole model.
 
     Args:
-        again: Whether it is the second one, in the backward. The first has no backward, so its layers keep nothing.
+        again: Whether this is the second time, in the backward. The first has no backward, so its layers keep nothing.
     """
 
     again: bool
@@ -72,12 +72,12 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """The forward of a model around a call of its head.
+    """What a model's forward tells the head that it calls.
 
     Args:
         has_labels: Whether the loss is computed inside this forward.
         num_items: The `num_items_in_batch` that the model's loss divides its sum by.
-        read_later: Whether the logits are read after this forward too, where a sharded weight is not whole any more.
+        read_later: Whether the logits are read after this forward too, when a sharded weight is split again.
     """
 
     has_labels: bool
@@ -87,36 +87,37 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """What is known where code of a step runs. Nothing is, by default.
+    """What is known where code of a step runs; by default, nothing.
 
-    The trainer knows, or the evaluation:
+    Set by the trainer, or by an evaluation:
 
     Args:
-        labelled: Returns how many rows have a label, at most, in any one loss over the head, which then multiplies no
-            others; called by each loss that asks, so it may wait for a count. A bound that is too low makes that loss
-            NaN.
+        labelled: Returns an upper bound of the number of rows with a label in any one loss over the head. The head then
+            multiplies no other rows. Each loss calls the function, which may wait for a count. A bound that is too low
+            makes the loss NaN.
         padding: The padding mask of the batch.
         expected_gradient: The upstream gradient that fused losses should expect in their backward: the factor between
             the result of `F.cross_entropy` and the tensor that `backward` is called on, ``1 / num_items`` for a sum
             divided afterwards, ``1 / accumulation_steps`` for a mean. A number, or a 0-d tensor, which is not read on
             the host. If another gradient arrives, one pass rescales what was computed, so the result is right for any
-            value. None for what the model's forward derives from `num_items_in_batch`.
+            value. If None, the gradient is derived from the
+            `num_items_in_batch` of the model's forward.
         observer: Called for every loss of deferred logits.
-        z_losses: Gets the router's z-loss, a scalar with a gradient, of every forward that computes a load-balancing
-            loss with a gradient. A forward that is compiled as one graph gives none.
-        loss_follows: Whether the logits of every forward go into a loss before the step ends, as for a loss of several
-            models, which no forward can compute from its own labels. Patched models then defer their logits as if they
-            had labels, also in evaluation and without gradients.
+        z_losses: A list to which every forward that computes a load-balancing loss with a gradient appends its router's
+            z-loss, a scalar with a gradient. A forward that is compiled as one graph appends nothing.
+        loss_follows: Whether the logits of every forward go into a loss before the step ends. A loss of several models
+            sets it, as no forward can compute that loss from its own labels. Patched models then defer their logits as
+            if they had labels, also in evaluation and without gradients.
         read_later: Whether the forwards of an evaluation may defer logits that the caller will read.
 
-    The forward that runs knows:
+    Set by the forward that runs:
 
     Args:
         forward: The forward that lets its head defer the logits.
         rows: The rows that its masks are for.
-        plan_of: The plans of attention, for a forward of one packed row.
-        computation: Which of the two computations of a forward runs; None for a forward that is computed once.
-        generates: Whether it is a step of generation: one with a cache and without gradients.
+        plan_of: Makes the attention plans of a packed row; None for any other forward.
+        computation: First or second time, for a forward that runs twice; None for a forward that runs once.
+        generates: Whether the forward computes the next token of a generation: with a cache, and without gradients.
     """
 
     labelled: Callable[[], int] | None = None
@@ -136,12 +137,12 @@ class Step:
 _step: ContextVar[Step] = ContextVar("liger_trainer_step", default=Step())  # noqa: B039  (frozen)
 
 current_step = _step.get
-"""What is known where this is called: a [`Step`]."""
+"""Returns the [`Step`] that the calling code runs in."""
 
 
 @contextlib.contextmanager
 def running(step: Step) -> Iterator[None]:
-    """Inside, `step` is what is known."""
+    """A context whose code runs in `step`."""
     token = _step.set(step)
     try:
         yield
@@ -150,14 +151,14 @@ def running(step: Step) -> Iterator[None]:
 
 
 def expected_gradient(reduction: str) -> float | torch.Tensor | None:
-    """The upstream gradient to expect for a cross entropy with `reduction` here; None if unknown."""
+    """The upstream gradient to expect for a cross entropy with this `reduction`; None if it is not known."""
     step = _step.get()
     if step.expected_gradient is not None:
         return step.expected_gradient
     if reduction != "sum" or step.forward is None or step.forward.num_items is None:
         return None
     items = step.forward.num_items
-    # With several processes the Trainer counts the items of all and multiplies the loss by the number of processes.
+    # With several processes, the Trainer counts the items on all of them and multiplies the loss by their number.
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = float(torch.distributed.get_world_size()) if distributed else 1.0
     if isinstance(items, torch.Tensor):
@@ -167,7 +168,7 @@ def expected_gradient(reduction: str) -> float | torch.Tensor | None:
 
 
 def bounds_of(mask: torch.Tensor) -> Bounds | None:
-    """Reads a padding mask `(B, S)` on the host; None if it masks a token between two that it does not."""
+    """Reads a padding mask `(B, S)` on the host; None if a masked token stands between two that are not masked."""
     seen = mask.bool().byte()
     after = mask.shape[1] - seen.flip(-1).argmax(-1)
     rows = torch.stack([seen.argmax(-1), after, seen.sum(-1)], -1).tolist()

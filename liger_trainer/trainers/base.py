@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from accelerate import DistributedType
@@ -71,6 +71,7 @@ from liger_trainer.trainers.offloading import step_offloading
 from liger_trainer.trainers.step import KnownBatches, discard_facts, loss_divisor, process_scale
 
 logger = logging.getLogger("liger_trainer")
+_Parameters = ParamSpec("_Parameters")
 
 require(NON_FINITE_GUARD)
 
@@ -98,6 +99,27 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
+def parameters_of(
+    stock: Callable[_Parameters, None], config_class: type[TrainingArguments]
+) -> Callable[[Callable[..., None]], Callable[_Parameters, None]]:
+    """Decorates a constructor that takes what `stock` takes: editors, `help` and the API pages show its parameters.
+
+    Args:
+        stock: `__init__` of the trainer that is extended.
+        config_class: Our configuration, which `args` may be as well as the extended one.
+    """
+    signature = inspect.signature(stock)
+    theirs = next(base for base in config_class.__bases__ if issubclass(base, TrainingArguments))
+    own = signature.parameters["args"].replace(annotation=config_class | theirs | None)
+    shown = signature.replace(parameters=[*{**signature.parameters, "args": own}.values()])
+
+    def decorate(init: Any) -> Any:
+        init.__signature__ = shown
+        return init
+
+    return decorate
+
+
 class LigerTrainerMixin(
     ActivationMemoryMixin, EvaluatingMixin, AdapterMethodsMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin
 ):
@@ -116,8 +138,8 @@ class LigerTrainerMixin(
     _step_shape: tuple[int, int] | None = None  # rows and tokens of the last micro-batch; None if it has no ids
 
     def _finish_init(self) -> None:
-        """To be called at the end of `__init__`."""
-        # Methods that we override: if the Trainer no longer has one, ours is never called.
+        """Checks and prepares the trainer; the last call of each trainer's `__init__`."""
+        # We override methods that these features name. If the Trainer no longer has one, ours is never called: warn.
         available(META_WEIGHTS)
         available(BATCH_CHECKS)
         available(PROMPT_TOKENS)
@@ -275,7 +297,7 @@ class LigerTrainerMixin(
     def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         discard_facts(inputs)  # of a batch that did not come through `get_batch_samples`
         prepared = super()._prepare_inputs(inputs, *args, **kwargs)
-        if self.model.training and not isinstance(inputs, Mapping):  # prompts, which a policy has just answered
+        if self.model.training and not isinstance(inputs, Mapping):  # the policy has just answered these prompts
             self._count([prepared])
         return prepared
 
@@ -300,10 +322,10 @@ class LigerTrainerMixin(
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The trainer's own loss; if all labels of a step are ignored, a zero that backpropagates.
+        """The trainer's own loss; a zero with a gradient if all labels of the step are ignored.
 
-        In training, the mean of the terms is added that PEFT puts into the loss of the model's outputs, and the z-loss
-        of the routers if `router_z_loss_coef` is above 0.
+        Training adds two terms: the mean of what PEFT puts into the loss of the model's outputs, and the z-loss of the
+        routers if `router_z_loss_coef` is above 0.
         """
         items = num_items_in_batch
         if items is not None:  # the stock Trainer divides 0 by 0 in a step without labels
@@ -320,12 +342,12 @@ class LigerTrainerMixin(
             if self._tuner_of_terms is not None and self.model.training:
                 without_labels = self.label_smoother is not None
                 terms = around.enter_context(added_terms(self._tuner_of_terms, without_labels))
-            if return_outputs:  # of which TRL's trainers warn
+            if return_outputs:  # TRL's trainers warn about it
                 around.enter_context(warnings_of_the_caller())
             around.enter_context(running(step))
             result = super().compute_loss(model, inputs, return_outputs, items)
         if training and self._kept is not None:
-            self._kept.attach(self.model_wrapped)  # again: TRL's DPO and KTO have the reference answer after the policy
+            self._kept.attach(self.model_wrapped)  # again: in DPO and KTO the reference runs after the policy
         if terms:
             result = with_term(result, torch.stack(terms).mean() / loss_divisor(self, items))
         if training and self._z_loss is not None:
@@ -346,15 +368,16 @@ class LigerTrainerMixin(
         return replace(step, labelled=self._most_labels(inputs), expected_gradient=self._loss_gradient(num_items))
 
     def _most_labels(self, inputs: Any) -> Callable[[], int] | None:
-        """The most labels of a loss of `inputs`, so that the head multiplies no row without one; None if not known.
+        """Returns an upper bound of the labels in a loss of `inputs`, for `Step.labelled`; None if there is none.
 
-        A loss of the user's may score any tokens, and a process may have a part of each sequence.
+        There is none if the user computes the loss, which may score any tokens, or if sequences are split over
+        processes.
         """
         users = self._has_users_loss or callable(self.compute_loss_func)
         return self._known_batches.labels(inputs) if self._has_whole_rows and not users else None
 
     def _loss_gradient(self, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
-        """The gradient of the step's loss with respect to the summed loss of the labels of one micro-batch."""
+        """The derivative of the step's loss by the sum of the label losses of one micro-batch."""
         if num_items is None:
             return 1.0 / getattr(self, "current_gradient_accumulation_steps", 1)
         return process_scale(self, num_items) / num_items
@@ -366,7 +389,7 @@ class LigerTrainerMixin(
         total_norm = self._guard.observe_gradients(model)
         if total_norm is None or self.accelerator.distributed_type not in _WHOLE_GRADIENTS:
             return super()._clip_grad_norm(model)
-        # As clip_grad_norm_, without computing the norms a second time.
+        # Clips as `clip_grad_norm_` does, without a second computation of the norms.
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, total_norm)
         return total_norm
 

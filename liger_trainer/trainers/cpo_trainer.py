@@ -10,6 +10,7 @@ from trl.experimental.cpo import CPOTrainer
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import CPO_PAIRS
 from liger_trainer.configs.trl_experimental_configs import LigerCPOConfig
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.pair_mixin import PairMixin, forward_pairs
 
 require(CPO_PAIRS)
@@ -30,6 +31,10 @@ class LigerCPOTrainer(PairMixin, CPOTrainer):
 
     config_class = LigerCPOConfig
     pad_token_id: int  # TRL's
+
+    @parameters_of(CPOTrainer.__init__, LigerCPOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def _averages(self) -> bool:
         return self.loss_type in ("ipo", "simpo")

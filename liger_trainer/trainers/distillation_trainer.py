@@ -20,6 +20,7 @@ from liger_trainer.head.forward import step_of_forward
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.step import Forward, running
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.teacher import TeacherMixin
 
 create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)
@@ -87,6 +88,7 @@ class LigerDistillationTrainer(TeacherMixin, _Distillation):
     trl_module = trl_distillation_trainer
     config_class = LigerDistillationConfig
 
+    @parameters_of(DistillationTrainer.__init__, LigerDistillationConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         size = self.get_tp_size()

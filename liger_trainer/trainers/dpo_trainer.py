@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import trl.trainer.dpo_trainer as trl_dpo_trainer
 from trl import DPOTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import DPO_HEAD
 from liger_trainer.configs.trl_configs import LigerDPOConfig
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.reference import ReferenceMixin
 
 require(DPO_HEAD)
@@ -29,3 +32,7 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
 
     trl_module = trl_dpo_trainer
     config_class = LigerDPOConfig
+
+    @parameters_of(DPOTrainer.__init__, LigerDPOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)

@@ -23,6 +23,7 @@ from liger_trainer.configs.trl_experimental_configs import LigerGKDConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.divergence import divergence
 from liger_trainer.head.step import current_step, running
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.step import discard_facts
 from liger_trainer.trainers.teacher import TeacherMixin
 
@@ -69,6 +70,10 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
 
     trl_module = trl_sft_trainer  # its `__init__` installs the fused head of a GKDTrainer too
     config_class = LigerGKDConfig
+
+    @parameters_of(GKDTrainer.__init__, LigerGKDConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def _load_teacher(self, *args: Any, **kwargs: Any) -> nn.Module:
         return self._with_kernels(AutoModelForCausalLM.from_pretrained(*args, **kwargs))

@@ -12,6 +12,7 @@ from liger_trainer.compat.private import available, require
 from liger_trainer.compat.trl import GRPO_GENERATION, GRPO_HEAD, POLICY_LOSS
 from liger_trainer.configs.loss_types import divided_by
 from liger_trainer.configs.trl_configs import LigerGRPOConfig
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.generation_mixin import GenerationMixin
 
 require(GRPO_HEAD)
@@ -36,6 +37,10 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
 
     trl_module = trl_grpo_trainer
     config_class = LigerGRPOConfig
+
+    @parameters_of(GRPOTrainer.__init__, LigerGRPOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's loss; `policy_loss` is logged as a mean over the step, whatever the loss type."""

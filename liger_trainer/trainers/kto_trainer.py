@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import trl.trainer.kto_trainer as trl_kto_trainer
 from trl import KTOTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import KTO_HEAD
 from liger_trainer.configs.trl_configs import LigerKTOConfig
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.reference import ReferenceMixin
 
 require(KTO_HEAD)
@@ -29,3 +32,7 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
 
     trl_module = trl_kto_trainer
     config_class = LigerKTOConfig
+
+    @parameters_of(KTOTrainer.__init__, LigerKTOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)

@@ -10,6 +10,7 @@ from trl.experimental.orpo import ORPOTrainer
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import ORPO_PAIRS
 from liger_trainer.configs.trl_experimental_configs import LigerORPOConfig
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.pair_mixin import PairMixin, forward_pairs
 
 require(ORPO_PAIRS)
@@ -30,6 +31,10 @@ class LigerORPOTrainer(PairMixin, ORPOTrainer):
 
     config_class = LigerORPOConfig
     padding_value: int  # TRL's
+
+    @parameters_of(ORPOTrainer.__init__, LigerORPOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple:
         """One forward on all pairs; returns what TRL's method does, with the mean logits in place of the logits."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from trl import RewardTrainer
 
 from liger_trainer.configs.trl_configs import LigerRewardConfig
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.packed_scores import install_packed_scores, may_be_packed
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -22,6 +25,10 @@ class LigerRewardTrainer(LigerTRLMixin, RewardTrainer):
     """
 
     config_class = LigerRewardConfig
+
+    @parameters_of(RewardTrainer.__init__, LigerRewardConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def _apply_kernels(self, model: nn.Module) -> None:
         super()._apply_kernels(model)

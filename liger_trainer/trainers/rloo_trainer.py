@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import trl.trainer.rloo_trainer as trl_rloo_trainer
 from trl import RLOOTrainer
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import RLOO_GENERATION, RLOO_HEAD
 from liger_trainer.configs.trl_configs import LigerRLOOConfig
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.generation_mixin import GenerationMixin
 
 require(RLOO_HEAD)
@@ -32,3 +35,7 @@ class LigerRLOOTrainer(GenerationMixin, RLOOTrainer):
 
     trl_module = trl_rloo_trainer
     config_class = LigerRLOOConfig
+
+    @parameters_of(RLOOTrainer.__init__, LigerRLOOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)

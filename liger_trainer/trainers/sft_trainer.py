@@ -14,7 +14,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import SFT_HEAD, SFT_LOSS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.trainers.base import wants_kernels
+from liger_trainer.trainers.base import parameters_of, wants_kernels
 from liger_trainer.trainers.fused_forward import (
     StatisticsOptions,
     fused_output,
@@ -51,6 +51,10 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     _own_loss_is_of_labels = True
     _token_metrics = ("perplexity",)  # TRL logs the accuracy
     _metrics_of_deferred_logits = True
+
+    @parameters_of(SFTTrainer.__init__, LigerSFTConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     @classmethod
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:

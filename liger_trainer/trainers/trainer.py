@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer.configs.flags import LigerTrainingArguments
-from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments
+from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, parameters_of
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.moe.router_aux_loss import aux_loss_coefficients, averaged_aux_loss
 
@@ -33,6 +33,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     _coefficients_of: nn.Module | None = None
     _coefficients: list[tuple[Any, str]]
 
+    @parameters_of(Trainer.__init__, LigerTrainingArguments)
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *more: Any, **kwargs: Any) -> None:
         if args is None:
             args = LigerTrainingArguments()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from liger_trainer.configs.loss_types import divided_by
+from liger_trainer.configs.loss_types import POLICY_LOSS_TYPES, divided_by
 from liger_trainer.functional import grpo_loss
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.liger.losses.pairs import LOGITS_MEMORY, check_sequences, check_shape, reference_log_probs
@@ -241,7 +241,8 @@ class LigerFusedLinearGRPOLoss(OptionsModule):
             items = items_per_process(num_items_in_batch, mask, selected_token_ids)
         dtype = torch.float64 if _input.dtype == torch.float64 else torch.float32
         weights = token_weights(mask, self._options(), items, dtype)
-        couples_tokens = self.importance_sampling_level == "sequence" or self.loss_type == "vespo"
+        by_sequence = self.importance_sampling_level == "sequence"
+        couples_tokens = by_sequence or POLICY_LOSS_TYPES[self.loss_type].couples_tokens
         row = length if couples_tokens else 1  # tokens that the formula sees as a completion
         parts = {**tokens, "weights": weights.expand(batch, 1)}
         if not couples_tokens:

@@ -6,6 +6,8 @@ With ``g`` and ``u`` clamped to the limit, ``g`` from above and ``u`` on both si
 
 which is `gated_activation` with alpha as the multiplier of the gate and 1 / alpha as that of the result. The columns
 are read and written interleaved: per element of h in bf16, 6 bytes forward and 10 backward.
+
+Shapes: projection (..., 2 * intermediate), h (..., intermediate).
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ and, with s = 1 - t^2 and sums over all rows,
 Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
 backward: the inputs. tanh and s are computed from exp(-2 |alpha x|) without cancellation, and tanh near zero from its
 power series. The gradients of the parameters are summed as in `rms_norm`, without atomics.
+
+Shapes: x, y and their gradients (N, H); gamma and beta (H,); alpha (1,).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ Bytes moved in bf16 for N tokens, H columns and V rows: forward 4 NH; backward 2
 the rows written. `embedding_backward_` adds to an existing gradient and so never touches the other rows.
 
 Saved for backward: the ids. Memory: dW, and for N tokens 20 N bytes to sort and NH / 4 bytes of partial sums.
+
+Shapes: ids (N,), W (V, H), y (N, H).
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ Both results have gradients, and `x` and `residual` receive the same one:
 In bf16, forward reads 4 and writes 4 bytes per element, backward reads 6 and writes 2; an addition and a norm apart
 move 10 and 8, and torch's own norm several times that. Saved for backward: new_residual, weight and rstd (fp32, one per
 row). The kernels are those of `rms_norm`.
+
+Shapes: x, residual and y (..., H); weight (H,); rstd, one number a row.
 """
 
 from __future__ import annotations

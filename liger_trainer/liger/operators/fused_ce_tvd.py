@@ -10,6 +10,8 @@ The forward reads both logits twice: for the normalisers, then for the distances
 the first, as the last tiles are still in cache. Saved for backward: both logits, and per token two normalisers and
 sigma. The backward reads the logits once and writes the gradient. Bytes moved for (N, V) logits of b bytes: at most
 4*N*V*b forward, 3*N*V*b backward. The teacher gets no gradient.
+
+Shapes: N tokens, V vocabulary; logits (N, V), labels and losses (N,).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ Where a group fits one program (32768 elements, 16384 in the backward), forward 
 element in bf16) and backward reads x and dy and writes dx (6 bytes). A larger group is split over several programs and
 its inputs are read twice: 6 and 10 bytes, less what the L2 cache still holds. Saved for backward: x, weight, bias, and
 mean and rstd (fp32, one per group). No gradient uses atomics. The kernels are in `group_norm_kernels`.
+
+Shapes: x and y (samples, channels, positions...); weight and bias (channels,); mean and rstd (samples, groups).
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ several programs: once for its sums, once for the result.
 Summed over the samples, these per-channel sums are also the gradients of weight and bias. Variances are sums of squared
 distances from a mean (Welford's running mean in each lane, combined by Chan's formula), never differences of large
 sums.
+
+Shapes: x (samples, channels, positions), rows (samples * groups, channels of a group * positions).
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ The logits enter only through l, which comes from `cross_entropy` with its kerne
 torch and also takes the log-probabilities of `linear_log_probs`, which needs no logits in memory.
 
 Bytes moved for (N, V) logits of b bytes: N*V*b forward, 2*N*V*b backward, and a few fp32 values per token.
+
+Shapes: B completions, L tokens of each, V vocabulary; logits (B, L + 1, V), token values (B, L), advantages (B,).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ as the log-probabilities of its group are. For each chunk of whole groups:
 This takes three matmuls for a trained head, where a loss of `linear_log_probs` takes four in the same memory. A frozen
 head takes two either way, and `linear_log_probs` needs fewer logits at a time for it, so it runs there; it also runs
 where the logits of one group exceed the memory.
+
+Shapes: N tokens, H hidden size, V vocabulary; X (N, H), W (V, H), l (N,).
 """
 
 from __future__ import annotations

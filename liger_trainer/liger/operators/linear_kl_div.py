@@ -1,4 +1,7 @@
-"""KL divergence of an LM head from given probabilities, such as cached ones; the operator is in `linear_divergence`."""
+"""KL divergence of an LM head from given probabilities, such as cached ones; the operator is in `linear_divergence`.
+
+Shapes: N tokens, H hidden size, V vocabulary; X (N, H), W (V, H), target (N, V).
+"""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ Forward reads x and writes y (4 bytes per element in bf16, plus 2 for each of sc
 own); backward reads x and dy and writes dx (6 bytes; 10 with a scale for every token, which is read and its gradient
 written). Saved for backward: x, weight, scale and rstd (fp32, one per row). Partial sums are taken in fp32 registers
 and added by a second, small kernel, without atomics.
+
+Shapes: x and y (batch, tokens, H); weight (H,); scale and shift (batch, 1 or tokens, H).
 """
 
 from __future__ import annotations

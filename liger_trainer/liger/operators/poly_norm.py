@@ -12,6 +12,8 @@ and, with S_p the sum over the row of dy * n_p,
 Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
 backward: x, weight, bias and the three r_p of each row, in fp32. The gradients of weight and bias are summed as in
 `rms_norm`, without atomics.
+
+Shapes: x and y (N, H), weight (3,), bias (1,), the r_p (N, 3).
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ backward: y. A half-precision y is rounded, so that dx differs from that of atte
 softmax. In half precision, `causal_softmax` therefore saves x and an fp32 log-sum-exp per row, from which the backward
 recomputes y unrounded, for the same bytes moved. Rows too long for registers are read tile by tile, mostly from L2:
 twice for softmax, twice and once per step for sparsemax.
+
+Shapes: N rows, V columns; x, y and their gradients (N, V), or (..., V, V) with the causal mask.
 """
 
 from __future__ import annotations

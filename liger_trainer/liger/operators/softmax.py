@@ -12,6 +12,8 @@ and get a gradient of 0. Bytes moved by that kernel, in `row_softmax`, for n sco
 backward. The convolution is torch's (cuDNN), and zeros are written over its result above the diagonal. Saved for
 backward: the attention weights and the convolution's weight; in half precision also the scores, from which the backward
 of the softmax recomputes the weights unrounded, as after ``softmax(scores, dtype=torch.float32)``.
+
+Shapes: x and y (..., V); scores (batch, heads, tokens, tokens).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class CheckedCollator:
         collator: The collator.
         num_labels: Size of the vocabulary that labels index; None not to check labels.
         num_tokens: Size of the embedding that `input_ids` index; None not to check them.
-        reads: Whether to add what a training step need not ask the device (`step.py`).
+        reads: Whether to add what a training step need not ask the device (`trainers/step.py`).
     """
 
     collator: Callable
@@ -56,7 +56,7 @@ class CheckedCollator:
 def checked_collator(collator: Callable, model: nn.Module, reads: bool = False) -> Callable:
     """`collator` with the checks that fit `model`: a language model's labels, a text model's token ids.
 
-    With `reads`, the batches of a language model get what a training step need not ask the device (`step.py`).
+    With `reads`, the batches of a language model get what a training step need not ask the device (`trainers/step.py`).
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
