@@ -22,7 +22,7 @@ from tests.faults.faults import FAULTS, Fault
 
 OF_A_FAULT = 3
 """How many cases run at most of a test that a fault names: the first, the last, and one between them."""
-LIMIT = 0.4
+LIMIT = 0.5
 """Seconds that a case of a function may take."""
 SLOW_FILE = Path(__file__).with_name("slow.txt")
 
