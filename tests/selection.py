@@ -2,7 +2,8 @@
 
 `pytest --part selected` runs them, and `pytest --part rest`, of `make test-all`, the others. Tests are named by their
 functions, so that files may be split and moved. `tests/slow.txt` lists the functions that are left to `make test-all`
-unless a fault names them, with the seconds that a case takes. It is written anew from what pytest measures:
+unless a fault names them, with the seconds that a case takes. It is written anew from what pytest measures on a machine
+that does nothing else:
 
     pytest -n 2 -vv --durations=0 tests | python -m tests.selection
 """
@@ -25,11 +26,16 @@ OF_A_FAULT = 3
 LIMIT = 0.5
 """Seconds that a case of a function may take."""
 SLOW_FILE = Path(__file__).with_name("slow.txt")
+LEFT_OUT = {
+    "test_what_is_saved_loads_without_us": "shares trainings of two processes that take a minute",
+    "test_zero_says_that_it_keeps_its_number_of_processes": "shares trainings of two processes that take a minute",
+}
+"""Functions that are quick by themselves, and left to `make test-all` too, with the reason."""
 
 _KINDS = ("gpu", "kernel", "long", "multigpu")
 
 
-def slow_functions() -> dict[str, float]:
+def listed() -> dict[str, float]:
     """The functions of `tests/slow.txt`, and their seconds."""
     lines = (line.split() for line in SLOW_FILE.read_text(encoding="utf-8").splitlines())
     return {name: float(seconds) for seconds, name in lines}
@@ -70,11 +76,11 @@ def cases_of(fault: Fault, functions: Mapping[str, Sequence[pytest.Item]]) -> di
 
 def selected(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of `items` that `make test` runs."""
-    slow, groups = slow_functions(), {}
+    left_out, groups = listed().keys() | LEFT_OUT.keys(), {}
     for item in items:
         kinds = (kind for kind in _KINDS if item.get_closest_marker(kind))
         groups.setdefault((item.nodeid.partition("[")[0], *kinds), item)
-    chosen = {item.nodeid for item in groups.values() if function_of(item) not in slow}
+    chosen = {item.nodeid for item in groups.values() if function_of(item) not in left_out}
     functions = by_function(items)
     for fault in FAULTS:
         for cases in cases_of(fault, functions).values():
@@ -101,7 +107,7 @@ def measured(durations: Iterable[str]) -> dict[str, float]:
 
 def main() -> None:
     """Rewrites `tests/slow.txt`; what was not measured stays."""
-    seconds = {**slow_functions(), **measured(sys.stdin)}
+    seconds = {**listed(), **measured(sys.stdin)}
     slow = sorted(name for name in seconds if seconds[name] > LIMIT)
     SLOW_FILE.write_text("".join(f"{seconds[name]:6.2f} {name}\n" for name in slow), encoding="utf-8")
 
