@@ -105,15 +105,24 @@ class Operator(Generic[R]):
         return self.custom.register_fake(lambda *values: fake(*self._grouped(values)))
 
     def register_autograd(
-        self, backward: Callable[..., Any], *, setup_context: Callable[[Any, Any, Any], None] | None = None
+        self,
+        backward: Callable[..., Any],
+        *,
+        setup_context: Callable[[Any, Any, Any], None] | None = None,
+        materialize_grads: bool = False,
     ) -> None:
         """Gives the operator its derivative, as `torch.library.register_autograd`.
 
-        A gradient that does not exist is None rather than zeros. Where none does, `backward` is not called.
+        Args:
+            backward: Takes the context and the gradients of the results, and returns those of the inputs.
+            setup_context: Takes the context, the inputs and the output, and saves what `backward` needs.
+            materialize_grads: Whether a gradient that does not exist is zeros. A `backward` with a collective needs it,
+                as every process has to call that. By default the gradient is None, and `backward` is not called where
+                none exists.
         """
 
         def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-            ctx.set_materialize_grads(False)
+            ctx.set_materialize_grads(materialize_grads)
             if setup_context is not None:
                 setup_context(ctx, inputs, output)
 

@@ -97,67 +97,71 @@ def test_imports_have_no_circle():
     assert not left, f"in circles or between two: {sorted(left)}"
 
 
-FACES = re.compile(r"liger_trainer(\.(cli|functional|hub_kernels|nn|losses(\..*)?|__main__))?")
+REEXPORTS = re.compile(r"liger_trainer(\.(cli|functional|hub_kernels|nn|losses(\..*)?|__main__))?")
 """Modules with public names, which the core does not import."""
-WINGS = {"liger", "integrations", "benchmarks", "tools"}
+OUTER = {"liger", "integrations", "benchmarks", "tools"}
 
 
-def room_of(module, modules):
+def package_of(module, modules):
     """The row of docs/architecture.md for a module: a folder, or a file beside the folders."""
-    if FACES.fullmatch(module):
-        return "a face"
+    if REEXPORTS.fullmatch(module):
+        return "a re-export"
     _, first, *more = module.split(".")
     if not more and modules[module].parent.name == "liger_trainer":
         return f"{first}.py"
     return f"kernels/{more[0]}" if first == "kernels" and len(more) > 1 else first
 
 
-def table_of_rooms():
-    """Room -> (rooms that it may import, libraries; None for any), in the order of the page."""
+def table_of_packages():
+    """Package -> (packages that it may import, libraries; None for any), in the order of the page."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = {}
     for name, allowed, libraries in re.findall(r"^\| `([\w/.]+?)/?` \|.*\| (.*) \| (.*) \|$", page, re.MULTILINE):
-        rooms = set(allowed.split(", ")) - {"–"}
-        if "the core" in rooms:
-            rooms = rooms - {"the core"} | rows.keys() - WINGS | {"a face"}
-        rows[name] = (rooms, None if libraries == "any" else set(libraries.split(", ")) - {"–"})
+        packages = set(allowed.split(", ")) - {"–"}
+        if "the core" in packages:
+            packages = packages - {"the core"} | rows.keys() - OUTER | {"a re-export"}
+        rows[name] = (packages, None if libraries == "any" else set(libraries.split(", ")) - {"–"})
     return rows
 
 
-def test_rooms_import_the_rooms_of_their_row():
-    modules, rows = product_modules(), table_of_rooms()
-    found = {room: set() for room in rows}
+def test_packages_import_the_packages_of_their_row():
+    modules, rows = product_modules(), table_of_packages()
+    found = {package: set() for package in rows}
     for module, path in modules.items():
-        room = room_of(module, modules)
-        if room != "a face":
-            found[room] |= {room_of(name, modules) for name in imports(path, modules)} - {room}
-    for room, (allowed, libraries) in rows.items():
-        assert found[room] <= allowed, f"{room} imports {sorted(found[room] - allowed)}, which its row does not name"
+        package = package_of(module, modules)
+        if package != "a re-export":
+            found[package] |= {package_of(name, modules) for name in imports(path, modules)} - {package}
+    for package, (allowed, libraries) in rows.items():
+        assert found[package] <= allowed, (
+            f"{package} imports {sorted(found[package] - allowed)}, which its row does not name"
+        )
         if libraries is not None:
-            assert allowed == found[room], f"the row of {room} names {sorted(allowed - found[room])}, not imported"
+            assert allowed == found[package], (
+                f"the row of {package} names {sorted(allowed - found[package])}, not imported"
+            )
 
 
-def test_folders_are_not_in_a_circle_and_the_core_imports_no_wing():
-    above = {"a face"}
-    for room, (allowed, libraries) in table_of_rooms().items():
-        assert allowed <= above, f"{room} may import {sorted(allowed - above)}, which does not stand above it"
-        assert (libraries is None) == (room in WINGS)
-        assert room in WINGS or not allowed & {*WINGS, "a face"}, room
-        above.add(room)
-    assert above > WINGS
+def test_packages_are_in_no_circle_and_the_core_imports_no_outer_one():
+    above = {"a re-export"}
+    for package, (allowed, libraries) in table_of_packages().items():
+        assert allowed <= above, f"{package} may import {sorted(allowed - above)}, which does not stand above it"
+        assert (libraries is None) == (package in OUTER)
+        assert package in OUTER or not allowed & {*OUTER, "a re-export"}, package
+        above.add(package)
+    assert above > OUTER
 
 
-def test_rooms_import_the_libraries_of_their_row():
-    modules, rows = product_modules(), table_of_rooms()
-    found = {room: set() for room in (*rows, "a face")}
+def test_packages_import_the_libraries_of_their_row():
+    modules, rows = product_modules(), table_of_packages()
+    found = {package: set() for package in (*rows, "a re-export")}
     for module, path in modules.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            found[room_of(module, modules)].update(name.split(".")[0] for name in names)
-    for room, (_, libraries) in rows.items():
+            found[package_of(module, modules)].update(name.split(".")[0] for name in names)
+    for package, (_, libraries) in rows.items():
         if libraries is not None:
-            assert found[room] - sys.stdlib_module_names - {"liger_trainer"} == libraries, room
+            assert found[package] - sys.stdlib_module_names - {"liger_trainer"} == libraries, package
 
 
 def test_subpackages_come_from_the_source_tree():

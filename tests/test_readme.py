@@ -40,19 +40,19 @@ def test_every_trainer_has_a_row_with_an_example():
 
 
 def test_ends_in_a_tree_of_the_folders_core_first():
-    """Each folder of the repository, and each room of `liger_trainer/` in the order of docs/architecture.md."""
+    """Each folder of the repository, and each package of `liger_trainer/` in the order of docs/architecture.md."""
     (tree,) = re.findall(r"```text\n(.*?)```\n$", README, flags=re.DOTALL)
-    rows = re.findall(r"^( *)([\w/]+)/ +(wing: )?\S", tree, flags=re.MULTILINE)
+    rows = re.findall(r"^( *)([\w/]+)/ +(outer: )?\S", tree, flags=re.MULTILINE)
     assert len(rows) == len(tree.splitlines())
     assert all((ROOT / name).is_dir() for indent, name, _ in rows if not indent)
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    core, wings = page.split("## The rooms")[1].split("**the wings**")
-    rooms = re.findall(r"^\| `(\w+)/` ", core, flags=re.MULTILINE)
-    others = re.findall(r"^\| `(\w+)/` ", wings, flags=re.MULTILINE)
-    assert {name for _, name, wing in rows if wing} == set(others)
+    core, outer = page.split("## The packages")[1].split("**outside the core**")
+    packages = re.findall(r"^\| `(\w+)/` ", core, flags=re.MULTILINE)
+    others = re.findall(r"^\| `(\w+)/` ", outer, flags=re.MULTILINE)
+    assert {name for _, name, outer in rows if outer} == set(others)
     inside = [name for indent, name, _ in rows if indent]
-    assert set(inside) == {name for name in (*rooms, *others) if not (ROOT / name).is_dir()}
-    assert inside == sorted(inside, key=[*rooms, *others].index)
+    assert set(inside) == {name for name in (*packages, *others) if not (ROOT / name).is_dir()}
+    assert inside == sorted(inside, key=[*packages, *others].index)
 
 
 def test_changelog_names_the_version():

@@ -163,4 +163,4 @@ def compiler_restored() -> Iterator[None]:
 
 
 for _function in (step_of_forward, rows_of, _is_known_code.__wrapped__, _names.__wrapped__):
-    never_a_frame(_function)  # what they call still is
+    never_a_frame(_function)

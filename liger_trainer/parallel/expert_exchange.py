@@ -194,7 +194,7 @@ def _backward_send(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor) -> tup
     return input_gradients(ctx, *where_needed(needed, *gradients))
 
 
-_send.register_autograd(_backward_send, setup_context=_setup_send)
+_send.register_autograd(_backward_send, setup_context=_setup_send, materialize_grads=True)
 
 
 def _placeholder(
@@ -244,7 +244,7 @@ def _backward_bring_back(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
     return input_gradients(ctx, _bring_back_backward(dout, order, *ctx.way))
 
 
-_bring_back_save.register_autograd(_backward_bring_back, setup_context=_setup_bring_back)
+_bring_back_save.register_autograd(_backward_bring_back, setup_context=_setup_bring_back, materialize_grads=True)
 
 
 @operator("liger_trainer::expert_bring_back")

@@ -99,6 +99,11 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args if isinstance(args, KernelFlags) else copy.copy(args)
 
 
+def extended_config(config_class: type[TrainingArguments]) -> type[TrainingArguments]:
+    """The configuration of TRL or transformers that ours extends."""
+    return next(base for base in config_class.__bases__ if issubclass(base, TrainingArguments))
+
+
 def parameters_of(
     stock: Callable[_Parameters, None], config_class: type[TrainingArguments]
 ) -> Callable[[Callable[..., None]], Callable[_Parameters, None]]:
@@ -106,11 +111,10 @@ def parameters_of(
 
     Args:
         stock: `__init__` of the trainer that is extended.
-        config_class: Our configuration, which `args` may be as well as the extended one.
+        config_class: Our configuration; `args` may be of its class or of the class that it extends.
     """
     signature = inspect.signature(stock)
-    theirs = next(base for base in config_class.__bases__ if issubclass(base, TrainingArguments))
-    own = signature.parameters["args"].replace(annotation=config_class | theirs | None)
+    own = signature.parameters["args"].replace(annotation=config_class | extended_config(config_class) | None)
     shown = signature.replace(parameters=[*{**signature.parameters, "args": own}.values()])
 
     def decorate(init: Any) -> Any:

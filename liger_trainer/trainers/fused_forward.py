@@ -14,6 +14,7 @@ only the values show it, and reading them makes the host wait for the device. [`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -65,11 +66,11 @@ class StatisticsOptions:
     uniform_gradient: bool = False
     retain_memory: int | None = None
     recomputed: bool = False
-    asked: dict[str, str] = dataclasses.field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        asked = {theirs: ours for theirs, ours in _KERNEL_NAMES.items() if theirs in self.outputs}
-        object.__setattr__(self, "asked", asked)  # of the statistics: TRL's name -> that of the kernels
+    @functools.cached_property
+    def asked(self) -> dict[str, str]:
+        """The kernels' names of the statistics besides the log-probabilities, by TRL's names."""
+        return {theirs: ours for theirs, ours in _KERNEL_NAMES.items() if theirs in self.outputs}
 
 
 def fused_forward(

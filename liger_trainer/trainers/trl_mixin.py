@@ -25,7 +25,7 @@ from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.report import KernelReportRow
 from liger_trainer.trainers.activation_memory import check_selective
-from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, wants_kernels
+from liger_trainer.trainers.base import LigerTrainerMixin, extended_config, own_arguments, wants_kernels
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
 from liger_trainer.trainers.choose_packing import PADDING_FREE, check_packing, choose_packing, packing_of_reference
@@ -103,7 +103,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         if args is None:
             name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
             return cls.config_class(f"{name.rstrip('/').split('/')[-1]}-{cls._name}")
-        theirs = next(base for base in cls.config_class.__bases__ if issubclass(base, TrainingArguments))
+        theirs = extended_config(cls.config_class)
         if not isinstance(args, theirs):
             raise TypeError(
                 f"`args` is a {type(args).__name__}; {cls.__name__} takes a {cls.config_class.__name__}, or TRL's "

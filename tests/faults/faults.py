@@ -801,6 +801,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "trainers/test_resumed_is_saved::test_every_trainer", "length"),
     ],
     "wrapping": [
+        ("a process whose tokens have no gradient does not exchange them", "Operator.register_autograd",
+         r"set_materialize_grads\(materialize_grads\)", "set_materialize_grads(False)",
+         "parallel/test_expert_exchange::test_results_without_a_gradient_are_exchanged_as_zeros"),
         ("FSDP2's shards get the sum", "whole_parameter", r'Partial\("avg"\)', 'Partial("sum")',
          "distributed/test_matrix_training::test_two_processes_train_as_one", "fsdp2 and tail and resharded"),
         ("ZeRO-3 does not gather the head again", "through_owner",
@@ -821,6 +824,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tools/cli/::test_a_signal_that_one_rank_gets_ends_all_of_them"),
     ],
     "recipe": [
+        ("the core imports a tool", "first_line", r"return ",
+         "from liger_trainer.tools import requirements as _  # noqa: F401\n    return ",
+         "test_layout::test_packages_import_the_packages_of_their_row"),
         ("a recipe has a misspelt key", "recipes/gemma3_4b_dpo.yaml", "^learning_rate:", "learning_rte:",
          "test_recipes::test_every_key_is_known_and_the_arguments_are_accepted"),
         ("a recipe names a loss that is none", "recipes/llama3_8b_simpo.yaml", "^loss_type: .*$", 'loss_type: "simplo"',

@@ -213,13 +213,10 @@ refuse_second_derivative(_dyt_backward, "dyt")
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx, dy):
-    if dy is None:
-        return None, None, None, None
     needed = list(ctx.needs_input_grad)
     return where_needed(needed, *_dyt_backward(dy, *ctx.saved_tensors, needed))
 

@@ -217,13 +217,10 @@ def _add_rows(gradient: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, paddi
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ids, weight, ctx.padding_idx = inputs
     ctx.vocab = weight.shape[0]
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(ids)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return None, None, None
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     (ids,) = ctx.saved_tensors
     return None, _embedding_backward(dy, ids, ctx.vocab, ctx.padding_idx), None
 

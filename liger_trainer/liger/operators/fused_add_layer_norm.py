@@ -82,7 +82,6 @@ refuse_second_derivative(_fused_add_layer_norm_backward, "fused_add_layer_norm")
 def _setup_context(ctx, inputs, output):
     _, _, weight, bias, _, _ = inputs
     _, new_residual, mean, rstd = output
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(new_residual, weight, bias, mean, rstd)
 
 

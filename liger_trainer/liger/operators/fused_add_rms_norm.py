@@ -78,7 +78,6 @@ refuse_second_derivative(_fused_add_rms_norm_backward, "fused_add_rms_norm")
 def _setup_context(ctx, inputs, output):
     _, _, weight, _, ctx.offset, ctx.casting = inputs
     _, new_residual, rstd = output
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(new_residual, weight, rstd)
 
 

@@ -206,7 +206,6 @@ def _(ce_grad, tvd_grad, student, teacher, target, saved, ignore_index):
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     student, teacher, target, ctx.ignore_index = inputs
     _, _, saved = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(saved)
     ctx.save_for_backward(student, teacher, target, saved)
 
@@ -214,8 +213,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _backward(
     ctx: Any, ce_grad: torch.Tensor | None, tvd_grad: torch.Tensor | None, _: None
 ) -> tuple[torch.Tensor | None, ...]:
-    if ce_grad is None and tvd_grad is None:
-        return input_gradients(ctx)
     refuse_double_backward("fused_ce_tvd")
     student, teacher, target, saved = ctx.saved_tensors
     zero = saved.new_zeros(saved.shape[1])

@@ -240,13 +240,10 @@ refuse_second_derivative(_group_norm_backward, "group_norm")
 
 def _setup_context(ctx, inputs, output):
     x, _, weight, bias, _, _ = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, bias, *output[1:])
 
 
 def _backward(ctx, dy, _mean_grad, _rstd_grad):
-    if dy is None:
-        return None, None, None, None, None, None
     needs_dx, _, needs_dweight, needs_dbias = ctx.needs_input_grad[:4]
     needed = [needs_dx, needs_dweight, needs_dbias]
     dx, dweight, dbias = where_needed(needed, *_group_norm_backward(dy, *ctx.saved_tensors, needed))

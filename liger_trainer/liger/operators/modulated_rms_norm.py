@@ -320,14 +320,11 @@ def _gradients(
 
 def _setup_context(ctx, inputs, output):
     x, weight, scale, shift, _, ctx.offset, ctx.casting = inputs
-    ctx.set_materialize_grads(False)
     ctx.shift_dtype = None if shift is None else shift.dtype
     ctx.save_for_backward(x, weight, scale, output[1])
 
 
 def _backward(ctx, dy, _):
-    if dy is None:
-        return None, None, None, None, None, None, None
     x, weight, scale, rstd = ctx.saved_tensors
     *needed, needs_dshift = ctx.needs_input_grad[:4]
     shift_per_token = scale.numel() == x.numel()  # its gradient is dy

@@ -239,13 +239,10 @@ refuse_second_derivative(_poly_norm_backward, "poly_norm")
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output[1:])
 
 
 def _backward(ctx, dy, _rstd_3_grad, _rstd_2_grad, _rstd_1_grad):
-    if dy is None:
-        return None, None, None, None
     needed = list(ctx.needs_input_grad[:3])
     return *where_needed(needed, *_poly_norm_backward(dy, *ctx.saved_tensors, needed)), None
 

@@ -378,13 +378,10 @@ def _(dy: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool) -> torch.Te
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.sparse, ctx.causal = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-    if dy is None:
-        return None, None, None
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     (y,) = ctx.saved_tensors
     return _row_softmax_backward(dy, y, ctx.sparse, ctx.causal), None, None
 
@@ -422,14 +419,11 @@ def _(dy: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _setup_causal(ctx: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(inputs[0], output[1])
 
 
-def _backward_of_causal(ctx: Any, dy: torch.Tensor | None, _: None) -> torch.Tensor | None:
-    if dy is None:
-        return None
+def _backward_of_causal(ctx: Any, dy: torch.Tensor, _: None) -> torch.Tensor:
     x, lse = ctx.saved_tensors
     return _causal_softmax_backward(dy, x, lse)
 
