@@ -153,8 +153,8 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
         further["peft_config"] = copy.deepcopy(further["peft_config"])
     if "eval_strategy" in case or "compute_metrics" in further:
         further["eval_dataset"] = data(8)
-    experimental = kind in ("ORPO", "CPO")
-    theirs = importlib.import_module(f"trl.experimental.{kind.lower()}") if experimental else trl
+    stable = hasattr(trl, f"{kind}Trainer")
+    theirs = trl if stable else importlib.import_module(f"trl.experimental.{kind.lower()}")
     source: Any = liger_trainer if ours else theirs
     prefix = "Liger" if ours else ""
     trainer_class, config_class = (getattr(source, f"{prefix}{kind}{what}") for what in ("Trainer", "Config"))
