@@ -40,9 +40,16 @@ class RecipeArguments:
         model_family: The ``model_type`` that ``--smoke`` shrinks; found from the model's id by default.
         tokenizer_name_or_path: Tokenizer to load; the model's own by default.
         tokenizer_vocab_size: Train a byte-level BPE tokenizer of this size on the training text instead.
-        data_files: Local files to train on: json, jsonl, csv, parquet or txt.
+        data_files: Local files to train on, patterns of their names (``data/*.jsonl``), or folders of them: json,
+            jsonl, csv, tsv, parquet, arrow or txt, compressed or not.
         eval_data_files: Local files to evaluate on, of the same kinds.
-        columns: New names of columns, each with its name in the data: ``{"prompt": "question"}``.
+        columns: New names of columns, each with its name in the data: ``{"prompt": "question"}``. The rows are then
+            read as `docs/guides/data.md` says.
+        roles: Names of roles in conversations, each with the role that it stands for: ``{"narrator": "system"}``.
+        prompt_template: The text of the prompt, with names of columns in braces: ``"{question} Answer:"``. It is
+            taken as it is, without a chat template, unless there is a ``system_prompt``.
+        system_prompt: Turns plain prompts, and their answers, into conversations: a system turn with this text (none if
+            it is empty), then the prompt as the user's turn. A conversation gets this system turn unless it has one.
         warm_start: Keys of a ``trainer: "sft"`` recipe that runs first, as a mapping or JSON; this recipe then
             continues with its model. Model, tokenizer, precision and seed come from this recipe.
         overwrite_output_dir: Delete the checkpoints in ``output_dir`` and start again.
@@ -63,6 +70,9 @@ class RecipeArguments:
     data_files: list[str] | None = None
     eval_data_files: list[str] | None = None
     columns: JSONMapping | None = None
+    roles: JSONMapping | None = None
+    prompt_template: str | None = None
+    system_prompt: str | None = None
     warm_start: JSONMapping | None = None
     overwrite_output_dir: bool = False
     loss_curve: bool = True
@@ -71,7 +81,7 @@ class RecipeArguments:
     sample_tokens: int = 48
 
     def __post_init__(self) -> None:
-        for name in ("model_config", "columns", "warm_start"):
+        for name in ("model_config", "columns", "roles", "warm_start"):
             setattr(self, name, mapping(name, getattr(self, name)))
 
 
@@ -118,13 +128,10 @@ class RewardArguments:
             models by their Hub id or folder.
         reward_options: For a function in `reward_funcs`, the keyword arguments of every call; a mapping of mappings, or
             JSON.
-        system_prompt: Turns plain prompts into conversations: a system turn with this text (none if it is empty), then
-            the prompt as the user's turn. A prompt that is a conversation gets this system turn unless it has one.
     """
 
     reward_funcs: list[str] | None = None
     reward_options: JSONMapping | None = None
-    system_prompt: str | None = None
 
     def __post_init__(self) -> None:
         if not self.reward_funcs:

@@ -20,7 +20,8 @@ from jinja2 import TemplateError
 
 from liger_trainer.callbacks.labelled_share import token_masks
 from liger_trainer.recipe.build import chat_template, processing_class
-from liger_trainer.recipe.data import BUILT_IN, SPOKEN, load_data, load_tokenizer, text_blocks
+from liger_trainer.recipe.columns import SPOKEN
+from liger_trainer.recipe.data import BUILT_IN, load_data, load_tokenizer, text_blocks
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe, build_recipe
 from liger_trainer.tools.diagnosis.case import CannotCheckError, Case

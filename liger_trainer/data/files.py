@@ -1,0 +1,123 @@
+"""Files of data: found by name, pattern or folder, and read as one dataset."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+
+from liger_trainer.errors import UserError
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".ndjson": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),
+    ".txt": ("text", {}),
+}
+"""Ends of names, each with the reader of `datasets` and its options."""
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+"""Ends that may follow those in `KINDS`."""
+
+_BLANK = b" \t\r\n\xef\xbb\xbf"  # with a byte order mark
+
+
+class FileError(UserError):
+    """Files that are not there or cannot be read; the text names the key of the recipe."""
+
+
+def suffix(path: str | Path) -> str:
+    """The end of a name that says what the file holds, in lower case; empty if it says nothing known."""
+    ends = [end.lower() for end in Path(path).suffixes]
+    ends = ends[:-1] if ends and ends[-1] in COMPRESSED else ends
+    return ends[-1] if ends and ends[-1] in KINDS else ""
+
+
+def find_files(given: Sequence[str], key: str) -> list[str]:
+    """The files that a list of names, patterns and folders stands for, each once.
+
+    Args:
+        given: Files; patterns such as ``data/*.jsonl``, where ``**`` stands for any folders; folders, of which all
+            files that `KINDS` names are taken, those in folders within too.
+        key: The key of the recipe, for errors.
+
+    Raises:
+        FileError: for one that stands for no file.
+    """
+    found: list[str] = []
+    for name in given:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            files = sorted(str(file) for file in path.rglob("*") if file.is_file() and suffix(file))
+            hint = f"holds no file of a kind that is known ({', '.join(KINDS)})"
+        elif path.is_file():
+            files, hint = [str(path)], ""
+        else:
+            files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
+            hint = f"is no file (relative to {Path.cwd()})"
+        if not files:
+            raise FileError(f"`{key}`: {name!r} {hint}.")
+        found += files
+    return list(dict.fromkeys(found))
+
+
+def load_files(given: Sequence[str], key: str) -> Dataset:
+    """The rows of all files that `given` stands for, as one dataset.
+
+    Args:
+        given: As in `find_files`.
+        key: The key of the recipe, for errors.
+
+    Raises:
+        FileError: for files that are missing, empty, of several kinds, or cannot be read.
+    """
+    files = find_files(given, key)
+    empty = [file for file in files if Path(file).stat().st_size == 0]
+    if empty:
+        raise FileError(f"`{key}`: {empty[0]!r} is empty.")
+    kinds = {suffix(file) for file in files}
+    readers = {KINDS[kind][0] for kind in kinds if kind}
+    if "" in kinds or len(readers) != 1 or len({".csv", ".tsv"} & kinds) > 1:
+        shown = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
+        raise FileError(
+            f"`{key}` stands for {shown}; give files of one kind: {', '.join(KINDS)}, each compressed or not "
+            f"({', '.join(COMPRESSED)})."
+        )
+    reader, options = KINDS[min(kinds)]
+    if reader == "json":
+        options = {"field": _field(files)}
+    try:
+        loaded = load_dataset(reader, data_files=files, split="train", **options)
+        loaded.data.validate(full=True)  # the JSON lines reader accepts text that is not UTF-8
+    except Exception as error:  # datasets raises its own errors, chained to those of the file's reader
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        hint = " Save the text as UTF-8." if "utf" in reason.lower() else ""
+        raise FileError(f"`{key}`: {files} cannot be read: {reason}{hint}") from error
+    return loaded
+
+
+def _field(files: Sequence[str]) -> str | None:
+    """The one key of JSON files that hold a mapping with one list of rows, such as ``{"data": [...]}``."""
+    fields = {_only_list(file) for file in files}
+    return fields.pop() if len(fields) == 1 else None
+
+
+def _only_list(file: str) -> str | None:
+    with open(file, "rb") as stream:
+        start = stream.read(4096).strip(_BLANK)
+        if not start.startswith(b"{") or suffix(file) != ".json" or Path(file).suffix.lower() in COMPRESSED:
+            return None
+    try:
+        held = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+    except (ValueError, OSError):  # such as one row a line
+        return None
+    lists = [key for key, value in held.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return lists[0] if len(lists) == 1 else None

@@ -1,0 +1,372 @@
+"""Which column of the data holds what, and the rows that a trainer of TRL takes, made from them.
+
+TRL takes few shapes: `messages`; `prompt` and `completion`; `prompt`, `chosen` and `rejected`; `prompt`, `completion`
+and `label`; `prompt` alone; and text. Data comes in many more: ShareGPT's `conversations` of `from` and `value`,
+Alpaca's `instruction`, `input` and `output`, questions and answers, pairs whose prompt is spread over `system` and
+`question`. A shape is recognised by the names of its columns and the first row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from liger_trainer.data.turns import TurnError, as_turns, is_conversation, parsed, renamed_roles
+from liger_trainer.errors import UserError
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "turns": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
+    "system": ("system", "system_prompt", "system_message"),
+    "prompt": ("prompt", "instruction", "question", "query", "problem", "user", "input"),
+    "input": ("input", "context"),
+    "history": ("history",),
+    "answer": ("completion", "output", "response", "answer", "solution", "assistant", "target"),
+    "chosen": (
+        *("chosen", "chosen_response", "response_chosen", "answer_chosen", "preferred", "accepted", "winner"),
+        *("response_j", "positive", "better"),
+    ),
+    "rejected": (
+        *("rejected", "rejected_response", "response_rejected", "answer_rejected", "dispreferred", "non_preferred"),
+        *("loser", "response_k", "negative", "worse"),
+    ),
+    "label": ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up"),
+}
+"""Parts of a row, and the names of columns that hold them, the first that is there before the others."""
+
+ALPACA = """\
+Below is an instruction that describes a task. Write a response that appropriately completes the request.
+
+### Instruction:
+{instruction}
+
+### Response:
+"""
+ALPACA_WITH_INPUT = """\
+Below is an instruction that describes a task, paired with an input that provides further context. Write a response \
+that appropriately completes the request.
+
+### Instruction:
+{instruction}
+
+### Input:
+{input}
+
+### Response:
+"""
+"""The prompt of a model without a chat template: that of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca)."""
+
+_PARTS = {  # what a trainer needs of a row, as alternatives in the order in which they are looked for
+    "messages": (("turns",), ("prompt", "answer")),
+    "preference": (("chosen", "rejected"),),
+    "unpaired": (("chosen", "rejected"), ("turns", "label"), ("prompt", "answer", "label")),
+    "prompt": (("prompt",), ("turns",)),
+}
+_AROUND = ("system", "input", "history")
+_MORE: dict[str, tuple[str, ...]] = {  # what it takes where it is there
+    **dict.fromkeys(("messages", "prompt"), _AROUND),
+    **dict.fromkeys(("preference", "unpaired"), ("turns", "prompt", *_AROUND)),
+}
+_LABELS = {
+    **dict.fromkeys(("true", "1", "good", "chosen", "desirable", "yes"), True),
+    **dict.fromkeys(("false", "0", "bad", "rejected", "undesirable", "no"), False),
+}
+
+
+class ShapeError(UserError):
+    """A row that cannot be read as the shape of the first row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How the rows of a dataset are read. Called with a row, it returns the row that the trainer takes.
+
+    Args:
+        kind: What the trainer takes: "messages", "preference", "unpaired" or "prompt".
+        columns: The parts in `NAMES`, each with the column that holds it.
+        roles: Further names of roles, each with one of the roles in `turns.ROLES`.
+        prompt_template: Text of the prompt, with names of columns in braces, in place of the part "prompt".
+        converses: Whether text becomes turns of a conversation, to which the chat template applies.
+    """
+
+    kind: str
+    columns: Mapping[str, str]
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prompt_template: str | None = None
+    converses: bool = True
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row as the trainer takes it.
+
+        Raises:
+            ShapeError: for a row that cannot be read like the first.
+        """
+        try:
+            return _READERS[self.kind](self, row)
+        except TurnError as error:
+            raise ShapeError(f"The data holds {error}.") from error
+
+    def value(self, row: Mapping[str, Any], part: str) -> Any:
+        """What the column of `part` holds in `row`; None where there is no such column."""
+        name = self.columns.get(part)
+        return None if name is None else row[name]
+
+    @property
+    def made_from(self) -> tuple[str, ...]:
+        """The columns that rows are made from."""
+        template = () if self.prompt_template is None else tuple(names_in(self.prompt_template))
+        return tuple(dict.fromkeys((*self.columns.values(), *template)))
+
+
+def names_in(template: str) -> list[str]:
+    """The names of columns in a prompt template.
+
+    Raises:
+        ShapeError: for a brace without its pair, or a field without a name.
+    """
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ShapeError(f"`prompt_template` is {template!r}: {error}. Write a brace of the text twice.") from error
+    if "" in names:
+        raise ShapeError(f"`prompt_template` is {template!r}, with {{}}; write the name of a column into the braces.")
+    return names
+
+
+def recognised(
+    kind: str,
+    names: Sequence[str],
+    row: Mapping[str, Any],
+    roles: Mapping[str, str],
+    prompt_template: str | None,
+    text: str | None,
+    has_template: Callable[[], bool],
+) -> Shape | None:
+    """The shape of a dataset; None if the trainer takes the rows as they are, or no shape fits them.
+
+    Args:
+        kind: What the trainer takes: "messages", "preference", "unpaired" or "prompt".
+        names: The columns of the dataset.
+        row: Its first row.
+        roles: Further names of roles.
+        prompt_template: Text of the prompt with names of columns in braces, or None.
+        text: The column of a trainer's plain text, which is taken where there is no conversation; or None.
+        has_template: Says whether there is a chat template, so that plain questions and answers become conversations;
+            asked where that matters.
+    """
+    if prompt_template is None and _is_standard(kind, names, row, roles):
+        return None
+    by_name = {name.strip().lower().replace(" ", "_").replace("-", "_"): name for name in reversed(names)}
+    found = {part: by_name[name] for part, known in NAMES.items() for name in reversed(known) if name in by_name}
+    if "turns" in found and not is_conversation(row[found["turns"]]):
+        del found["turns"]
+    if found.get("input") == found.get("prompt"):
+        found.pop("input", None)
+    if "prompt" in found and prompt_template is not None:
+        del found["prompt"]
+        found.pop("input", None)
+    given = {*found, *(() if prompt_template is None else ("prompt",))}
+    if kind == "messages" and text in names and "turns" not in found:
+        return None
+    parts = next((parts for parts in _PARTS.get(kind, ()) if given.issuperset(parts)), None)
+    if parts is None:
+        return None
+    used = {*parts, *_MORE[kind]}
+    if "turns" in parts or ("turns" in found and "turns" in used):  # a conversation has its questions within
+        used -= {"prompt", "input", "history"}
+    shape = Shape(kind, {part: name for part, name in found.items() if part in used}, roles, prompt_template)
+    if not _is_text(shape, row):
+        return shape
+    return dataclasses.replace(shape, converses=prompt_template is None and has_template())
+
+
+def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles: Mapping[str, str]) -> bool:
+    """Whether the trainer takes the rows as they are, and loses nothing by it."""
+    if "input_ids" in names:
+        return True
+    group = next((group for group in _STANDARD.get(kind, ()) if set(group) <= {*names}), None)
+    if group is None or any(name in names for name in NAMES["system"]):
+        return False
+    if "label" in group and not isinstance(row["label"], (bool, int)):
+        return False
+    if group == ("chosen", "rejected") and {*NAMES["prompt"], *NAMES["turns"]} & {*names}:
+        return False
+    values = [row[name] for name in group if name != "label"]
+    if group != ("messages",) and all(isinstance(value, str) and not is_conversation(value) for value in values):
+        return True
+    if not all(isinstance(value, list) and is_conversation(value) for value in values):
+        return False
+    keys = {key for value in values for turn in value if isinstance(turn, Mapping) for key in turn}
+    return keys == {"role", "content"} and not renamed_roles(values, roles)
+
+
+_STANDARD: dict[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",), ("prompt", "completion")),
+    "preference": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "unpaired": (("prompt", "completion", "label"), ("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "prompt": (("prompt",),),
+}
+"""The rows that each kind of trainer takes, the first that is there before the others."""
+
+
+def _is_text(shape: Shape, row: Mapping[str, Any]) -> bool:
+    """Whether no part of the row is a conversation."""
+    parts = ("turns", "prompt", "answer", "chosen", "rejected")
+    return not any(is_conversation(shape.value(row, part)) for part in parts)
+
+
+def _prompt(shape: Shape, row: Mapping[str, Any]) -> Any:
+    """The prompt of a row: turns, or text where text stays text."""
+    asked: Any
+    if shape.prompt_template is not None:
+        asked = _filled(shape.prompt_template, row)
+    elif shape.value(row, "turns") is not None:
+        asked = shape.value(row, "turns")
+    else:
+        asked = shape.value(row, "prompt")
+        asked = _with_input(shape, asked, shape.value(row, "input"))
+    return _with_system(shape, row, asked)
+
+
+def _with_input(shape: Shape, asked: Any, more: Any) -> Any:
+    """A question and what it is about, in one text; for a model without a chat template in Alpaca's words."""
+    more = "" if more is None else str(more).strip()
+    if not isinstance(asked, str) or is_conversation(asked):
+        return asked
+    if shape.converses:
+        return f"{asked}\n{more}" if more else asked
+    return (ALPACA_WITH_INPUT if more else ALPACA).format(instruction=asked, input=more)
+
+
+def _filled(template: str, row: Mapping[str, Any]) -> str:
+    return template.format(**{name: "" if row[name] is None else row[name] for name in names_in(template)})
+
+
+def _with_system(shape: Shape, row: Mapping[str, Any], asked: Any) -> Any:
+    """Turns with those of the columns "system" and "history" before them."""
+    system = shape.value(row, "system")
+    if not is_conversation(asked):
+        if not isinstance(asked, str):
+            raise ShapeError(f"The column `{shape.columns['prompt']}` holds {type(asked).__name__}, not text.")
+        if not shape.converses:
+            return f"{system}\n\n{asked}" if system else asked
+        asked = [{"role": "user", "content": asked}]
+    turns = as_turns(asked, shape.roles)
+    for question, answer in reversed(parsed(shape.value(row, "history")) or ()):
+        turns[:0] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if system and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    return turns
+
+
+def _answer(shape: Shape, row: Mapping[str, Any], part: str, prompt: Any) -> Any:
+    """An answer as the prompt is: as turns or as text."""
+    answer = shape.value(row, part)
+    if isinstance(prompt, str) or answer is None:
+        return answer
+    if is_conversation(answer) or isinstance(parsed(answer), Mapping):
+        return as_turns(answer, shape.roles)
+    if not isinstance(answer, str):
+        raise ShapeError(f"The column `{shape.columns[part]}` holds {type(answer).__name__}, not text or turns.")
+    return [{"role": "assistant", "content": answer}]
+
+
+def with_system_prompt(row: Mapping[str, Any], system: str, answers: Sequence[str]) -> dict[str, Any]:
+    """The prompt and the answers of a row as turns of a conversation, with a system turn first.
+
+    Args:
+        row: A row as a trainer takes it.
+        system: Text of the system turn, for conversations that have none; no turn is added if it is empty.
+        answers: The columns of answers to the prompt.
+    """
+    roles = {"prompt": "user", **dict.fromkeys(answers, "assistant")} if "prompt" in row else {}
+    text = {name: role for name, role in roles.items() if isinstance(row.get(name), str)}
+    changed = {name: [{"role": role, "content": row[name]}] for name, role in text.items()}
+    for name in ("prompt",) if "prompt" in row else ("messages", "chosen", "rejected"):
+        turns = changed.get(name, row.get(name))
+        if isinstance(turns, list):
+            add = system and turns[0]["role"] != "system"
+            changed[name] = [{"role": "system", "content": system}, *turns] if add else turns
+    return changed
+
+
+def _messages(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = _prompt(shape, row)
+    if "turns" in shape.columns:
+        return {"messages": prompt}
+    return {"prompt": prompt, "completion": _answer(shape, row, "answer", prompt)}
+
+
+def _pair(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
+    chosen, rejected = shape.value(row, "chosen"), shape.value(row, "rejected")
+    if _begins_with_prompt(chosen) and _begins_with_prompt(rejected):
+        return {
+            "chosen": _with_system(shape, row, chosen),
+            "rejected": _with_system(shape, row, rejected),
+        }
+    if not {"turns", "prompt"} & {*shape.columns} and shape.prompt_template is None:
+        raise ShapeError("A row has answers without a prompt, in a column or as their first turns.")
+    prompt = _prompt(shape, row)
+    answers = (_answer(shape, row, part, prompt) for part in ("chosen", "rejected"))
+    return dict(zip(("prompt", "chosen", "rejected"), (prompt, *answers), strict=True))
+
+
+def _begins_with_prompt(answer: Any) -> bool:
+    turns = parsed(answer)
+    return is_conversation(turns) and len(turns) > 1
+
+
+def _labelled(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
+    if "chosen" in shape.columns:
+        return _pair(shape, row)
+    label = shape.value(row, "label")
+    good = label if isinstance(label, bool) else _LABELS.get(str(label).strip().lower())
+    if good is None:
+        name = shape.columns["label"]
+        raise ShapeError(f"The column `{name}` holds {label!r}; it must hold true or false.")
+    prompt = _prompt(shape, row)
+    if "turns" not in shape.columns:
+        return {"prompt": prompt, "completion": _answer(shape, row, "answer", prompt), "label": good}
+    *asked, last = prompt
+    if last["role"] != "assistant" or not asked:
+        raise ShapeError(f"A conversation ends with a turn of {last['role']!r}; its last turn must be the answer.")
+    return {"prompt": asked, "completion": [last], "label": good}
+
+
+def _question(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = _prompt(shape, row)
+    while isinstance(prompt, list) and prompt and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    if not prompt:
+        raise ShapeError("A row has no prompt: its conversation is an answer alone.")
+    return {"prompt": prompt}
+
+
+_READERS: dict[str, Callable[[Shape, Mapping[str, Any]], dict[str, Any]]] = {
+    "messages": _messages,
+    "preference": _pair,
+    "unpaired": _labelled,
+    "prompt": _question,
+}
+
+
+def in_words(shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any]], kept: Sequence[str] = ()) -> str:
+    """A line that says what rows are made from, and which columns are not used.
+
+    Args:
+        shape: The shape of the data.
+        names: Its columns.
+        rows: The first rows; the names of roles in them are in the line.
+        kept: Columns that something else reads, such as a reward function.
+    """
+    talks = [row[column] for column in shape.columns.values() for row in rows if is_conversation(row[column])]
+    roles = ", ".join(f"{name} → {role}" for name, role in renamed_roles(talks, shape.roles).items())
+    sources = ", ".join(f"`{name}`" for name in shape.made_from)
+    line = f"Data: {sources} → {', '.join(f'`{name}`' for name in shape(rows[0]))}"
+    line += f" ({roles})" if roles else ""
+    if _is_text(shape, rows[0]):
+        text = "with `prompt_template`" if shape.prompt_template else "in Alpaca's words: there is no chat template"
+        line += ", as a conversation" if shape.converses else f", as plain text {text}"
+    unused = [f"`{name}`" for name in names if name not in (*shape.made_from, *kept)]
+    return f"{line}; not used: {', '.join(unused)}." if unused else f"{line}."

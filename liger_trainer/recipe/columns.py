@@ -1,0 +1,231 @@
+"""The columns of the data: renamed, read as the rows that the trainer takes, and checked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset, Features, Json, List, Value
+
+from liger_trainer.data.shapes import Shape, ShapeError, in_words, recognised, with_system_prompt
+from liger_trainer.recipe.file import RecipeError
+from liger_trainer.recipe.load import Recipe
+from liger_trainer.recipe.rewards import load_reward_functions
+from liger_trainer.recipe.schema import TEXT_FIELD, TRAINERS
+from liger_trainer.trainers.checks.reward_functions import needed_columns
+
+logger = logging.getLogger(__name__)
+
+SPOKEN = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+"""Columns that hold text or turns."""
+
+_TURNS = "a list of turns, each with `role` and `content`"
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what each column holds; other columns that are checked hold text
+    **dict.fromkeys(SPOKEN[:2], ((list,), _TURNS)),
+    **dict.fromkeys(SPOKEN[2:], ((str, list), f"text or {_TURNS}")),
+    "input_ids": ((list,), "a list of token ids"),
+    "label": ((bool, int), "true or false"),
+}
+
+
+def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> Any:
+    """The rows that the trainer of `recipe` takes, made from `rows` and checked; says what they are made from.
+
+    Args:
+        rows: A dataset, streamed or not.
+        recipe: The recipe.
+        has_template: Says whether there is a chat template, so that plain questions and answers become conversations.
+
+    Raises:
+        RecipeError: for columns that are missing, or hold something else.
+    """
+    if hasattr(rows, "__len__") and len(rows) == 0:
+        raise RecipeError("The data has no rows.")
+    rows = _reshaped(renamed(rows, recipe.recipe.columns or {}), recipe, has_template)
+    check_columns(rows, recipe)
+    system = recipe.recipe.system_prompt
+    if system is None:
+        return rows
+    answers = () if recipe.kind.generates else ("completion", "chosen", "rejected")
+    return _mapped(rows, partial(with_system_prompt, system=system, answers=answers), recipe)
+
+
+_READ_BY_TRL = ("tools", "images", "image", "chat_template_kwargs")
+_FIRST = 100
+"""Rows in which names of roles are looked for, to be said."""
+
+
+def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> Any:
+    """Rows of another shape than TRL's, made into those; other rows as they are."""
+    ours, kind = recipe.recipe, recipe.kind.data
+    first = list(rows.take(_FIRST))
+    names = rows.column_names or list(first[0])
+    text = recipe.get(TEXT_FIELD)
+    shape = recognised(kind, names, first[0], ours.roles or {}, ours.prompt_template, text, has_template)
+    if shape is None:
+        return rows
+    for name in shape.made_from:
+        if name not in names:
+            raise RecipeError(f"`prompt_template` names {name!r}, but the data has the columns {', '.join(names)}.")
+    kept = names if kind == "prompt" else [name for name in _READ_BY_TRL if name in names]
+    try:
+        if PartialState().is_main_process:
+            logger.warning("%s", in_words(shape, names, first, kept))
+        return _mapped(rows, shape, recipe, [name for name in names if name not in kept])
+    except ShapeError as error:
+        raise _with_row(error, rows, shape) from error
+
+
+def _with_row(error: ShapeError, rows: Any, shape: Shape) -> RecipeError:
+    """The error with the number of the first row that has it."""
+    for number, row in enumerate(rows):
+        try:
+            shape(row)
+        except ShapeError as found:
+            return RecipeError(f"Row {number} of the data: {found}")
+    return RecipeError(str(error))
+
+
+def _mapped(rows: Any, change: Any, recipe: Recipe, dropped: Sequence[str] = ()) -> Any:
+    """`rows` with the columns that `change` makes of each row, and without those in `dropped` that it does not."""
+    if not isinstance(rows, Dataset):
+        return rows.map(change, remove_columns=list(dropped))
+    made = change(rows[0])
+    dropped = [name for name in dropped if name in rows.column_names and name not in made]
+    features = {name: feature for name, feature in rows.features.items() if name not in dropped}
+    for name, value in made.items():
+        kind = "bool" if isinstance(value, bool) else "string"
+        features[name] = List(Json()) if isinstance(value, list) else Value(kind)
+    processes = getattr(recipe.training, "dataset_num_proc", None)
+    with PartialState().local_main_process_first():
+        return rows.map(
+            change, remove_columns=dropped, features=Features(features), num_proc=processes, desc="Reading the data"
+        )
+
+
+def renamed(rows: Any, columns: Mapping[str, str]) -> Any:
+    """Renames columns of `rows`; a column that already has one of the new names is dropped.
+
+    Args:
+        rows: A dataset.
+        columns: New names, each with the present name.
+    """
+    if not columns:
+        return rows
+    found = rows.column_names
+    if found is not None:  # a streamed dataset may not know them yet
+        missing = [old for old in columns.values() if old not in found]
+        if missing:
+            raise RecipeError(f"`columns` names {missing[0]!r}, but the data has the columns {', '.join(found)}.")
+        rows = rows.remove_columns([new for new in columns if new in found and new not in columns.values()])
+    return rows.rename_columns({old: new for new, old in columns.items() if old != new})
+
+
+def check_columns(rows: Any, recipe: Recipe) -> None:
+    """Checks that `rows` have the columns that the trainer and its reward functions need, with valid values."""
+    columns = rows.column_names
+    if columns is None:
+        return
+    text = recipe.get(TEXT_FIELD)
+    wanted = [tuple(text if name == TEXT_FIELD else name for name in names) for names in recipe.kind.columns]
+    found = next((names for names in wanted if set(names) <= set(columns)), None)
+    if found is None:
+        choices = " or ".join(" and ".join(f"`{name}`" for name in names) for names in wanted)
+        raise RecipeError(
+            f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
+            f"{_advice(columns, wanted[0], text)}"
+        )
+    needed = [name for name in _reward_columns(recipe) if name not in columns]
+    if needed:
+        raise RecipeError(
+            f"The data has the columns {', '.join(columns)}; a function in `reward_funcs` needs `{needed[0]}`. Rename "
+            f'one with `columns`, such as {{"{needed[0]}": "{columns[0]}"}}.'
+        )
+    if hasattr(rows, "data"):  # not streamed
+        if "prompt" in columns and "prompt" not in found and found[0] in SPOKEN[2:]:
+            found = ("prompt", *found)
+        for name in found:
+            _check_column(rows, name, recipe.recipe.trainer)
+        _check_alike(rows, [name for name in found if name in SPOKEN])
+
+
+def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> str:
+    others = [name for name in columns if name not in (*wanted, *SPOKEN)]
+    fitting = [
+        kind
+        for kind, known in TRAINERS.items()
+        if any(TEXT_FIELD not in names and set(names) == set(columns) for names in known.columns)
+    ]
+    if fitting:
+        return f"These are the columns of `trainer: {fitting[0]}`: use other data, or that trainer."
+    if not others:
+        return "Use other data, or add the missing columns."
+    missing = next(name for name in wanted if name not in columns)
+    start = "Set `dataset_text_field` to the column that holds the text, or rename" if text else "Rename"
+    return f'{start} one with `columns`, such as {{"{missing}": "{others[0]}"}}.'
+
+
+def _reward_columns(recipe: Recipe) -> list[str]:
+    functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
+    return sorted({name for function in functions for name in needed_columns(function)})
+
+
+def _check_column(rows: Dataset, name: str, trainer: str) -> None:
+    nulls = rows.data.column(name).null_count
+    if nulls:
+        raise RecipeError(f"The column `{name}` is null in {nulls} rows; remove or fill them.")
+    wanted, words = _KINDS.get(name, ((str,), "text"))
+    first = rows[0][name]
+    for number, value in enumerate(_values(rows, name)):
+        if not isinstance(value, wanted):
+            raise RecipeError(
+                f"The column `{name}` holds {type(value).__name__}, such as {str(value)[:40]!r} in row {number}, not "
+                f"{words}."
+            )
+        if type(value) is not type(first):
+            held = f"{type(first).__name__} in row 0 and {type(value).__name__} in row {number}"
+            raise RecipeError(f"The column `{name}` holds {held}; all rows must hold text, or all of them turns.")
+        problem = _turns_problem(value, trainer) if name in SPOKEN and isinstance(value, list) else None
+        if problem is not None:
+            raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
+    if name == "label" and not set(rows.unique(name)) <= {0, 1}:
+        raise RecipeError(f"The column `label` holds {rows.unique(name)[:5]}; it must hold {words}.")
+
+
+def _values(rows: Dataset, name: str) -> Iterator[Any]:
+    """The values of a column; only the first if Arrow gives all of them the same type."""
+    one_type = name == "input_ids" or isinstance(rows.features[name], Value)
+    for batch in (rows.select(range(1)) if one_type else rows).select_columns(name).iter(1000):
+        yield from batch[name]
+
+
+def _turns_problem(turns: list[Any], trainer: str) -> str | None:
+    """What is wrong with a conversation; None if nothing is."""
+    roles = ("role", "from") if trainer == "sft" else ("role",)  # where TRL accepts either name
+    if not turns:
+        return "no turns"
+    for turn in turns:
+        if not isinstance(turn, dict):
+            return f"a list with {type(turn).__name__} ({str(turn)[:40]!r})"
+        if not any(isinstance(turn.get(role), str) for role in roles):
+            return f"a turn without `role` ({str(turn)[:60]})"
+        said = {key: value for key, value in turn.items() if key not in roles and value is not None}
+        if not said:  # a turn may hold nothing but a tool call
+            return f"a turn without `content` ({str(turn)[:60]})"
+        if not isinstance(said.get("content", ""), (str, list)):
+            return f"a turn whose `content` is {type(said['content']).__name__} ({str(turn)[:60]})"
+    return None
+
+
+def _check_alike(rows: Dataset, names: list[str]) -> None:
+    """Checks that all columns hold text, or all of them turns; TRL does not accept a mixture."""
+    text = [name for name in names if isinstance(rows[0][name], str)]
+    turns = [name for name in names if name not in text]
+    if text and turns:
+        raise RecipeError(
+            f"The column `{text[0]}` holds text and `{turns[0]}` turns; both must hold the same kind. If the turns "
+            "begin with the prompt, remove the column `prompt`."
+        )
