@@ -28,6 +28,12 @@ RLOO_HEAD = _head_of("RLOO")
 
 TRAINER_NAME = Feature("the default `output_dir`", Private("trl.trainer.base_trainer:_BaseTrainer._name"))
 
+SFT_ANSWERS = Feature(
+    "the answers of `assistant_only_loss` in LigerSFTTrainer, for chat templates without markers",
+    Private("trl:SFTTrainer.__init__", uses="get_training_chat_template, is_chat_template_stop_token_trained"),
+    Private("trl:SFTTrainer._prepare_dataset", "self, dataset, processing_class, args, ...", uses="assistant_masks"),
+)
+
 SFT_LOSS = Feature(
     "the loss of LigerSFTTrainer with label smoothing or a `compute_loss_func`",
     Private("trl:SFTTrainer.compute_loss", uses="fused_lm_head, labels, shift_labels"),

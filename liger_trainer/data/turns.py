@@ -95,8 +95,8 @@ def _turn(turn: Any, roles: Mapping[str, str]) -> Turn:
     role = _role(name, roles)
     if role is None:
         raise TurnError(
-            f"a turn of {name!r}, which is not the name of a role ({', '.join(dict.fromkeys(ROLES.values()))}) or another "
-            f'name of one; set `roles`, such as {{"{name}": "user"}}'
+            f"a turn of {name!r}, which names none of the roles {', '.join(dict.fromkeys(ROLES.values()))}; set "
+            f'`roles`, such as {{"{name}": "user"}}'
         )
     rest = {key: without_none(value) for key, value in turn.items() if key not in (role_key, content_key)}
     rest = {key: value for key, value in rest.items() if value is not None}

@@ -14,6 +14,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import SFT_HEAD, SFT_LOSS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.trainers.answer_labels import templates_without_markers, with_answer_masks
 from liger_trainer.trainers.base import parameters_of, wants_kernels
 from liger_trainer.trainers.fused_forward import (
     StatisticsOptions,
@@ -51,10 +52,18 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     _own_loss_is_of_labels = True
     _token_metrics = ("perplexity",)  # TRL logs the accuracy
     _metrics_of_deferred_logits = True
+    answers_by_turns = False
+    """Whether `assistant_only_loss` finds the answers itself, since neither the chat template nor TRL marks them."""
 
     @parameters_of(SFTTrainer.__init__, LigerSFTConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with templates_without_markers(self):
+            super().__init__(*args, **kwargs)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: SFTConfig, *more: Any) -> Any:
+        if self.answers_by_turns:
+            dataset = with_answer_masks(dataset, processing_class, args.dataset_num_proc)
+        return super()._prepare_dataset(dataset, processing_class, args, *more)
 
     @classmethod
     def _configured(cls, args: TrainingArguments | None, model: Any) -> Any:
