@@ -116,9 +116,10 @@ def _load_from_hub(recipe: Recipe, key: str) -> Any:
 
 def has_chat_template(recipe: Recipe) -> bool:
     """Whether the trainer of `recipe` has a chat template: that of the tokenizer, or ``chat_template_path``."""
-    if recipe.get("chat_template_path") is not None:
-        return True
     ours = recipe.recipe
+    named = ours.tokenizer_name_or_path or ours.tokenizer_vocab_size or recipe.model.model_name_or_path
+    if recipe.get("chat_template_path") is not None or not named:
+        return True  # data that is looked at without a model
     if ours.tokenizer_vocab_size and not ours.tokenizer_name_or_path:
         return False
     return load_tokenizer(recipe, (), None).chat_template is not None

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from liger_trainer._version import __version__
 from liger_trainer.errors import UserError
-from liger_trainer.tools.cli import bench, chat, compare, diagnose, doctor, inspect, merge, plan, recipes, train
+from liger_trainer.tools.cli import bench, chat, compare, data, diagnose, doctor, inspect, merge, plan, recipes, train
 
 EXAMPLES = """examples:
   liger-trainer train quickstart                              train a small model on text that ships with Python
   liger-trainer train llama3_8b_sft --smoke                   try a recipe offline: a tiny model, generated data
   liger-trainer train my.yaml --learning_rate 2e-5            your own recipe, with one value changed
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
+  liger-trainer data my.jsonl --model Qwen/Qwen3-0.6B         rows as the model will see them: tokens and labels
   liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
   liger-trainer merge outputs/lora                            the adapters of a run in the weights of its model
   liger-trainer chat outputs/lora                             talk to the model of a run
@@ -37,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"liger-trainer {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    for command in (train, plan, compare, diagnose, inspect, merge, chat, bench, recipes):
+    for command in (train, data, plan, compare, diagnose, inspect, merge, chat, bench, recipes):
         command.add_parser(commands)
     for known in commands.choices.values():
         known.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
@@ -55,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     arguments, rest = parser.parse_known_args(argv)
     arguments.argv = list(argv)
     diagnosed = getattr(arguments, "subject", None) is not None
-    if rest and not (arguments.command in ("train", "plan", "compare") or diagnosed):
+    if rest and not (arguments.command in ("train", "data", "plan", "compare") or diagnosed):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     missing = next((name for name in ("packaging", "rich", "yaml") if importlib.util.find_spec(name) is None), None)
     try:

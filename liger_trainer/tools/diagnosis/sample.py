@@ -46,15 +46,20 @@ _ALONE: dict[str, Any] = {  # how to train, of which rows and labels do not depe
     **{"per_device_train_batch_size": 8, "precompute_ref_log_probs": False, "sync_ref_model": False},
     **{"use_vllm": False, "router_z_loss_coef": 0.0, "router_aux_loss_coef": 0.0, "warm_start": None},
     **{"packing": False, "padding_free": None},  # which join rows, and change no label
+    **{"train_sampling_strategy": "sequential"},
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """The tokens of one sequence without its padding: ids, and whether each has a label, `(length,)` both."""
+    """The tokens of one sequence without its padding: ids, and whether each has a label, `(length,)` both.
+
+    `side` is "chosen" or "rejected" in a pair, else empty.
+    """
 
     ids: torch.Tensor
     labelled: torch.Tensor
+    side: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,17 @@ class Sample:
     def tokenizer(self) -> Any:
         """The tokenizer, which a processor has within."""
         return getattr(self.processor, "tokenizer", self.processor)
+
+
+def converted_rows(values: Mapping[str, Any], source: Path) -> Any:
+    """All rows that the keys `values` name, as the trainer takes them, before they become tokens.
+
+    Raises:
+        RecipeError: for data that the trainer would refuse.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        alone = {key: value for key, value in {**_ALONE, "output_dir": folder}.items() if key in values}
+        return load_data(build_recipe({**values, **alone}, source))[0]
 
 
 def read_sample(case: Case) -> Sample:
@@ -126,8 +142,8 @@ def _as_trainer_makes(case: Case, folder: str, tokenizer: Any, rows: Dataset, is
         rows=len(rows),
         dropped=len(rows) - len(trainer.train_dataset),
         empty=len(rows) - len(unlimited.train_dataset),
-        whole=tuple(_sequences(unlimited)),
-        cut=tuple(_sequences(trainer)),
+        whole=tuple(_sequences(unlimited, case.kind.pairs)),
+        cut=tuple(_sequences(trainer, case.kind.pairs)),
     )
 
 
@@ -235,9 +251,9 @@ def _small_model(tokenizer: Any, scores: bool = False) -> Any:
     return (LlamaForSequenceClassification if scores else LlamaForCausalLM)(config)
 
 
-def _sequences(trainer: Any) -> Iterator[Sequence]:
+def _sequences(trainer: Any, pairs: bool) -> Iterator[Sequence]:
     for batch in trainer.get_train_dataloader():
-        yield from _of_batch(batch)
+        yield from _of_batch(batch, pairs)
 
 
 def _of_rows(rows: Dataset) -> Iterator[Sequence]:
@@ -245,14 +261,17 @@ def _of_rows(rows: Dataset) -> Iterator[Sequence]:
         yield from _of_batch({name: value[None] for name, value in row.items()})
 
 
-def _of_batch(batch: Mapping[str, Any]) -> Iterator[Sequence]:
+def _of_batch(batch: Mapping[str, Any], pairs: bool = False) -> Iterator[Sequence]:
+    """The sequences of a batch; pairs are in names of their own, or the chosen answers before the rejected ones."""
     names = [name for side in ("", "chosen_", "rejected_") if (name := f"{side}input_ids") in batch]
     for name, (tokens, labelled) in zip(names, token_masks(batch), strict=False):
         if labelled is None:  # a reward model, which scores whole sequences
             continue
         labelled[:, 0] = False  # which no token before it predicts
-        for ids, mask, has_label in zip(batch[name], tokens, labelled, strict=True):
-            yield Sequence(ids[mask], has_label[mask])
+        side = name.removesuffix("input_ids").rstrip("_")
+        for place, (ids, mask, has_label) in enumerate(zip(batch[name], tokens, labelled, strict=True)):
+            half = ("chosen" if 2 * place < len(tokens) else "rejected") if pairs else ""
+            yield Sequence(ids[mask], has_label[mask], side or half)
 
 
 @contextlib.contextmanager
