@@ -151,7 +151,7 @@ def test_yaml(page, text, tmp_path):
     values, *_ = check_values(yaml.safe_load(text), [], tmp_path / "page.yaml")
     assert values
     if values["trainer"] in ("grpo", "rloo"):
-        names = ("reward_funcs", "reward_options", "system_prompt")
+        names = ("reward_funcs", "reward_options")
         arguments = RewardArguments(*(values.get(name) for name in names))
         arguments.reward_funcs = [name for name in arguments.reward_funcs if name.startswith("liger_trainer.")]
         assert all(callable(function) for function in load_reward_functions(arguments))

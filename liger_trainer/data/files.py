@@ -57,14 +57,14 @@ def find_files(given: Sequence[str], key: str) -> list[str]:
         path = Path(name).expanduser()
         if path.is_dir():
             files = sorted(str(file) for file in path.rglob("*") if file.is_file() and suffix(file))
-            hint = f"holds no file of a kind that is known ({', '.join(KINDS)})"
+            hint = f"the folder {name!r} holds no file that ends in {', '.join(KINDS)}"
         elif path.is_file():
             files, hint = [str(path)], ""
         else:
             files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
-            hint = f"is no file (relative to {Path.cwd()})"
+            hint = f"there is no file {name!r} (relative to {Path.cwd()})"
         if not files:
-            raise FileError(f"`{key}`: {name!r} {hint}.")
+            raise FileError(f"`{key}`: {hint}.")
         found += files
     return list(dict.fromkeys(found))
 

@@ -41,6 +41,24 @@ def left_out(rows: Sequence[Mapping[str, Any]], render: Callable[[list[Turn], An
     ]
 
 
+def renderer(processor: Any, template: str | None) -> Callable[..., str]:
+    """A function that writes a conversation, given its turns and its tools, with the chat template of `processor`.
+
+    Args:
+        processor: A tokenizer, or a processor with one.
+        template: The template to use in place of the processor's; None for that one.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    writer = tokenizer if tokenizer.chat_template is not None or template is not None else processor
+    options = {} if template is None else {"chat_template": template}
+
+    def render(turns: list[Turn], tools: Any, add_generation_prompt: bool = False) -> str:
+        more = {**options, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return str(writer.apply_chat_template(turns, tokenize=False, **more))
+
+    return render
+
+
 def conversations(row: Mapping[str, Any]) -> list[list[Turn]]:
     """The conversations of a row, each with its prompt; none in a row of text."""
     prompt = row.get("prompt")

@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from liger_trainer.data.turns import TurnError, as_turns, is_conversation, parsed, renamed_roles
+from liger_trainer.data.turns import ROLES, TurnError, as_turns, is_conversation, parsed, renamed_roles
 from liger_trainer.errors import UserError
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -197,8 +197,10 @@ def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles:
         return True
     if not all(isinstance(value, list) and is_conversation(value) for value in values):
         return False
-    keys = {key for value in values for turn in value if isinstance(turn, Mapping) for key in turn}
-    return keys == {"role", "content"} and not renamed_roles(values, roles)
+    turns = [turn for value in values for turn in value if isinstance(turn, Mapping)]
+    if {key for turn in turns for key in turn} != {"role", "content"}:
+        return False
+    return {turn["role"] for turn in turns} <= {*ROLES.values()} - {*roles}
 
 
 _STANDARD: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -305,6 +307,8 @@ def _pair(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
             "chosen": _with_system(shape, row, chosen),
             "rejected": _with_system(shape, row, rejected),
         }
+    if _begins_with_prompt(chosen) != _begins_with_prompt(rejected):
+        raise ShapeError("One of `chosen` and `rejected` is a conversation, and the other an answer alone.")
     if not {"turns", "prompt"} & {*shape.columns} and shape.prompt_template is None:
         raise ShapeError("A row has answers without a prompt, in a column or as their first turns.")
     prompt = _prompt(shape, row)

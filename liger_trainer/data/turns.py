@@ -50,7 +50,7 @@ def as_turns(value: Any, roles: Mapping[str, str]) -> list[Turn]:
     Args:
         value: A list of turns, one turn, or JSON text of these. A turn names its speaker in one of `ROLE_KEYS` and its
             text in one of `CONTENT_KEYS`; other keys, such as `tool_calls`, are kept unless they are None.
-        roles: Further names of roles, each with one of the roles in `ROLES`.
+        roles: Further names of roles, each with the role of the chat template that it stands for.
 
     Raises:
         TurnError: for a turn that cannot be read, or a role that is not known.

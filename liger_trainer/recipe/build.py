@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 import trl
 import yaml
+from accelerate import PartialState
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProgressCallback, Trainer, default_data_collator
 from trl import get_peft_config
 
 from liger_trainer.callbacks.log_lines import LogLinesCallback
 from liger_trainer.callbacks.router_balance import NO_EXPERTS, RouterBalanceCallback, experts_of
+from liger_trainer.data.reach import conversations, left_out, renderer
 from liger_trainer.recipe.data import text_blocks
 from liger_trainer.recipe.experts import adapted_in_4_bits, check_adapted_experts, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, first_line
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 32
+"""Rows whose text is compared with what they say, before training."""
 
 
 def build_trainer(
@@ -65,6 +70,7 @@ def build_trainer(
     check_vocabulary(trainer, tokenizer)
     check_targets(recipe, trainer)
     check_prompts(recipe, trainer, train)
+    _warn_of_what_is_left_out(recipe, trainer, train)
     check_adapted(recipe, trainer)
     check_optimizer(recipe, trainer)
     check_adapted_experts(recipe, trainer.model)
@@ -200,6 +206,21 @@ def check_prompts(recipe: Recipe, trainer: Trainer, train: Any) -> None:
         processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
     except (TemplateError, ValueError) as error:
         raise template_error(recipe, error) from error
+
+
+def _warn_of_what_is_left_out(recipe: Recipe, trainer: Trainer, train: Any) -> None:
+    """Says once what the chat template leaves out of the first rows."""
+    rows = [dict(row) for row in train.take(_LOOKED_AT)]
+    if {"image", "images"} & set(rows[0]) or not any(map(conversations, rows)):
+        return
+    render = renderer(trainer.processing_class, getattr(trainer, "chat_template", None))
+    missing = left_out(rows, render)
+    if missing and PartialState().is_main_process:
+        logger.warning(
+            "%s: the chat template leaves out %s of the first %d rows: none of it is trained on. `chat_template_path` "
+            "takes another template.",
+            *(recipe.source, ", ".join(missing), len(rows)),
+        )
 
 
 def template_error(recipe: Recipe, error: Exception) -> RecipeError:

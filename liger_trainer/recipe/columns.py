@@ -81,7 +81,7 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
 
 def _with_row(error: ShapeError, rows: Any, shape: Shape) -> RecipeError:
     """The error with the number of the first row that has it."""
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, 1):
         try:
             shape(row)
         except ShapeError as found:
@@ -182,15 +182,15 @@ def _check_column(rows: Dataset, name: str, trainer: str) -> None:
     for number, value in enumerate(_values(rows, name)):
         if not isinstance(value, wanted):
             raise RecipeError(
-                f"The column `{name}` holds {type(value).__name__}, such as {str(value)[:40]!r} in row {number}, not "
+                f"The column `{name}` holds {type(value).__name__}, such as {str(value)[:40]!r} in row {number + 1}, not "
                 f"{words}."
             )
         if type(value) is not type(first):
-            held = f"{type(first).__name__} in row 0 and {type(value).__name__} in row {number}"
+            held = f"{type(first).__name__} in row 1 and {type(value).__name__} in row {number + 1}"
             raise RecipeError(f"The column `{name}` holds {held}; all rows must hold text, or all of them turns.")
         problem = _turns_problem(value, trainer) if name in SPOKEN and isinstance(value, list) else None
         if problem is not None:
-            raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
+            raise RecipeError(f"The column `{name}` holds {problem} in row {number + 1}; it must hold {words}.")
     if name == "label" and not set(rows.unique(name)) <= {0, 1}:
         raise RecipeError(f"The column `label` holds {rows.unique(name)[:5]}; it must hold {words}.")
 

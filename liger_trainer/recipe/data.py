@@ -12,7 +12,8 @@ from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_dataset
 
-from liger_trainer.data.files import load_files
+from liger_trainer.data.files import FileError, load_files
+from liger_trainer.data.shapes import ShapeError
 from liger_trainer.recipe import quickstart, smoke
 from liger_trainer.recipe.columns import SPOKEN, prepared
 from liger_trainer.recipe.file import RecipeError, first_line
@@ -32,6 +33,13 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
     Raises:
         RecipeError: if the source cannot be loaded, is empty, lacks a column, or has no rows to evaluate on.
     """
+    try:
+        return _load_data(recipe)
+    except (FileError, ShapeError) as error:
+        raise RecipeError(str(error)) from error
+
+
+def _load_data(recipe: Recipe) -> tuple[Any, Any]:
     train, evaluation = _load_splits(recipe)
     evaluated = recipe.training.eval_strategy != "no"
     if recipe.recipe.eval_data_files:

@@ -72,8 +72,7 @@ def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> di
         **(row.get("chat_template_kwargs") or {}),
     }
     if "prompt" not in row:
-        talk = row["messages"] if "messages" in row else row["conversations"]
-        return answer_mask(as_turns(talk, {}), tokenizer, **options)
+        return answer_mask(as_turns(row["messages"], {}), tokenizer, **options)
     prompt, completion = as_turns(row["prompt"], {}), as_turns(row["completion"], {})
     found = answer_mask([*prompt, *completion], tokenizer, **options)
     asked: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **options)

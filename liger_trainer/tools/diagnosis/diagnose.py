@@ -17,6 +17,7 @@ from liger_trainer.tools.diagnosis.labels import (
     two_beginnings,
     without_label,
 )
+from liger_trainer.tools.diagnosis.rows import not_in_text, one_label, prompt_alone, same_answers
 from liger_trainer.tools.diagnosis.sample import Sample, read_sample
 from liger_trainer.tools.diagnosis.settings import idle_fp8, leaks, low_bit_base, rounded, sampling, tied_adapters
 
@@ -35,6 +36,12 @@ OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
     "answers cut off": cut_answers,
     "image tokens": placeholders,
     "two beginnings": two_beginnings,
+}
+OF_ROWS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
+    "what reaches the text": not_in_text,
+    "answers that are the same": same_answers,
+    "answers of one kind": one_label,
+    "prompts before an answer": prompt_alone,
 }
 _NEEDS: dict[str, tuple[str, ...]] = {  # trainers, where not all
     "packing": ("sft",),
@@ -99,6 +106,9 @@ def _look_at_data(case: Case, found: Diagnosis) -> None:
         return
     if not case.kind.scores:
         found.look("the end of an answer", no_end, case, sample)
+    if sample.rows:
+        for name, check in OF_ROWS.items():
+            found.look(name, check, case, sample)
     labels = f"{', '.join(OF_LABELS)} in the first {sample.rows} rows"
     if case.kind.generates:
         found.unchecked["labels"] = "the answers are generated"

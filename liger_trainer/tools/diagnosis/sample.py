@@ -75,6 +75,7 @@ class Sample:
         empty: How many it would leave out without `max_length`, since they have no label.
         whole: Sequences of the rows without `max_length`; a pair has two. Empty if answers are generated.
         cut: Sequences that are trained on, with `max_length`.
+        first: The rows themselves, as the trainer takes them.
     """
 
     processor: Any
@@ -85,6 +86,7 @@ class Sample:
     empty: int = 0
     whole: tuple[Sequence, ...] = ()
     cut: tuple[Sequence, ...] = ()
+    first: Any = ()
 
     @property
     def tokenizer(self) -> Any:
@@ -120,7 +122,7 @@ def read_sample(case: Case) -> Sample:
         rows = _first_rows(data)
         is_chat = any(isinstance(rows[0].get(name), list) for name in SPOKEN)
         if recipe.kind.generates:
-            return Sample(tokenizer, is_chat=is_chat, rows=len(rows))
+            return Sample(tokenizer, is_chat=is_chat, rows=len(rows), first=rows)
         if recipe.recipe.trainer == "causal_lm":
             blocks = tuple(_of_rows(_blocks(recipe, tokenizer, rows)))
             return Sample(tokenizer, rows=len(rows), whole=blocks, cut=blocks)
@@ -144,6 +146,7 @@ def _as_trainer_makes(case: Case, folder: str, tokenizer: Any, rows: Dataset, is
         empty=len(rows) - len(unlimited.train_dataset),
         whole=tuple(_sequences(unlimited, case.kind.pairs)),
         cut=tuple(_sequences(trainer, case.kind.pairs)),
+        first=rows,
     )
 
 

@@ -80,16 +80,16 @@ def test_unknown_loss_type(aligned, capsys, trainer, known):
     ],
 )
 def test_missing_columns(aligned, capsys, trainer, needed):
-    message = refused(capsys, aligned(trainer, {"query": "a", "good": "b"}, columns=None))
-    assert f"The data has the columns query, good; `trainer: {trainer}` needs {needed}. " in message
-    assert '"query"}' in message
+    message = refused(capsys, aligned(trainer, {"title": "a", "good": "b"}, columns=None))
+    assert f"The data has the columns title, good; `trainer: {trainer}` needs {needed}. " in message
+    assert '"title"}' in message
 
 
 def test_columns_of_different_kinds(aligned, capsys):
-    message = refused(capsys, aligned("dpo", {**PAIR, "chosen": TURNS, "rejected": TURNS}))
-    assert "The column `prompt` holds text and `chosen` turns" in message
-    message = refused(capsys, aligned("kto", {"prompt": "a", "completion": "b", "label": "good"}))
-    assert "The column `label` holds str" in message
+    message = refused(capsys, aligned("dpo", {**PAIR, "chosen": [{"role": "user", "content": "a b"}, *TURNS]}))
+    assert "Row 1 of the data: One of `chosen` and `rejected` is a conversation, and the other an answer" in message
+    message = refused(capsys, aligned("kto", {"prompt": "a", "completion": "b", "label": "perhaps"}))
+    assert "The column `label` holds 'perhaps'; it must hold true or false." in message
 
 
 def test_rows_of_two_kinds(aligned, capsys):

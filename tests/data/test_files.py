@@ -1,0 +1,102 @@
+"""Files of every kind, patterns and folders, read as one dataset."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import zipfile
+
+import pytest
+from datasets import Dataset
+
+from liger_trainer.data.files import FileError, find_files, load_files
+
+ROWS = [{"question": "one, two?", "answer": "3"}, {"question": "ü", "answer": "4"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+def write(folder, name):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = path.suffixes[0]
+    if kind == ".parquet":
+        Dataset.from_list(ROWS).to_parquet(path)
+        return path
+    text = {
+        ".jsonl": LINES,
+        ".ndjson": LINES,
+        ".json": json.dumps(ROWS),
+        ".csv": 'question,answer\n"one, two?",3\nü,4\n',
+        ".tsv": "question\tanswer\none, two?\t3\nü\t4\n",
+    }[kind]
+    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(path.suffix)
+    path.write_bytes(text.encode() if packed is None else packed(text.encode()))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.jsonl", "a.ndjson", "a.json", "a.csv", "a.tsv", "a.parquet"),
+        *("a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.xz", "a.csv.gz", "a.tsv.gz", "a.json.gz"),
+    ],
+)
+def test_kinds_of_files(name, tmp_path):
+    rows = load_files([str(write(tmp_path, name))], "data_files").to_list()
+    assert [{key: str(value) for key, value in row.items()} for row in rows] == ROWS
+
+
+def test_rows_under_one_key_of_a_json_file(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "1", "data": ROWS}), encoding="utf-8")
+    assert load_files([str(path)], "data_files").to_list() == ROWS
+
+
+def test_a_zipped_file(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.jsonl.zip", "w") as archive:
+        archive.writestr("a.jsonl", LINES)
+    assert load_files([str(tmp_path / "a.jsonl.zip")], "data_files").to_list() == ROWS
+
+
+def test_patterns_and_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/b.jsonl", "data/a.jsonl", "data/deep/c.jsonl"):
+        write(tmp_path, name)
+    (tmp_path / "data" / "README.md").write_text("about", encoding="utf-8")
+    assert find_files(["data/*.jsonl"], "data_files") == ["data/a.jsonl", "data/b.jsonl"]
+    assert find_files(["data/**/*.jsonl"], "data_files") == ["data/a.jsonl", "data/b.jsonl", "data/deep/c.jsonl"]
+    assert find_files(["data"], "data_files") == ["data/a.jsonl", "data/b.jsonl", "data/deep/c.jsonl"]
+    assert find_files(["data", "data/a.jsonl"], "data_files") == find_files(["data"], "data_files")
+    assert len(load_files(["data"], "data_files")) == 6
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "words"),
+    [
+        ([], ["none.jsonl"], "`data_files`: there is no file 'none.jsonl' (relative to "),
+        ([], ["*.jsonl"], "there is no file '*.jsonl'"),
+        ([], ["."], "the folder '.' holds no file that ends in .json, "),
+        (["a.jsonl", "b.csv"], ["."], "give files of one kind: .json, "),
+        (["a.csv", "b.tsv"], ["."], "give files of one kind: .json, "),
+    ],
+)
+def test_files_that_cannot_be_read(names, given, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        write(tmp_path, name)
+    with pytest.raises(FileError) as caught:
+        load_files(given, "data_files")
+    assert words in str(caught.value)
+
+
+def test_other_kinds_and_damaged_files(tmp_path):
+    for name, text, words in [
+        ("a.md", "x", "give files of one kind"),
+        ("a.jsonl", "{", "cannot be read"),
+        ("b.csv", "", "is empty"),
+    ]:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with pytest.raises(FileError, match=words):
+            load_files([str(tmp_path / name)], "data_files")
