@@ -124,14 +124,6 @@ def backward_tiles(
     return programs, {**config.options(hidden_size), "NUM_STAGES": config.num_stages}
 
 
-def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
-    """Whether a norm of `x` with these parameters runs as a Triton kernel."""
-    for parameter in parameters:
-        if parameter is not None and not use_triton(parameter):
-            return False
-    return use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE
-
-
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     """fp32 under autocast, where torch runs its own norms in fp32 (except on a CPU), else the dtype of `x`."""
     device = x.device.type
@@ -139,8 +131,11 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if low_precision and device != "cpu" and torch.is_autocast_enabled(device) else x.dtype
 
 
-def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
+def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> bool:
     """Checks a norm's input and its per-column parameters (given by their argument names).
+
+    Returns:
+        Whether the norm runs as a Triton kernel, if these are all its tensors.
 
     Raises:
         ValueError: If `x` is not a floating point tensor of shape (..., hidden_size) with hidden_size >= 1, or a
@@ -150,10 +145,12 @@ def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | Non
         raise ValueError(f"`x` of {name} has dtype {x.dtype}; give a floating point tensor, such as `x.float()`.")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"`x` of {name} has shape {tuple(x.shape)}; give (..., hidden_size) with hidden_size >= 1.")
-    check_all_dtensors(name, x, **parameters)
+    on_triton, split = use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE, is_dtensor(x)
     for argument, parameter in parameters.items():
         if parameter is None:
             continue
+        if is_dtensor(parameter) != split:
+            raise _mixture(name, argument, split)
         if parameter.dim() != 1 or parameter.shape[0] != x.shape[-1]:
             raise ValueError(
                 f"`{argument}` of {name} has shape {tuple(parameter.shape)}, but the last dimension of `x` is "
@@ -165,18 +162,24 @@ def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | Non
             raise ValueError(
                 f"`{argument}` of {name} is on {parameter.device}, but `x` is on {x.device}; move one to the other."
             )
+        on_triton = on_triton and use_triton(parameter)
+    return on_triton
 
 
 def check_all_dtensors(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raises ValueError if `x` is a DTensor and one of the other arguments is not, or the other way round."""
     for argument, other in others.items():
-        if other is None or is_dtensor(other) == is_dtensor(x):
-            continue
-        plain, split = (argument, "x") if is_dtensor(x) else ("x", argument)
-        raise ValueError(
-            f"`{split}` of {name} is a DTensor, but `{plain}` is a plain tensor; make both DTensors, such as by "
-            f"`distribute_tensor({plain}, {split}.device_mesh)` if every process holds the whole tensor."
-        )
+        if other is not None and is_dtensor(other) != is_dtensor(x):
+            raise _mixture(name, argument, is_dtensor(x))
+
+
+def _mixture(name: str, argument: str, x_is_split: bool) -> ValueError:
+    """The error where one of `x` and `argument` is a DTensor and the other is not."""
+    plain, split = (argument, "x") if x_is_split else ("x", argument)
+    return ValueError(
+        f"`{split}` of {name} is a DTensor, but `{plain}` is a plain tensor; make both DTensors, such as by "
+        f"`distribute_tensor({plain}, {split}.device_mesh)` if every process holds the whole tensor."
+    )
 
 
 def check_like(name: str, x: torch.Tensor, what: Sequence[str], **others: torch.Tensor) -> None:

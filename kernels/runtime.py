@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, RELEASED_GRAPHS, SHARED_MEMORY
+from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, RELEASED_GRAPHS, SAVED_AS_IS, SHARED_MEMORY
 
 require(SHARED_MEMORY)
 require(FUNCTION_TRANSFORMS)
+require(SAVED_AS_IS)
 
 try:
     import triton
@@ -49,9 +51,9 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
     DTensors and the tensors inside a transform of `torch.func` run as the reference.
     """
-    half_or_single = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    plain = not is_dtensor(tensor) and not torch._C._are_functorch_transforms_active()
-    return half_or_single and triton_drives(tensor.device) and plain
+    if not triton_drives(tensor.device) or is_dtensor(tensor) or torch._C._are_functorch_transforms_active():
+        return False
+    return tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -75,6 +77,20 @@ def is_expanded(tensor: torch.Tensor) -> bool:
         if stride == 0 and size > 1:
             return tensor.numel() > 0  # empty ones may have strides of 0
     return False
+
+
+@overload
+def as_autocast(x: torch.Tensor) -> torch.Tensor: ...
+@overload
+def as_autocast(x: None) -> None: ...
+def as_autocast(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` as autocast, which does not know our operators, would pass it to a linear layer; float64 is unchanged."""
+    if x is None or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # asking about the meta device is an error
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 @functools.cache
@@ -104,6 +120,18 @@ def graph_is_kept() -> bool:
     if not available(RELEASED_GRAPHS):
         return True
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+
+
+def saved_as_is() -> contextlib.AbstractContextManager:
+    """A context in which no outer hooks change saved tensors.
+
+    Activation offloading installs hooks for a whole step. They would needlessly move tensors that the backward needs at
+    once, such as a tile's intermediates or the gradients of the LM head.
+    """
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if not enabled:  # inside torch.func, which disables such hooks
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def cdiv(numerator: int, denominator: int) -> int:

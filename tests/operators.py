@@ -342,6 +342,14 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad) if x.dim() > 1 else x
 
 
+def of_schema(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the `custom` of one of our operators: named tuples among `arguments` as their fields."""
+    values: list[Any] = []
+    for place, argument in enumerate(arguments):
+        values += argument if place in operator.records else [argument]
+    return tuple(values)
+
+
 def _changed(name: str, change: Callable[[torch.Tensor], torch.Tensor], *positions: int) -> Operator:
     """The row `name`, with its arguments at `positions`, or all, changed."""
     row = OPERATORS[name]

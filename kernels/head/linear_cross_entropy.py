@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
 from liger_trainer.kernels.head.cross_entropy import (
     CrossEntropyOutput,
@@ -61,7 +60,7 @@ from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradi
 from liger_trainer.kernels.head.token_statistics import RowStats
 from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv
+from liger_trainer.kernels.runtime import as_autocast, cdiv
 
 _T = torch.Tensor
 _Gradients = tuple[_T, _T, _T]  # dX, dW and dbias, empty if not needed
@@ -291,7 +290,7 @@ def linear_cross_entropy(
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
-    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     check_linear(hidden, weight, target, bias, logits_memory)
     vocab_size = weight.shape[0]
     average = reduction == "mean" and num_items is None

@@ -32,7 +32,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.head.cross_entropy_kernel import row_statistics_
 from liger_trainer.kernels.head.head_chunks import (
     Needs,
@@ -60,6 +59,7 @@ from liger_trainer.kernels.head.loss_options import (
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
 from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
 from liger_trainer.kernels.operator import operator
+from liger_trainer.kernels.runtime import as_autocast
 
 _T = torch.Tensor
 _Statistics = tuple[_T, _T, _T, _T, _T, _T, _T, _T]  # all but `loss` of `RowStats`, `ExtraStats`, logits, dnll/dhidden
@@ -193,7 +193,7 @@ def linear_log_probs(
     options = LossOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
-    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     check_linear(hidden, weight, target, bias, logits_memory)
     check_retain_memory(retain_memory)
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()

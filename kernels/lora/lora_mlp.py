@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.activation import GATED, SILU, Activation, GatedActivation
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.lora import lora_gated_kernels
 from liger_trainer.kernels.lora import lora_products as products
@@ -59,7 +58,7 @@ from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes, output_placeholder
 from liger_trainer.kernels.mlp.glu import glu, glu_reference
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import as_autocast, use_triton
 
 
 class DownOperands(NamedTuple):

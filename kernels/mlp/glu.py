@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.activation import GATED, SILU, Activation, GatedActivation
-from liger_trainer.kernels.mlp.gated_activation import fused_kernel_takes, gated_activation, kernel_takes
+from liger_trainer.kernels.mlp.gated_activation import gated_activation
+from liger_trainer.kernels.runtime import is_expanded, use_triton
 
 
 def glu(
@@ -25,10 +26,50 @@ def glu(
     inplace_backward: bool = False,
 ) -> torch.Tensor:
     """``act(gate) * up``; with `up` None, `gate` is a whole fused projection. The options are those of `swiglu`."""
-    if fused_kernel_takes(gate, inplace_backward) if up is None else kernel_takes(gate, up, inplace_backward):
+    if kernel_takes(gate, up, inplace_backward):
         form = GatedActivation.of(activation.name, gate_multiplier, down_multiplier, limit)
         return gated_activation(gate, up, form, inplace_backward)
     return glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
+
+
+def kernel_takes(
+    gate: torch.Tensor, up: torch.Tensor | None, inplace_backward: bool, interleaved: bool = False
+) -> bool:
+    """Checks the arguments of a gated activation, and returns whether the kernel runs rather than the reference.
+
+    With `up` None, `gate` is a whole fused projection, whose columns may be `interleaved`.
+
+    Raises:
+        ValueError: If shapes or devices differ, the last dimension of a fused projection is odd, or the backward would
+            overwrite memory that two elements share.
+    """
+    if up is None:
+        if gate.dim() == 0 or gate.shape[-1] % 2:
+            raise ValueError(
+                f"`gate_up` is {tuple(gate.shape)}; its last dimension must be twice the intermediate size, "
+                + ("gate and up alternating." if interleaved else "gate first, then up.")
+            )
+        if inplace_backward and is_expanded(gate):
+            raise ValueError("`inplace_backward=True` writes a gradient over `gate_up`, but it is expanded.")
+        return use_triton(gate)
+    if gate.shape != up.shape or gate.dim() == 0:
+        raise ValueError(
+            f"`gate` is {tuple(gate.shape)} and `up` is {tuple(up.shape)}; they must have the same shape, "
+            "(..., intermediate)."
+        )
+    if gate.device != up.device:
+        raise ValueError(f"`gate` is on {gate.device} and `up` on {up.device}; they must be on one device.")
+    if inplace_backward:
+        # A compiled graph gives every mutated tensor memory of its own, and has no storages to compare.
+        compiling = torch.compiler.is_compiling()
+        shared = not compiling and gate.untyped_storage()._cdata == up.untyped_storage()._cdata
+        if shared or is_expanded(gate) or is_expanded(up):
+            raise ValueError(
+                "`inplace_backward=True` writes gradients over `gate` and `up`, but they share memory or are expanded; "
+                "give each its own memory, pass a fused projection to the fused function, or turn `inplace_backward` "
+                "off."
+            )
+    return use_triton(gate) and gate.dtype == up.dtype
 
 
 def glu_reference(

@@ -15,11 +15,11 @@ from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import linear, through_owner
 from liger_trainer.head.step import current_step, expected_gradient
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_loss
-from liger_trainer.kernels.autograd import saved_as_is
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.head.log_probs import LogProbsOutput
+from liger_trainer.kernels.runtime import saved_as_is
 from liger_trainer.parallel.vocab_parallel import vocab_parallel_linear_log_probs
 
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COLLECTIVES
-from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, logits_gradient, reduced
 from liger_trainer.kernels.head.cross_entropy_kernel import row_partials_
@@ -42,6 +41,7 @@ from liger_trainer.kernels.head.loss_options import (
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard, combine
 from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
+from liger_trainer.kernels.runtime import as_autocast
 
 if dist.is_available():
     require(COLLECTIVES)
@@ -251,7 +251,7 @@ def _linear_rows(
     vocab_size: int | None,
 ) -> tuple[RowStats, ExtraStats]:
     """Checks the operands and gives the statistics of all tokens; `loss` and `entropy` are differentiable."""
-    hidden, weight_shard, bias_shard = head_as_autocast(hidden, weight_shard, bias_shard)
+    hidden, weight_shard, bias_shard = as_autocast(hidden), as_autocast(weight_shard), as_autocast(bias_shard)
     check_linear(hidden, weight_shard, target, bias_shard, logits_memory)
     check_retain_memory(retain_memory)
     place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)
