@@ -14,7 +14,7 @@ from liger_trainer import functional as ops
 from liger_trainer.kernels.copied_rows import copied_rows, copies_of
 from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear
-from liger_trainer.kernels.head.log_probs import LOG_PROBS_OUTPUTS
+from liger_trainer.kernels.head.token_statistics import LOG_PROBS_OUTPUTS
 from liger_trainer.kernels.lora.lora_products import Weight
 from liger_trainer.liger.operators.row_softmax import causal_softmax
 

@@ -29,8 +29,6 @@ from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
     backward_tiles,
-    check_arguments,
-    check_like,
     column_sum,
     empty_in_order,
     empty_row_values,
@@ -38,7 +36,15 @@ from liger_trainer.kernels.rows import (
     memory_order,
     number_of_groups,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import (
+    check_arguments,
+    check_like,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 ACTIVATIONS = ("silu", "sigmoid")
 CASTINGS = ("llama", "gemma")

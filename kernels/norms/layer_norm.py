@@ -35,7 +35,6 @@ from liger_trainer.kernels.rows import (
     as_rows,
     autocast_dtype,
     backward_tiles,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
@@ -44,7 +43,7 @@ from liger_trainer.kernels.rows import (
     memory_order,
     number_of_groups,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_arguments, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -36,7 +36,6 @@ from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
     backward_tiles,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
@@ -44,7 +43,7 @@ from liger_trainer.kernels.rows import (
     forward_tiles,
     memory_order,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_arguments, next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 

@@ -31,8 +31,8 @@ from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
 from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns, table_strides
-from liger_trainer.kernels.rows import NormConfig, check_arguments, column_sum, fit_config
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, use_triton
+from liger_trainer.kernels.rows import NormConfig, column_sum, fit_config
+from liger_trainer.kernels.runtime import cdiv, check_arguments, next_power_of_2, num_sms, on_device, use_triton
 
 
 def _num_warps(block: int) -> int:

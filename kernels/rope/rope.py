@@ -245,7 +245,8 @@ def rope_reference(
     if rotary_dim != cos.shape[-1]:
         cos, sin = (x.repeat_interleave(2, -1) if interleaved else torch.cat((x, x), dim=-1) for x in (cos, sin))
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+    results = []
+    for x in (q, k):
         rotary, tail = x[..., :rotary_dim], x[..., rotary_dim:]
         if keep_dtype:
             rotary = rotary.to(torch.promote_types(x.dtype, torch.float32))
@@ -258,6 +259,5 @@ def rope_reference(
         if split_output:
             y = torch.cat((y[..., ::2], y[..., 1::2]), dim=-1)
         y = y.to(x.dtype) if keep_dtype else y
-        return torch.cat((y, tail), dim=-1) if tail.shape[-1] else y
-
-    return rotated(q), rotated(k)
+        results.append(torch.cat((y, tail), dim=-1) if tail.shape[-1] else y)
+    return results[0], results[1]

@@ -72,7 +72,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "::test_sparsemax_reference_is_the_projection_onto_the_simplex ::test_sparsemax_by_hand"),
         ("cross entropy smooths without the class weights", "_row_statistics", r"\(log_probs \* weights\)", "log_probs",
          "::test_reference_is_torchs_cross_entropy"),
-        ("the gradient of the z-loss is halved", "row_gradient_torch_", r"2\.0 \* options\.z_loss", "options.z_loss",
+        ("the gradient of the z-loss is halved", "row_gradient_", r"2\.0 \* options\.z_loss", "options.z_loss",
          "::test_plain_torch_rows_have_the_gradient_of_the_reference"),
         ("entropies have the wrong sign", "log_probs_reference", r"entropy = -\(", "entropy = (",
          "::test_outputs_and_gradients_equal_the_reference"),

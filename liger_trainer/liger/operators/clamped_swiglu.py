@@ -49,7 +49,7 @@ def clamped_swiglu(
     """
     if not alpha > 0:
         raise ValueError(f"`alpha` is {alpha}; it must be more than 0.")
-    if kernel_takes(gate_up, None, inplace_backward, interleaved):
+    if kernel_takes(gate_up, None, inplace_backward, interleaved=interleaved):
         form = GatedActivation.of("silu", alpha, 1.0 / alpha, limit, up_offset, interleaved)
         return gated_activation(gate_up, None, form, inplace_backward)
     return clamped_swiglu_reference(gate_up, alpha, limit, up_offset=up_offset, interleaved=interleaved)

@@ -26,13 +26,12 @@ from liger_trainer.kernels.norms.layer_norm import (
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     autocast_dtype,
-    check_arguments,
-    check_like,
     empty_gradients,
     empty_in_order,
     empty_row_values,
     memory_order,
 )
+from liger_trainer.kernels.runtime import check_arguments, check_like
 
 
 @operator("liger_trainer::fused_add_layer_norm")

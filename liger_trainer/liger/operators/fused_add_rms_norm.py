@@ -27,14 +27,8 @@ from liger_trainer.kernels.norms.rms_norm import (
     unknown_casting,
 )
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.rows import (
-    check_arguments,
-    check_like,
-    empty_gradients,
-    empty_in_order,
-    empty_row_values,
-    memory_order,
-)
+from liger_trainer.kernels.rows import empty_gradients, empty_in_order, empty_row_values, memory_order
+from liger_trainer.kernels.runtime import check_arguments, check_like
 
 
 @operator("liger_trainer::fused_add_rms_norm")

@@ -33,13 +33,20 @@ from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
-    check_all_dtensors,
-    check_arguments,
     column_sum,
     fit_config,
     forward_tiles,
 )
-from liger_trainer.kernels.runtime import cdiv, num_sms, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    check_all_dtensors,
+    check_arguments,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_group"])

@@ -27,8 +27,6 @@ from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
     backward_tiles,
-    check_all_dtensors,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
@@ -36,7 +34,15 @@ from liger_trainer.kernels.rows import (
     forward_tiles,
     memory_order,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import (
+    check_all_dtensors,
+    check_arguments,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
