@@ -1,7 +1,7 @@
 """The numbers that a loss computes for each token, which is one row of logits.
 
-`cross_entropy_rows` fills `RowStats` and `ExtraStats`; every loss of this folder that takes labels
-is built from them.
+`cross_entropy_rows` fills `RowStats` and `ExtraStats`; every loss of this folder that takes labels is built from
+them, and log-probabilities are returned as `LogProbsOutput`.
 
 A vocabulary may be split into shards of columns: over the processes of a group (`vocab_parallel`), or over several
 pieces of memory (`large_first_chunk`). Each shard gives eight numbers a row (`RowPartials`), and `combine`

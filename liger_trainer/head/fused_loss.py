@@ -167,17 +167,8 @@ def head_log_probs(
             and target.shape == hidden.shape[:-1]
             and weight.device == hidden.device
         ):  # all else was proved when the logits were deferred, and `operands` has cast
-            result = log_probs_of_head(
-                hidden,
-                weight,
-                target,
-                bias,
-                loss,
-                outputs,
-                rows.logits_memory,
-                options["retain_memory"],
-                expected_grad,
-            )
+            budgets = rows.logits_memory, options["retain_memory"]
+            result = log_probs_of_head(hidden, weight, target, bias, loss, outputs, *budgets, expected_grad)
         else:  # which says what is wrong
             result = linear_log_probs(hidden, weight, target, bias, expected_grad=expected_grad, **options)
     assert isinstance(result, LogProbsOutput)

@@ -319,3 +319,19 @@ def test_chunks_of_labelled_rows(multiplied):
     assert multiplied == [100] * 5 + [12]
     loss.backward()
     assert (100, V) not in {tensor.shape for tensor in saved}
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        (make_labels(300)[:, :-1], {}, r"`target` has shape \(2, 699\); `hidden` of shape"),
+        (make_labels(300).float(), {}, "`target` has dtype torch.float32; class ids must be int64 or int32"),
+        (make_labels(300), {"temperature": 0.0}, "`temperature` is 0.0; it must be more than 0"),
+        (make_labels(300), {"retain_memory": -1}, "`retain_memory` is -1; it must be 0 bytes or more"),
+        (make_labels(300).clamp(min=V), {}, r"`target` holds the label 11, outside \[0, 11\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(labels, options, message):
+    deferred = defer(make_head("trained"), make_hidden())
+    with pytest.raises(ValueError, match=message):
+        head_log_probs(deferred, labels, ("top1",), **options)
