@@ -1,4 +1,4 @@
-"""What the operators share for autograd: errors for second derivatives, hooks of saved tensors, expanded gradients.
+"""What the operators share for autograd: errors for second derivatives, expanded gradients.
 
 Most backwards here are operators of their own without a derivative. Where the first gradient is computed in the
 backward, it stays available with ``create_graph=True`` and only differentiating it is an error
@@ -8,17 +8,10 @@ silently give wrong second derivatives, so there the backward itself raises (`re
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-
-from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import SAVED_AS_IS
-
-require(SAVED_AS_IS)
 
 
 def refuse_double_backward(function: str = "this operator") -> None:
@@ -59,18 +52,6 @@ def second_derivative_message(functions: str) -> str:
 def where_needed(needs: Sequence[bool], *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """`gradients` with None for each that is not needed, as the first entries of `ctx.needs_input_grad` say."""
     return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs))
-
-
-def saved_as_is() -> contextlib.AbstractContextManager:
-    """A context in which no outer hooks change saved tensors.
-
-    Activation offloading installs hooks for a whole step. They would needlessly move tensors that the backward needs at
-    once, such as a tile's intermediates or the gradients of the LM head.
-    """
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    if not enabled:  # inside torch.func, which disables such hooks
-        return contextlib.nullcontext()
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def one_number(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from liger_trainer import functional as ops
 from liger_trainer.kernels.copied_rows import copied_rows, copies_of
 from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear
-from liger_trainer.kernels.head.log_probs import LOG_PROBS_OUTPUTS
+from liger_trainer.kernels.head.token_statistics import LOG_PROBS_OUTPUTS
 from liger_trainer.kernels.lora.lora_products import Weight
 from liger_trainer.liger.operators.row_softmax import causal_softmax
 
@@ -340,6 +340,14 @@ OPERATORS: dict[str, Operator] = {
 def transposed(x: torch.Tensor) -> torch.Tensor:
     """The same numbers; of a matrix or more, the last two dimensions are transposed in memory."""
     return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad) if x.dim() > 1 else x
+
+
+def of_schema(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the `custom` of one of our operators: named tuples among `arguments` as their fields."""
+    values: list[Any] = []
+    for place, argument in enumerate(arguments):
+        values += argument if place in operator.records else [argument]
+    return tuple(values)
 
 
 def _changed(name: str, change: Callable[[torch.Tensor], torch.Tensor], *positions: int) -> Operator:

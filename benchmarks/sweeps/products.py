@@ -20,13 +20,14 @@ from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.measure import relative_error
 from liger_trainer.benchmarks.sweeps.launch import Launch, Launches, Tensors, patched, randn, show
 from liger_trainer.kernels.activation import GatedActivation
-from liger_trainer.kernels.head import cross_entropy_kernel
+from liger_trainer.kernels.head import cross_entropy_kernel, head_chunks
 from liger_trainer.kernels.head import linear_cross_entropy as linear_cross_entropy_module
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.head_chunks import WeightGradientSum
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import RowStats
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum, hopper_launch
+from liger_trainer.kernels.head.weight_gradient import hopper_launch
 from liger_trainer.kernels.head.weight_gradient import launch as plain_launch
 from liger_trainer.kernels.matmul import matmul_into
 from liger_trainer.kernels.moe.activation import activate, activation_gradients_
@@ -216,11 +217,10 @@ def accumulation(device: Device, arguments: argparse.Namespace) -> Launches:
         base = relative_error(eager, exact)
         print(f"\ndW of {tokens} x {hidden_size} x {vocab}, logits of deviation {scale}: eager bf16 error {base:.2e}")
         for count, dtype in itertools.product((1, 2, 4, 8, 16, 32), (torch.bfloat16, torch.float32)):
-            with mock.patch.multiple(
-                linear_cross_entropy_module,
-                chunk_rows=mock.Mock(return_value=tokens // count),
-                plan_panels=mock.Mock(return_value=None),
-                WeightGradientSum=partial(PlainSum, dtype),
+            with (
+                mock.patch.object(linear_cross_entropy_module, "chunk_rows", return_value=tokens // count),
+                mock.patch.object(linear_cross_entropy_module, "plan_panels", return_value=None),
+                mock.patch.object(head_chunks, "WeightGradientSum", partial(PlainSum, dtype)),
             ):
                 loss = linear_cross_entropy(hidden, weight, target)
                 assert isinstance(loss, torch.Tensor)  # no outputs were asked for

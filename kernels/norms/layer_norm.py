@@ -35,7 +35,6 @@ from liger_trainer.kernels.rows import (
     as_rows,
     autocast_dtype,
     backward_tiles,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
@@ -43,9 +42,8 @@ from liger_trainer.kernels.rows import (
     forward_tiles,
     memory_order,
     number_of_groups,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_arguments, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -348,9 +346,9 @@ def layer_norm(
         ValueError: If `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, `x` has no
             last dimension of at least 1, or `group_size` does not divide it.
     """
-    check_arguments("layer_norm", x, weight=weight, bias=bias)
+    on_triton = check_arguments("layer_norm", x, weight=weight, bias=bias)
     groups = number_of_groups("layer_norm", x, group_size)
-    if not runs_on_triton(x, weight, bias):
+    if not on_triton:
         return layer_norm_reference(x, weight, bias, eps, group_size, dtype)
     return _layer_norm(x, weight, bias, eps, dtype or autocast_dtype(x), groups)[0]
 

@@ -36,16 +36,14 @@ from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
     backward_tiles,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
     empty_row_values,
     forward_tiles,
     memory_order,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_arguments, next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -306,10 +304,9 @@ def launch_backward(
     return dx, dweight
 
 
-def check_casting(name: str, casting: str) -> None:
-    """Raises ValueError unless `casting` is one of `CASTINGS`."""
-    if casting not in CASTINGS:
-        raise ValueError(f"`casting` of {name} is {casting!r}; it must be one of {', '.join(map(repr, CASTINGS))}.")
+def unknown_casting(name: str, casting: str) -> ValueError:
+    """The error for a `casting` that is none of `CASTINGS`."""
+    return ValueError(f"`casting` of {name} is {casting!r}; it must be one of {', '.join(map(repr, CASTINGS))}.")
 
 
 @operator("liger_trainer::rms_norm")
@@ -400,9 +397,9 @@ def rms_norm(
         ValueError: If `weight` does not fit `x` in shape or device, a dtype is not floating point, `x` has no last
             dimension of at least 1, or `casting` is unknown.
     """
-    check_casting("rms_norm", casting)
-    check_arguments("rms_norm", x, weight=weight)
-    if not runs_on_triton(x, weight):
+    if casting not in CASTINGS:
+        raise unknown_casting("rms_norm", casting)
+    if not check_arguments("rms_norm", x, weight=weight):
         return rms_norm_reference(x, weight, eps, offset, casting)
     fp8 = fp8 and has_fp8(x.device) and may_share(x)
     return _rms_norm(x, weight, eps, offset, casting, fp8)[0]

@@ -31,8 +31,9 @@ from liger_trainer.head.lm_head import (
 from liger_trainer.head.partitions import on_whole_parameters
 from liger_trainer.head.step import current_step, running
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
+from liger_trainer.kernels.head.log_probs import log_probs
 from liger_trainer.kernels.head.loss_options import checked_class_weights, inverse_normalizer
+from liger_trainer.kernels.head.token_statistics import LogProbsOutput
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,11 +15,12 @@ from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import linear, through_owner
 from liger_trainer.head.step import current_step, expected_gradient
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_loss
-from liger_trainer.kernels.autograd import saved_as_is
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
-from liger_trainer.kernels.head.log_probs import LogProbsOutput
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, log_probs_of_head
+from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.token_statistics import LogProbsOutput
+from liger_trainer.kernels.runtime import saved_as_is
 from liger_trainer.parallel.vocab_parallel import vocab_parallel_linear_log_probs
 
 
@@ -150,6 +151,7 @@ def head_log_probs(
         "outputs": outputs,
         "retain_memory": 0 if recomputed else retain_memory,
     }
+    loss = LossOptions(ignore_index, 0.0, 0.0, form.softcap, form.logit_scale, temperature)
     target = target.to(logits.recorded.hidden.device)
     with logits.operands() as (hidden, weight, bias), contextlib.nullcontext() if recomputed else saved_as_is():
         rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
@@ -158,7 +160,16 @@ def head_log_probs(
             result = vocab_parallel_linear_log_probs(
                 hidden, weight, target, bias_shard=bias, **call.group_options, **options
             )
-        else:
+        elif (
+            temperature > 0.0
+            and (retain_memory or 0) >= 0
+            and target.dtype in (torch.int64, torch.int32)
+            and target.shape == hidden.shape[:-1]
+            and weight.device == hidden.device
+        ):  # all else was proved when the logits were deferred, and `operands` has cast
+            budgets = rows.logits_memory, options["retain_memory"]
+            result = log_probs_of_head(hidden, weight, target, bias, loss, outputs, *budgets, expected_grad)
+        else:  # which says what is wrong
             result = linear_log_probs(hidden, weight, target, bias, expected_grad=expected_grad, **options)
     assert isinstance(result, LogProbsOutput)
     call.has_loss = call.has_loss or result.log_probs.requires_grad

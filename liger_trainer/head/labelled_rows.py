@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from liger_trainer.head.step import current_step
-from liger_trainer.kernels.autograd import one_number, saved_as_is
+from liger_trainer.kernels.autograd import one_number
+from liger_trainer.kernels.runtime import saved_as_is
 
 _ROW_MULTIPLE = 512  # of K: few different shapes, so that the allocator finds the same blocks again
 _MOST_OF_ALL = 0.9  # of all rows; above, gathering costs more than it saves

@@ -28,7 +28,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.autograd import saved_as_is, second_derivative_message
+from liger_trainer.kernels.autograd import second_derivative_message
+from liger_trainer.kernels.runtime import saved_as_is
 from liger_trainer.tiling.summed_linear import GradientSum, ResultFinder, SummingLinears
 
 DEFAULT_TILE_MEMORY = 512 * 2**20

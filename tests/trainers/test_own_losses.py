@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.configs.trl_configs import LigerSFTConfig
-from liger_trainer.kernels.head import linear_log_probs_gradients as expected_gradients
+from liger_trainer.kernels.head import linear_log_probs as expected_gradients
 from liger_trainer.trainers.fused_forward import SummedLogProbs
 from liger_trainer.trainers.fused_head import own_fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer

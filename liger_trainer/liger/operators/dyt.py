@@ -26,14 +26,22 @@ from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     NormConfig,
     as_rows,
-    check_all_dtensors,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
     memory_order,
 )
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    check_all_dtensors,
+    check_arguments,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 _BLOCK = 1024  # largest number of columns in a tile
 _TILE = 2048  # elements in a tile

@@ -26,14 +26,12 @@ from liger_trainer.kernels.norms.layer_norm import (
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     autocast_dtype,
-    check_arguments,
-    check_like,
     empty_gradients,
     empty_in_order,
     empty_row_values,
     memory_order,
-    runs_on_triton,
 )
+from liger_trainer.kernels.runtime import check_arguments, check_like
 
 
 @operator("liger_trainer::fused_add_layer_norm")
@@ -122,9 +120,9 @@ def fused_add_layer_norm(
     Raises:
         ValueError: If `residual` differs from `x` in shape, dtype or device, and as `layer_norm`.
     """
-    check_arguments("fused_add_layer_norm", x, weight=weight, bias=bias)
+    on_triton = check_arguments("fused_add_layer_norm", x, weight=weight, bias=bias)
     check_like("fused_add_layer_norm", x, ("shape", "dtype", "device"), residual=residual)
-    if not runs_on_triton(x, weight, bias):
+    if not on_triton:
         return fused_add_layer_norm_reference(x, residual, weight, bias, eps)
     y, new_residual, _, _ = _fused_add_layer_norm(x, residual, weight, bias, eps, autocast_dtype(x))
     return y, new_residual

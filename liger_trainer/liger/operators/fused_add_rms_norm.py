@@ -19,22 +19,16 @@ import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.rms_norm import (
-    check_casting,
+    CASTINGS,
     launch_backward,
     launch_forward,
     output_dtype,
     rms_norm_reference,
+    unknown_casting,
 )
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.rows import (
-    check_arguments,
-    check_like,
-    empty_gradients,
-    empty_in_order,
-    empty_row_values,
-    memory_order,
-    runs_on_triton,
-)
+from liger_trainer.kernels.rows import empty_gradients, empty_in_order, empty_row_values, memory_order
+from liger_trainer.kernels.runtime import check_arguments, check_like
 
 
 @operator("liger_trainer::fused_add_rms_norm")
@@ -122,10 +116,11 @@ def fused_add_rms_norm(
     Raises:
         ValueError: If `residual` differs from `x` in shape, dtype or device, and as `rms_norm`.
     """
-    check_casting("fused_add_rms_norm", casting)
-    check_arguments("fused_add_rms_norm", x, weight=weight)
+    if casting not in CASTINGS:
+        raise unknown_casting("fused_add_rms_norm", casting)
+    on_triton = check_arguments("fused_add_rms_norm", x, weight=weight)
     check_like("fused_add_rms_norm", x, ("shape", "dtype", "device"), residual=residual)
-    if not runs_on_triton(x, weight):
+    if not on_triton:
         return fused_add_rms_norm_reference(x, residual, weight, eps, offset, casting)
     y, new_residual, _ = _fused_add_rms_norm(x, residual, weight, eps, offset, casting)
     return y, new_residual

@@ -23,7 +23,8 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.logit_rows import fold, row_config, row_layout, row_start, row_view
-from liger_trainer.kernels.head.loss_options import check_labels_on_cpu, check_target, compute_dtype
+from liger_trainer.kernels.head.loss_options import check_target
+from liger_trainer.kernels.head.token_statistics import check_labels_on_cpu
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
 
@@ -271,7 +272,7 @@ def fused_ce_tvd_reference(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_ce_tvd` in plain torch, computed in fp32 (float64 for float64 logits)."""
-    dtype = compute_dtype(student_logits)
+    dtype = torch.promote_types(student_logits.dtype, torch.float32)
     ignored = target == ignore_index
     in_range = (target >= 0) & (target < student_logits.shape[-1])
     x, y = (

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.head.divergence import (
     DivergenceOptions,
     DivergenceOutput,
@@ -19,6 +18,7 @@ from liger_trainer.kernels.head.divergence import (
 )
 from liger_trainer.kernels.head.linear_divergence import reduced_divergence
 from liger_trainer.kernels.head.loss_options import check_head
+from liger_trainer.kernels.runtime import as_autocast
 
 
 def linear_kl_div(
@@ -77,7 +77,7 @@ def linear_kl_div(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
-    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     check_head(hidden, weight, bias, "student_")
     if reduction not in ("batchmean", "mean", "sum"):
         raise ValueError(f"`reduction` is {reduction!r}; it must be 'batchmean', 'mean' or 'sum'.")

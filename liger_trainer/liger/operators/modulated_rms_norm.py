@@ -28,19 +28,25 @@ import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.layer_norm import backward_config
-from liger_trainer.kernels.norms.rms_norm import check_casting, load_scale, normalise, rms_norm_reference
+from liger_trainer.kernels.norms.rms_norm import CASTINGS, load_scale, normalise, rms_norm_reference, unknown_casting
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
-    check_all_dtensors,
-    check_arguments,
     column_sum,
     fit_config,
     forward_tiles,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import cdiv, num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    check_all_dtensors,
+    check_arguments,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_group"])
@@ -379,11 +385,12 @@ def modulated_rms_norm(
         ValueError: If `scale` or `shift` does not fit `x` in shape or device or has no floating dtype, and as
             `rms_norm`.
     """
-    check_casting("modulated_rms_norm", casting)
-    check_arguments("modulated_rms_norm", x, weight=weight)
+    if casting not in CASTINGS:
+        raise unknown_casting("modulated_rms_norm", casting)
+    on_triton = check_arguments("modulated_rms_norm", x, weight=weight)
     check_all_dtensors("modulated_rms_norm", x, scale=scale, shift=shift)
     scale_rows, shift_rows = _scale_and_shift(scale, shift, x)
-    if not runs_on_triton(x, weight, scale_rows, shift_rows):
+    if not (on_triton and use_triton(scale_rows) and (shift_rows is None or use_triton(shift_rows))):
         return modulated_rms_norm_reference(x, weight, scale, shift, eps, offset, casting)
     return _modulated_rms_norm(x, weight, scale_rows, shift_rows, eps, offset, casting)[0]
 

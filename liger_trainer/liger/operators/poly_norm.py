@@ -27,17 +27,22 @@ from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
     backward_tiles,
-    check_all_dtensors,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
     empty_row_values,
     forward_tiles,
     memory_order,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import (
+    check_all_dtensors,
+    check_arguments,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -271,7 +276,7 @@ def poly_norm(
         ValueError: If `weight` is not three and `bias` not one floating point number on the device of `x`, or `x` is
             not of a floating dtype or has no last dimension of at least 1.
     """
-    check_arguments("poly_norm", x)
+    on_triton = check_arguments("poly_norm", x)
     check_all_dtensors("poly_norm", x, weight=weight, bias=bias)
     for argument, parameter, size in (("weight", weight, 3), ("bias", bias, 1)):
         if parameter is None:
@@ -282,7 +287,7 @@ def poly_norm(
                 f"`{argument}` of poly_norm has shape {tuple(parameter.shape)}, dtype {parameter.dtype} and is on "
                 f"{parameter.device}; give a floating point tensor of shape ({size},) on {x.device}, where `x` is."
             )
-    if not runs_on_triton(x, weight, bias):
+    if not (on_triton and use_triton(weight) and (bias is None or use_triton(bias))):
         return poly_norm_reference(x, weight, bias, eps)
     return _poly_norm(x, weight, bias, eps)[0]
 

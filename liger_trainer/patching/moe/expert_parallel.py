@@ -21,7 +21,7 @@ from torch import nn
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import EXPERT_EXCHANGE
-from liger_trainer.kernels.autocast import as_autocast
+from liger_trainer.kernels.runtime import as_autocast
 from liger_trainer.parallel.expert_exchange import bring_back, plan_exchange, send
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.report import SWITCHED_OFF, Finding

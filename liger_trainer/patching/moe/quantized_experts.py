@@ -20,8 +20,8 @@ from liger_trainer.compat.bitsandbytes import QUANTISED_EXPERTS
 from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import FOUR_BIT_EXPERTS, MODULE_CONTENTS, SAVED_IN_FOUR_BITS
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
+from liger_trainer.kernels.runtime import as_autocast
 
 require(FOUR_BIT_EXPERTS)
 require(MODULE_CONTENTS)
