@@ -26,11 +26,8 @@ from liger_trainer.liger.nn.losses import OptionsModule
 class LigerFusedLinearJSD(OptionsModule):
     """Generalised JSD of two heads; see [`liger_trainer.functional.linear_jsd`]. The loss is float32.
 
-    Args:
-        jsd_beta: Between 0, ``KL(teacher || student)``, and 1, ``KL(student || teacher)``.
-        ignore_index: Label of tokens that do not count.
-        temperature: Divides the logits of both.
-        accum_dtype: No effect: what is accumulated over chunks always has float32 accuracy or a tested bound.
+    `jsd_beta` is the function's `beta`. `accum_dtype` has no effect: what is accumulated over chunks always has float32
+    accuracy or a tested bound.
     """
 
     jsd_beta: float = 0.5
@@ -65,12 +62,7 @@ class LigerFusedLinearJSD(OptionsModule):
 class LigerFusedLinearKLDivLoss(OptionsModule):
     """KL divergence of a head from given probabilities; see [`liger_trainer.functional.linear_kl_div`].
 
-    Args:
-        reduction: ``"batchmean"``, ``"mean"`` or ``"sum"``.
-        ignore_index: Label of tokens that do not count.
-        temperature: Divides the student's logits.
-        eps: Lower bound of the probabilities in the logarithm.
-        accum_dtype: No effect: what is accumulated over chunks always has float32 accuracy or a tested bound.
+    `accum_dtype` has no effect, as in [`LigerFusedLinearJSD`].
     """
 
     reduction: str = "batchmean"
@@ -103,12 +95,7 @@ class LigerFusedLinearKLDivLoss(OptionsModule):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LigerJSD(OptionsModule):
-    """Generalised JSD of log-probabilities; see [`liger_trainer.functional.jsd`]. The loss is float32.
-
-    Args:
-        beta: Between 0, ``KL(P || Q)``, and 1, ``KL(Q || P)``.
-        ignore_index: Label of rows that do not count.
-    """
+    """Generalised JSD of log-probabilities; see [`liger_trainer.functional.jsd`]. The loss is float32."""
 
     beta: float = 0.5
     ignore_index: int = -100
@@ -140,12 +127,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LigerTVDLoss(OptionsModule):
-    """Total variation distance of probabilities; see [`liger_trainer.functional.tvd`]. The loss is float32.
-
-    Args:
-        reduction: ``"batchmean"``, ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: Label of rows that do not count.
-    """
+    """Total variation distance of probabilities; see [`liger_trainer.functional.tvd`]. The loss is float32."""
 
     reduction: str = "batchmean"
     ignore_index: int = -100
@@ -157,11 +139,7 @@ class LigerTVDLoss(OptionsModule):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LigerFusedCETVDLoss(OptionsModule):
-    """Cross entropy and total variation distance of each token; see [`liger_trainer.functional.fused_ce_tvd`].
-
-    Args:
-        ignore_index: Label of tokens that do not count.
-    """
+    """Cross entropy and total variation distance of each token; see [`liger_trainer.functional.fused_ce_tvd`]."""
 
     ignore_index: int = -100
 

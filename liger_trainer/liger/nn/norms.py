@@ -74,7 +74,7 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """LayerNorm over the last dimension; it always has a bias, which starts at zero unless `bias` is set.
+    """LayerNorm over the last dimension; it always has a bias.
 
     Args:
         hidden_size: Size of the last dimension.
@@ -115,14 +115,7 @@ class LigerLayerNorm(nn.Module):
 
 
 class LigerGroupNorm(nn.Module):
-    """GroupNorm of (batch, channels, ...); it always has a bias, which starts at zero unless `bias` is set.
-
-    Args:
-        num_channels: Channels of the input.
-        num_groups: Number of groups, a divisor of `num_channels`.
-        eps: Added to the variance.
-        bias: Start the bias from random values, as Liger does, and not from zero.
-        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
+    """GroupNorm of (batch, num_channels, ...); `eps`, `bias` and `init_fn` are those of [`LigerLayerNorm`].
 
     Raises:
         ValueError: for an unknown `init_fn`, or groups that do not divide the channels.

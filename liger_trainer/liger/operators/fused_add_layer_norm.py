@@ -108,12 +108,8 @@ def fused_add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`new_residual = x + residual` and `layer_norm(new_residual, weight, bias, eps)` in one pass.
 
-    Args:
-        x: Output of the previous block, of shape (..., hidden_size) and any floating dtype.
-        residual: The residual stream, of the shape, dtype and device of `x`.
-        weight: Weight of shape (hidden_size,), or None for 1. Its dtype may differ from that of `x`.
-        bias: Bias of shape (hidden_size,), or None for 0. Its dtype may differ from that of `x`.
-        eps: Added to the variance.
+    `x` is the output of the previous block, `residual` the residual stream, of the shape, dtype and device of `x`. The
+    other arguments are those of `layer_norm`.
 
     Returns:
         `(y, new_residual)`, both of the shape of `x`: the normalised sum, in the dtype that `layer_norm` gives, and

@@ -107,13 +107,8 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`new_residual = x + residual` and `rms_norm(new_residual, weight, eps, offset, casting)` in one pass.
 
-    Args:
-        x: Output of the previous block, of shape (..., hidden_size) and any floating dtype.
-        residual: The residual stream, of the shape, dtype and device of `x`.
-        weight: Weight of shape (hidden_size,), or None; its dtype may differ from that of `x`.
-        eps: Added to the mean square.
-        offset: Added to the weight; 1.0 for Gemma.
-        casting: ``"llama"`` (default), ``"gemma"``, ``"olmo2"`` or ``"none"``, see `rms_norm`.
+    `x` is the output of the previous block, `residual` the residual stream, of the shape, dtype and device of `x`. The
+    other arguments are those of `rms_norm`.
 
     Returns:
         `(y, new_residual)`, both of the shape of `x`: the normalised sum, in the dtype that `rms_norm` gives, and the
