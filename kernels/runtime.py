@@ -69,6 +69,13 @@ def triton_drives(device: torch.device) -> bool:
     return HAS_TRITON and (device.type in _TRITON_DEVICES or (INTERPRETED and device.type == "cpu"))
 
 
+def has_elements(tensor: torch.Tensor) -> bool:
+    """Whether there is something to launch a kernel on: elements, in memory, which a fake tensor has not."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    fake = tensor.is_meta or (not plain and tensor.untyped_storage().device.type == "meta")
+    return not fake and tensor.numel() > 0
+
+
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements of `tensor` share memory, as in an expanded dimension; it then cannot be written to."""
     for size, stride in zip(tensor.shape, tensor.stride()):

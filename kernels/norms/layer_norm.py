@@ -45,7 +45,7 @@ from liger_trainer.kernels.rows import (
     number_of_groups,
     runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import has_elements, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -193,7 +193,7 @@ def launch_forward(
     y = empty_in_order(x, order, dtype)
     total = None if residual is None else empty_in_order(x, order, x.dtype)
     mean, rstd = empty_row_values(x, order, groups), empty_row_values(x, order, groups)
-    if x.numel() == 0:
+    if not has_elements(x):
         return y, total, mean, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
@@ -232,7 +232,7 @@ def launch_backward(
     """Runs the backward kernels and returns dx (with `total_grad` added), dweight and dbias; see `empty_gradients`."""
     group_size, order = x.shape[-1] // groups, memory_order(x)
     dx, dweight, dbias = empty_gradients(needed, x, weight, bias)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dweight.zero_(), dbias.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)

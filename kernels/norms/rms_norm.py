@@ -45,7 +45,7 @@ from liger_trainer.kernels.rows import (
     memory_order,
     runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import has_elements, next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -233,7 +233,7 @@ def launch_forward(
     y = empty_in_order(x, order, output_dtype(x, weight, casting))
     total = None if residual is None else empty_in_order(x, order, x.dtype)
     rstd = empty_row_values(x, order)
-    if x.numel() == 0:
+    if not has_elements(x):
         return y, total, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
@@ -278,7 +278,7 @@ def launch_backward(
     """Runs the backward kernels and returns dx (with `total_grad` added) and dweight; see `empty_gradients`."""
     hidden_size, order = x.shape[-1], memory_order(x)
     dx, dweight = empty_gradients(needed, x, weight)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dweight.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_trainer.kernels.runtime import use_triton
-from liger_trainer.liger.operators.row_softmax import causal_softmax, row_softmax
+from liger_trainer.liger.operators.row_softmax import row_softmax
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
@@ -126,10 +126,7 @@ def multi_token_attention(
             f"`scores` has shape {tuple(scores.shape)} and dtype {scores.dtype}; give floats of "
             "(batch, heads, length, length), with or without the batch."
         )
-    if not use_triton(scores):
-        probabilities = _causal_reference(scores, sparse)
-    else:
-        probabilities = row_softmax(scores, True, True) if sparse else causal_softmax(scores)
+    probabilities = row_softmax(scores, sparse, True) if use_triton(scores) else _causal_reference(scores, sparse)
     return F.conv2d(probabilities, weight, bias, stride, padding, dilation, groups).tril_()
 
 
