@@ -126,17 +126,8 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The negative log-likelihood of every token under a head whose rows are split over `tp_group`.
 
-    See [`liger_trainer.functional.vocab_parallel_linear_log_probs`].
-
-    Args:
-        input: Hidden states, (tokens, hidden).
-        weight: The rows of this process, (vocab / processes, hidden).
-        target: Ids of the whole vocabulary, (tokens,).
-        tp_group: The processes, each with as many rows.
-        temperature: Divides the logits.
-        ignore_index: Target of tokens whose results are 0.
-        tiles_per_reduce: No effect.
-        return_entropy: Return the entropy of every token too.
+    The arguments are those of [`liger_trainer.functional.vocab_parallel_linear_log_probs`], `return_entropy`, which
+    returns the entropy of every token too, and `tiles_per_reduce`, which has no effect.
 
     Returns:
         float32, (tokens,), or two of them.

@@ -202,10 +202,7 @@ class LigerFusedLinearCPOLoss(_ContrastiveLoss):
     """CPO over a head: DPO without a reference, and the negative log-likelihood.
 
     `beta` is the factor of the margin, `label_smoothing` the share of pairs whose labels are taken to be the wrong way
-    round, in [0, 1]. The other options are those of [`LigerFusedLinearDPOLoss`].
-
-    Raises:
-        ValueError: For an option out of its range.
+    round, in [0, 1]. Other options and errors are those of [`LigerFusedLinearDPOLoss`].
     """
 
     average_log_prob: bool = False
@@ -217,11 +214,8 @@ class LigerFusedLinearCPOLoss(_ContrastiveLoss):
 class LigerFusedLinearSimPOLoss(_ContrastiveLoss):
     """SimPO over a head: log-probabilities per token, which must be `gamma` apart, and the negative log-likelihood.
 
-    `gamma` is the target margin, after `beta`; the negative log-likelihood is not in the paper. The other options are
-    those of [`LigerFusedLinearCPOLoss`].
-
-    Raises:
-        ValueError: For an option out of its range.
+    `gamma` is the target margin, after `beta`; the negative log-likelihood is not in the paper. Other options and
+    errors are those of [`LigerFusedLinearCPOLoss`].
     """
 
     gamma: float = 0.5

@@ -106,17 +106,12 @@ class _CrossEntropy(OptionsModule):
 class LigerCrossEntropyLoss(_CrossEntropy):
     """Cross entropy of logits; see [`liger_trainer.functional.cross_entropy`]. The loss is float32.
 
-    Args:
-        weight: Class weights, (vocab,).
-        ignore_index: Target that does not count.
-        lse_square_scale: Factor of the z-loss, the squared log-sum-exp.
-        label_smoothing: Between 0 and 1.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        softcap: Logits become ``softcap * tanh(logits / softcap)``.
-        return_z_loss: Return the z-loss too.
-        return_token_accuracy: Return the share of valid tokens whose largest logit is the target; with reduction
-            ``"none"``, 1 or 0 for every token.
-        return_predicted_tokens: Return the index of every token's largest logit.
+    `weight` and `lse_square_scale` are the function's `class_weights` and `z_loss`. The others that it has not:
+
+    - `return_z_loss`: Return the z-loss too;
+    - `return_token_accuracy`: Return the share of valid tokens whose largest logit is the target; with reduction
+      ``"none"``, 1 or 0 for every token;
+    - `return_predicted_tokens`: Return the index of every token's largest logit.
 
     Raises:
         ValueError: for a value out of range.
