@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +43,20 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 """True if Triton interprets its kernels in Python on the CPU, as in the tests."""
 
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def reference_of(function: F) -> Callable[[Callable[..., Any]], F]:
+    """Gives a reference in plain torch, which has the parameters of `function`, their defaults and annotations."""
+
+    def like(reference: Any) -> F:
+        reference.__defaults__, reference.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        reference.__annotations__ = function.__annotations__
+        return reference
+
+    return like
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

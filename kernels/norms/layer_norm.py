@@ -276,13 +276,6 @@ def _layer_norm(
     return y, mean, rstd
 
 
-@_layer_norm.register_fake
-def _(x, weight, bias, eps, dtype, groups=1):
-    order = memory_order(x)
-    statistics = (empty_row_values(x, order, groups) for _ in range(2))
-    return empty_in_order(x, order, dtype), *statistics
-
-
 @operator("liger_trainer::layer_norm_backward")
 def _layer_norm_backward(
     dy: torch.Tensor,
@@ -295,11 +288,6 @@ def _layer_norm_backward(
     groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return launch_backward(dy, None, x, weight, bias, mean, rstd, needed, groups)
-
-
-@_layer_norm_backward.register_fake
-def _(dy, x, weight, bias, mean, rstd, needed, groups=1):
-    return empty_gradients(needed, x, weight, bias)
 
 
 refuse_second_derivative(_layer_norm_backward, "layer_norm")

@@ -320,12 +320,6 @@ def _rms_norm(
     return y, rstd
 
 
-@_rms_norm.register_fake
-def _(x, weight, eps, offset, casting, fp8=False):
-    order = memory_order(x)
-    return empty_in_order(x, order, output_dtype(x, weight, casting)), empty_row_values(x, order)
-
-
 @operator("liger_trainer::rms_norm_backward")
 def _rms_norm_backward(
     dy: torch.Tensor,
@@ -337,11 +331,6 @@ def _rms_norm_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return launch_backward(dy, None, x, weight, rstd, offset, casting, needed)
-
-
-@_rms_norm_backward.register_fake
-def _(dy, x, weight, rstd, offset, casting, needed):
-    return empty_gradients(needed, x, weight)
 
 
 refuse_second_derivative(_rms_norm_backward, "rms_norm")

@@ -23,6 +23,7 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_second_deriva
 from liger_trainer.kernels.norms import layer_norm, rms_norm
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import autocast_dtype, check_arguments, check_like, runs_on_triton
+from liger_trainer.kernels.runtime import reference_of
 
 
 def _differentiate(forward: Any, backward: Any, function: str, parameters: int, options: slice) -> None:
@@ -101,14 +102,8 @@ def fused_add_rms_norm(
     return y, new_residual
 
 
-def fused_add_rms_norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> tuple[torch.Tensor, torch.Tensor]:
+@reference_of(fused_add_rms_norm)
+def fused_add_rms_norm_reference(x, residual, weight, eps, offset, casting):
     """`fused_add_rms_norm` in plain torch, with torch's own autograd."""
     new_residual = x + residual
     return rms_norm.rms_norm_reference(new_residual, weight, eps, offset, casting), new_residual
@@ -165,13 +160,8 @@ def fused_add_layer_norm(
     return y, new_residual
 
 
-def fused_add_layer_norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float = 1e-5,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@reference_of(fused_add_layer_norm)
+def fused_add_layer_norm_reference(x, residual, weight, bias, eps):
     """`fused_add_layer_norm` in plain torch, with torch's own autograd."""
     new_residual = x + residual
     return layer_norm.layer_norm_reference(new_residual, weight, bias, eps), new_residual

@@ -40,6 +40,7 @@ from liger_trainer.kernels.runtime import (
     next_power_of_2,
     num_sms,
     on_device,
+    reference_of,
     use_triton,
 )
 from liger_trainer.liger.operators.group_norm_kernels import (
@@ -291,13 +292,8 @@ def _check(x: torch.Tensor, num_groups: int, **parameters: torch.Tensor | None) 
             )
 
 
-def group_norm_reference(
-    x: torch.Tensor,
-    num_groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-) -> torch.Tensor:
+@reference_of(group_norm)
+def group_norm_reference(x, num_groups, weight, bias, eps):
     """`group_norm` through torch's own operator, in fp32, as `layer_norm_reference`."""
     if x.numel() == 0:  # torch gives a weight the gradient NaN
         return sum((p.sum() * 0 for p in (weight, bias) if p is not None), x).to(autocast_dtype(x))

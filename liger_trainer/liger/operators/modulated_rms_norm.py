@@ -40,7 +40,7 @@ from liger_trainer.kernels.rows import (
     forward_tiles,
     runs_on_triton,
 )
-from liger_trainer.kernels.runtime import cdiv, has_elements, num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, has_elements, num_sms, on_device, reference_of, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_group"])
@@ -418,15 +418,8 @@ def _for_each_token(modulation: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return modulation[:, None].expand(-1, tokens // groups, -1).reshape(tokens, hidden_size)
 
 
-def modulated_rms_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    scale: torch.Tensor,
-    shift: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> torch.Tensor:
+@reference_of(modulated_rms_norm)
+def modulated_rms_norm_reference(x, weight, scale, shift, eps, offset, casting):
     """`modulated_rms_norm` in plain torch, with torch's own autograd."""
     scale, shift = _scale_and_shift(scale, shift, x)
     compute = torch.promote_types(x.dtype, torch.float32)

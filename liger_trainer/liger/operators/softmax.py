@@ -1,7 +1,6 @@
 """Softmax, sparsemax and multi-token attention; kernels and the operator of the first two are in `row_softmax`.
 
-Sparsemax (arXiv 1602.02068) is the point of the probability simplex nearest to the input, which is sparse. Its
-threshold is found without sorting, by Newton's method with the row in registers.
+Sparsemax (arXiv 1602.02068) is the point of the probability simplex nearest to the input, which is sparse.
 
 Multi-token attention (arXiv 2504.00927): a convolution over queries, keys and heads of causal attention weights.
 
@@ -21,7 +20,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import reference_of, use_triton
 from liger_trainer.liger.operators.row_softmax import row_softmax
 
 
@@ -138,15 +137,7 @@ def _causal_reference(scores: torch.Tensor, sparse: bool) -> torch.Tensor:
     return torch.softmax(masked, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
 
 
-def multi_token_attention_reference(
-    scores: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
-    groups: int = 1,
-    sparse: bool = False,
-) -> torch.Tensor:
+@reference_of(multi_token_attention)
+def multi_token_attention_reference(scores, weight, bias, stride, padding, dilation, groups, sparse):
     """`multi_token_attention` in plain torch."""
     return F.conv2d(_causal_reference(scores, sparse), weight, bias, stride, padding, dilation, groups).tril()
