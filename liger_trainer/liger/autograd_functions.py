@@ -137,15 +137,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "LigerQwen2VLMRopeFunction": functional.liger_qwen2vl_mrope,
     "LigerReLUSquaredFunction": functional.liger_relu_squared,
     "LigerRMSNormFunction": spelled(
-        "apply(X, W, eps, offset=0.0, casting_mode='llama', in_place=True, row_mode=None)",
-        functional.liger_rms_norm,
+        "apply(X, W, eps, offset=0.0, casting_mode='llama', in_place=True, row_mode=None)", functional.liger_rms_norm
     ),
     "LigerRopeFunction": functional.liger_rope,
     "LigerSiLUMulFunction": spelled(
-        "apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)",
-        operators.swiglu,
-        a="gate",
-        b="up",
+        "apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)", operators.swiglu, a="gate", b="up"
     ),
     "LigerSoftmaxFunction": functional.liger_softmax,
     "LigerSparsemaxFunction": functional.liger_sparsemax,

@@ -90,9 +90,7 @@ _NORM = {"X": "x", "R": "residual", "W": "weight", "B": "bias", "casting_mode": 
 liger_layer_norm = spelled("liger_layer_norm(X, W, B, eps)", operators.layer_norm, **_NORM)
 liger_poly_norm = spelled("liger_poly_norm(X, W, B, eps=1e-6, in_place=True)", operators.poly_norm, **_NORM)
 liger_rms_norm = spelled(
-    "liger_rms_norm(X, W, eps, offset=0.0, casting_mode='llama', in_place=True)",
-    operators.rms_norm,
-    **_NORM,
+    "liger_rms_norm(X, W, eps, offset=0.0, casting_mode='llama', in_place=True)", operators.rms_norm, **_NORM
 )
 liger_fused_add_rms_norm = spelled(
     "liger_fused_add_rms_norm(X, R, W, eps, offset=0.0, casting_mode='llama', in_place=True)",
@@ -105,12 +103,10 @@ liger_modulated_rms_norm = spelled(
     **_NORM,
 )
 liger_rope = spelled(
-    "liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)",
-    nn.liger_rotary_pos_emb,
+    "liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)", nn.liger_rotary_pos_emb
 )
 liger_qwen2vl_mrope = spelled(
-    "liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1)",
-    nn.liger_multimodal_rotary_pos_emb,
+    "liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1)", nn.liger_multimodal_rotary_pos_emb
 )
 
 
@@ -139,9 +135,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     return negative_log_likelihood(result)
 
 
-def negative_log_likelihood(
-    result: torch.Tensor | LogProbsOutput,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def negative_log_likelihood(result: torch.Tensor | LogProbsOutput) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What Liger returns where our operators return log-probabilities, or these with the entropy."""
     if isinstance(result, torch.Tensor):
         return -result

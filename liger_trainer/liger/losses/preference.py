@@ -161,8 +161,8 @@ class LigerFusedLinearORPOLoss(PairLoss):
         same label in both.
 
         Returns:
-            What DPO returns, with log-probabilities per token, and after it the mean of log S(log odds ratio) and the
-            mean log odds ratio.
+            The results of DPO, with log-probabilities per token, and after them the mean of log S(log odds ratio) and
+            the mean log odds ratio.
 
         Raises:
             ValueError: For a shape or dtype that is not allowed, or (on the CPU) labels that contradict each other.

@@ -106,7 +106,7 @@ class _CrossEntropy(OptionsModule):
 class LigerCrossEntropyLoss(_CrossEntropy):
     """Cross entropy of logits; see [`liger_trainer.functional.cross_entropy`]. The loss is float32.
 
-    `weight` and `lse_square_scale` are the function's `class_weights` and `z_loss`. The others that it has not:
+    `weight` and `lse_square_scale` are the function's `class_weights` and `z_loss`. What the function does not have:
 
     - `return_z_loss`: Return the z-loss too;
     - `return_token_accuracy`: Return the share of valid tokens whose largest logit is the target; with reduction
