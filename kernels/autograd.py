@@ -54,6 +54,30 @@ def where_needed(needs: Sequence[bool], *gradients: torch.Tensor | None) -> tupl
     return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs))
 
 
+def differentiate_norm(operator: Any, backward: Any, function: str, places: Sequence[int]) -> None:
+    """Gives the operator of a norm its derivative.
+
+    Args:
+        operator: Returns the result, and statistics of the rows after it if the backward needs them.
+        backward: The operator that takes the gradient of the result, the tensors at `places`, the statistics, and which
+            gradients of these tensors are needed.
+        function: Name of the public function.
+        places: Which arguments of `operator` have gradients.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        statistics = output[1:] if isinstance(output, tuple) else ()
+        ctx.save_for_backward(*(inputs[place] for place in places), *statistics)
+
+    def gradients(ctx: Any, dy: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+        needed = [ctx.needs_input_grad[place] for place in places]
+        found = dict(zip(places, where_needed(needed, *backward(dy, *ctx.saved_tensors, needed))))
+        return tuple(found.get(place) for place in range(len(ctx.needs_input_grad)))
+
+    operator.register_autograd(gradients, setup_context=setup_context)
+    refuse_second_derivative(backward, function)
+
+
 def one_number(tensor: torch.Tensor) -> torch.Tensor | None:
     """The common value of all elements of `tensor`, 0-d, if its strides show that they share memory; else None.
 

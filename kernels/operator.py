@@ -50,8 +50,7 @@ class Operator(Generic[R]):
         self.records = {place: kind for place, kind in kinds if hasattr(kind, "_fields")}
         flat = self._flat_function(function)
         self.custom = torch.library.custom_op(name, flat, mutates_args=mutates)
-        if signature.return_annotation is None:
-            self.custom.register_fake(lambda *values: None)
+        self.custom.register_fake((lambda *values: None) if signature.return_annotation is None else flat)
         self.name = name
         self.function = function
         self.derivative: type[torch.autograd.Function] | None = None
@@ -92,7 +91,10 @@ class Operator(Generic[R]):
         return tuple(arguments)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives the operator its function for tensors without memory, as `torch.library.register_fake`."""
+        """Gives the operator its function for tensors without memory, as `torch.library.register_fake`.
+
+        Without one that is the operator's own, which allocates its results, and launches where `has_elements` says so.
+        """
         return self.custom.register_fake(lambda *values: fake(*self._grouped(values)))
 
     def register_autograd(

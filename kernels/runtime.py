@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -48,6 +48,20 @@ _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
 
 MAX_HIDDEN_SIZE = 65536
 """Longest row that one program can hold; longer rows run the torch reference."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def reference_of(function: F) -> Callable[[Callable[..., Any]], F]:
+    """Gives a reference in plain torch, which has the parameters of `function`, their defaults and annotations."""
+
+    def like(reference: Any) -> F:
+        reference.__defaults__, reference.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        reference.__annotations__ = function.__annotations__
+        return reference
+
+    return like
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
@@ -149,6 +163,13 @@ def check_like(name: str, x: torch.Tensor, what: Sequence[str], **others: torch.
                 )
         if not other.is_floating_point():
             raise ValueError(f"`{argument}` of {name} has dtype {other.dtype}; give a floating point tensor.")
+
+
+def has_elements(tensor: torch.Tensor) -> bool:
+    """Whether there is something to launch a kernel on: elements, in memory, which a fake tensor has not."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    fake = tensor.is_meta or (not plain and tensor.untyped_storage().device.type == "meta")
+    return not fake and tensor.numel() > 0
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

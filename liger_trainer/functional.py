@@ -25,8 +25,7 @@ from liger_trainer.kernels.rope.rope import rope
 from liger_trainer.liger.operators.clamped_swiglu import clamped_swiglu
 from liger_trainer.liger.operators.dyt import dyt
 from liger_trainer.liger.operators.embedding import embedding, embedding_backward_, tied_embedding
-from liger_trainer.liger.operators.fused_add_layer_norm import fused_add_layer_norm
-from liger_trainer.liger.operators.fused_add_rms_norm import fused_add_rms_norm
+from liger_trainer.liger.operators.fused_add_norms import fused_add_layer_norm, fused_add_rms_norm
 from liger_trainer.liger.operators.fused_ce_tvd import fused_ce_tvd
 from liger_trainer.liger.operators.group_norm import group_norm
 from liger_trainer.liger.operators.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs

@@ -43,7 +43,7 @@ from liger_trainer.kernels.rows import (
     forward_tiles,
     memory_order,
 )
-from liger_trainer.kernels.runtime import check_arguments, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_arguments, has_elements, next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -231,7 +231,7 @@ def launch_forward(
     y = empty_in_order(x, order, output_dtype(x, weight, casting))
     total = None if residual is None else empty_in_order(x, order, x.dtype)
     rstd = empty_row_values(x, order)
-    if x.numel() == 0:
+    if not has_elements(x):
         return y, total, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
@@ -276,7 +276,7 @@ def launch_backward(
     """Runs the backward kernels and returns dx (with `total_grad` added) and dweight; see `empty_gradients`."""
     hidden_size, order = x.shape[-1], memory_order(x)
     dx, dweight = empty_gradients(needed, x, weight)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dweight.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
@@ -317,12 +317,6 @@ def _rms_norm(
     return y, rstd
 
 
-@_rms_norm.register_fake
-def _(x, weight, eps, offset, casting, fp8=False):
-    order = memory_order(x)
-    return empty_in_order(x, order, output_dtype(x, weight, casting)), empty_row_values(x, order)
-
-
 @operator("liger_trainer::rms_norm_backward")
 def _rms_norm_backward(
     dy: torch.Tensor,
@@ -334,11 +328,6 @@ def _rms_norm_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return launch_backward(dy, None, x, weight, rstd, offset, casting, needed)
-
-
-@_rms_norm_backward.register_fake
-def _(dy, x, weight, rstd, offset, casting, needed):
-    return empty_gradients(needed, x, weight)
 
 
 refuse_second_derivative(_rms_norm_backward, "rms_norm")

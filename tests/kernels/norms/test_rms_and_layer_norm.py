@@ -19,7 +19,7 @@ from liger_trainer.kernels.norms import rms_norm as rms_norm_module
 from liger_trainer.kernels.norms.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.norms.rms_norm import rms_norm, rms_norm_reference
 from liger_trainer.kernels.rows import NormConfig, column_sum
-from liger_trainer.liger.operators.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
+from liger_trainer.liger.operators.fused_add_norms import fused_add_rms_norm, fused_add_rms_norm_reference
 from tests.accuracy import assert_as_accurate, run
 from tests.norm_cases import NORMS, outputs_and_gradients, weight_gradient_errors
 
