@@ -1,4 +1,4 @@
-"""The LM head with what follows it: cross entropy, log-probabilities, and divergences from a teacher's head."""
+"""Embedding, and the LM head with what follows it: cross entropy, log-probabilities, divergences from a teacher's."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +14,24 @@ from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.logits import jensen_shannon
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, reference, wide
 from liger_trainer.configs.kernel_config import parse_bytes
+
+
+@operation("embedding", "Embedding: of tokens, with the gradient of the whole table")
+def embedding_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """Random tokens of the whole vocabulary; the gradient of every row is written."""
+    size, table = tokens * model.hidden, model.vocab * model.hidden
+    arguments = {"weight": data.normal(model.vocab, model.hidden), "tokens": data.integers(model.vocab, tokens)}
+    floor, upstream = Floor(2 * size, size + table), (data.upstream(tokens, model.hidden),)
+    yield Case(arguments, f"{tokens} of {model.vocab}×{model.hidden}", floor, upstream)
+
+
+@provider("embedding", "torch")
+def eager_embedding(weight: Tensor, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, weight)
+
+
+library("embedding", "liger-kernel", path="liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply")
+library("embedding", "liger_trainer", by_name=["weight"])
 
 
 def matmuls(*heads: tuple[Tensor, Tensor]) -> Callable[[], None]:
@@ -88,15 +106,16 @@ def exact_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap:
     return in_parts(losses, hidden, target).mean()
 
 
-@provider("linear_cross_entropy", "liger-kernel", chunk_mem_const=16)
-@provider("linear_cross_entropy", "liger-kernel", chunk_mem_const=8)
-@provider("linear_cross_entropy", "liger-kernel")
-def liger_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, chunk_mem_const: int = 1
-) -> Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return liger_fused_linear_cross_entropy(hidden, weight, target, softcap=softcap, chunk_mem_const=chunk_mem_const)
+liger_cross_entropy = partial(
+    library,
+    "linear_cross_entropy",
+    "liger-kernel",
+    path="liger_kernel.transformers.functional:liger_fused_linear_cross_entropy",
+    by_name=["softcap"],
+)
+liger_cross_entropy(fixed={"chunk_mem_const": 1})
+for chunk in (8, 16):
+    liger_cross_entropy(chunk_mem_const=chunk)
 
 
 @provider("linear_cross_entropy", "trl")
@@ -104,11 +123,9 @@ def trl_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: f
     return -trl_log_probs(hidden, weight, target, softcap).mean()
 
 
-@provider("linear_cross_entropy", "cut-cross-entropy")
-def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return linear_cross_entropy(hidden, weight, target, softcap=softcap)
+library(
+    *("linear_cross_entropy", "cut-cross-entropy"), path="cut_cross_entropy:linear_cross_entropy", by_name=["softcap"]
+)
 
 
 @provider("linear_cross_entropy", "quack")
@@ -286,4 +303,4 @@ def exact_kl(**heads: Tensor) -> Tensor:
 
 provider("linear_kl", "liger-kernel")(liger_divergence)
 provider("linear_kl", "trl")(trl_divergence)
-library("linear_kl", "liger_trainer", "liger_trainer.functional:linear_kl")
+library("linear_kl", "liger_trainer")

@@ -12,8 +12,6 @@ from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case
 
-LIGER = "liger_kernel.transformers.functional"
-
 
 @operation("geglu", "GeGLU: gelu_tanh(gate) * up, given apart")
 @operation("swiglu", "SwiGLU: silu(gate) * up, given apart")
@@ -29,19 +27,14 @@ def eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-library("swiglu", "liger-kernel", f"{LIGER}:liger_swiglu")
-library("swiglu", "liger_trainer", "liger_trainer.functional:swiglu")
-library("swiglu", "liger_trainer", "liger_trainer.functional:swiglu", inplace_backward=True)
-
-
 @provider("geglu", "torch")
 def eager_geglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-library("geglu", "liger-kernel", f"{LIGER}:liger_geglu")
-library("geglu", "liger_trainer", "liger_trainer.functional:geglu")
-library("geglu", "liger_trainer", "liger_trainer.functional:geglu", inplace_backward=True)
+for name in ("swiglu", "geglu"):
+    library(name, "liger-kernel", "liger_trainer")
+    library(name, "liger_trainer", inplace_backward=True)
 
 
 @operation("clamped_swiglu", "Clamped SwiGLU: GPT-OSS's gate, gate and up in turns")
@@ -57,7 +50,7 @@ def eager_clamped_swiglu(gate_up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-library("clamped_swiglu", "liger_trainer", "liger_trainer.functional:clamped_swiglu")
+library("clamped_swiglu", "liger_trainer")
 
 
 @operation("relu_squared", "ReLU²: the squared ReLU")
@@ -70,8 +63,7 @@ def eager_relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-library("relu_squared", "liger-kernel", f"{LIGER}:liger_relu_squared")
-library("relu_squared", "liger_trainer", "liger_trainer.functional:relu_squared")
+library("relu_squared", "liger-kernel", "liger_trainer")
 
 
 @operation(
@@ -110,7 +102,7 @@ def our_saved_product(gate: Tensor, up: Tensor, weight: Tensor, recompute: bool)
     return F.linear(functional.swiglu(gate, up), weight)
 
 
-library("swiglu_down", "liger_trainer", "liger_trainer.functional:swiglu_down")
+library("swiglu_down", "liger_trainer")
 
 
 @operation("tiled_mlp", "Tiled MLP: tiles of the sequence, recomputed in backward one by one")
