@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Point, Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Record, Run, TrainingRecord
 from liger_trainer.benchmarks.registry import family
 
 if TYPE_CHECKING:
@@ -273,36 +273,36 @@ def _setting(record: TrainingRecord) -> str:
     return setting if record.checkpointing else f"{setting} no checkpointing".strip()
 
 
-def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
+def draw_optimizers(found: Evidence, tasks: Sequence[str], file: Path) -> Path:
     """Held-out loss of each task over its steps, and the share of bf16 weights that changed; means over the seeds.
 
     A curve has the color of its optimizer's name.
     """
-    losses: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    changed: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for point in points:
-        losses[point.task, point.optimizer][point.step].append(point.loss)
-        if point.changed is not None:
-            changed[point.task][point.optimizer].append(100 * point.changed)
-    figure, axes = _axes(len(changed) + 1, f"Fine-tuning from one bf16 checkpoint, {device}")
-    names = list(dict.fromkeys(point.optimizer for point in points))
-    for place, (task, shares) in enumerate(changed.items()):
-        for name in shares:
-            curve = losses[task, name]
-            style = {"linewidth": 4, "alpha": 0.5} if name == names[0] else {"linewidth": 1.2}  # others lie on it
-            line = [*map(mean, curve.values())]
-            axes[place].plot(list(curve), line, label=name, color=f"C{names.index(name)}", **style)
+    figure, axes = _axes(len(tasks) + 1, f"Fine-tuning from one bf16 checkpoint, {found.setting['device']}")
+    names = found.variants
+    for place, task in enumerate(tasks):
+        places, shares = [], []
+        for number, name in enumerate(names):
+            runs = [run for seed in found.seeds if (run := found.by_index(name, seed, f"{task} loss"))]
+            if not runs:
+                continue
+            style = {"linewidth": 1.2} if number else {"linewidth": 4, "alpha": 0.5}  # others lie on it
+            line = [*map(mean, zip(*(run.values() for run in runs)))]
+            axes[place].plot(list(runs[0]), line, label=name, color=f"C{number}", **style)
+            places.append(number + (place + 0.5) * 0.8 / len(tasks) - 0.4)
+            shares.append(
+                mean(100 * share for seed in found.seeds for share in found.of(name, seed, f"{task} changed"))
+            )
         axes[place].set_xlabel("steps")
         axes[place].set_title(f"{task}: held-out loss", fontsize=10)
-        places = [names.index(name) + (place + 0.5) * 0.8 / len(changed) - 0.4 for name in shares]
-        bars = axes[-1].barh(places, [*map(mean, shares.values())], 0.36, label=task, color=f"{0.35 + 0.35 * place}")
+        bars = axes[-1].barh(places, shares, 0.36, label=task, color=f"{0.35 + 0.35 * place}")
         axes[-1].bar_label(bars, fmt="{:.1f}", fontsize=7)
     axes[-1].set_yticks(range(len(names)), names)
     for number, label in enumerate(axes[-1].get_yticklabels()):
         label.set_color(f"C{number}")  # the legend of the curves
     axes[-1].invert_yaxis()
     axes[-1].set_title("bf16 weights that changed, %", fontsize=10)
-    axes[-1].legend(frameon=False, fontsize=7, ncols=len(changed), loc="upper right", bbox_to_anchor=(1, -0.06))
+    axes[-1].legend(frameon=False, fontsize=7, ncols=len(tasks), loc="upper right", bbox_to_anchor=(1, -0.06))
     return _save(figure, file)
 
 

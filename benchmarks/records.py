@@ -209,24 +209,6 @@ class LongestRecord:
 
 
 @dataclasses.dataclass
-class Point:
-    """A run of `optimizers` after some steps. Its last point has all the fields, others those that were measured."""
-
-    task: str
-    optimizer: str
-    seed: int
-    step: int
-    loss: float  # held-out, as all three
-    accuracy: float | None = None  # DPO: share of the pairs with a positive margin
-    margin: float | None = None  # DPO: mean margin of the rewards
-    changed: float | None = None  # share of the weights that differ from the start, in bf16
-    changed_fp32: float | None = None  # the same of the trained weights, with what their bf16 values lack
-    trained_loss: float | None = None  # held-out, of the trained weights
-    distance: float | None = None  # to the trained weights of fp32 weights, by how far those are from the start
-    largest_distance: float | None = None  # the same with the largest difference of a weight in place of the norm
-
-
-@dataclasses.dataclass
 class Run:
     """The records of one command."""
 
