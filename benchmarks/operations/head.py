@@ -100,10 +100,7 @@ def eager_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap:
 
 @reference("linear_cross_entropy")
 def exact_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    def losses(hidden: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(head_logits(hidden, weight, softcap), target, reduction="none")
-
-    return in_parts(losses, hidden, target).mean()
+    return -exact_log_probs(hidden, weight, target, softcap).mean()
 
 
 liger_cross_entropy = partial(
@@ -233,6 +230,22 @@ def exact_divergences(
     return in_parts(some, student_hidden, teacher_hidden)
 
 
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def mean_of(divergences: Callable[..., Tensor], formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The mean divergence by a formula, which gets what is no head."""
+
+    def run(**arguments: Any) -> Tensor:
+        heads = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        return divergences(
+            **heads, of=partial(formula, **{k: v for k, v in arguments.items() if k not in heads})
+        ).mean()
+
+    return run
+
+
 def trl_divergence(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float = 0.0
 ) -> Tensor:
@@ -242,12 +255,10 @@ def trl_divergence(
     return ChunkedDivergenceFunction.apply(*heads, beta)[0].mean()
 
 
-def liger_divergence(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float = 0.0
-) -> Tensor:
+def liger_divergence(beta: float = 0.0, **heads: Tensor) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_jsd
 
-    return liger_fused_linear_jsd(student_hidden, student_weight, teacher_hidden, teacher_weight, jsd_beta=beta)
+    return liger_fused_linear_jsd(*heads.values(), jsd_beta=beta)
 
 
 @operation(
@@ -255,27 +266,6 @@ def liger_divergence(
 )
 def jsd_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield distillation_case(data, model, tokens, beta=0.5)
-
-
-@provider("linear_jsd", "torch")
-def eager_jsd(beta: float, **heads: Tensor) -> Tensor:
-    return divergences(**heads, of=partial(jensen_shannon, beta=beta)).mean()
-
-
-@reference("linear_jsd")
-def exact_jsd(beta: float, **heads: Tensor) -> Tensor:
-    return exact_divergences(**heads, of=partial(jensen_shannon, beta=beta)).mean()
-
-
-provider("linear_jsd", "liger-kernel")(liger_divergence)
-provider("linear_jsd", "trl")(trl_divergence)
-
-
-@provider("linear_jsd", "liger_trainer", logits_memory="2GiB")
-@provider("linear_jsd", "liger_trainer", logits_memory="512MiB")
-@provider("linear_jsd", "liger_trainer")
-def our_jsd(beta: float, logits_memory: str = "1GiB", **heads: Any) -> Any:
-    return functional.linear_jsd(**heads, beta=beta, logits_memory=parse_bytes(logits_memory))
 
 
 @operation(
@@ -287,20 +277,18 @@ def kl_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield distillation_case(data, model, tokens)
 
 
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    return (teacher.exp() * (teacher - student)).sum(-1)
+for name, formula in (("linear_jsd", jensen_shannon), ("linear_kl", forward_kl)):
+    provider(name, "torch")(mean_of(divergences, formula))
+    reference(name)(mean_of(exact_divergences, formula))
+    provider(name, "liger-kernel")(liger_divergence)
+    provider(name, "trl")(trl_divergence)
 
 
-@provider("linear_kl", "torch")
-def eager_kl(**heads: Tensor) -> Tensor:
-    return divergences(**heads, of=forward_kl).mean()
+@provider("linear_jsd", "liger_trainer", logits_memory="2GiB")
+@provider("linear_jsd", "liger_trainer", logits_memory="512MiB")
+@provider("linear_jsd", "liger_trainer")
+def our_jsd(beta: float, logits_memory: str = "1GiB", **heads: Any) -> Any:
+    return functional.linear_jsd(**heads, beta=beta, logits_memory=parse_bytes(logits_memory))
 
 
-@reference("linear_kl")
-def exact_kl(**heads: Tensor) -> Tensor:
-    return exact_divergences(**heads, of=forward_kl).mean()
-
-
-provider("linear_kl", "liger-kernel")(liger_divergence)
-provider("linear_kl", "trl")(trl_divergence)
 library("linear_kl", "liger_trainer")

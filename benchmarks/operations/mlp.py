@@ -1,7 +1,6 @@
 """Gated activations, and the MLPs that they are in."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -150,20 +149,19 @@ class MLP(torch.nn.Module):
             self.add_module(name.replace("weight", "proj"), layer)
 
 
+def tile_of(swiglu: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The MLP on a tile, with this activation."""
+    return lambda mlp, x: mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
 @provider("tiled_mlp", "liger-kernel")
 def liger_tiled_mlp(hidden: Tensor, **weights: Tensor) -> Tensor:
     from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
     from liger_kernel.transformers.functional import liger_swiglu
 
-    def tile(mlp: Any, x: Tensor) -> Tensor:
-        return mlp.down_proj(liger_swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-
-    return apply_tiled_mlp(tile, MLP(**weights), hidden)
+    return apply_tiled_mlp(tile_of(liger_swiglu), MLP(**weights), hidden)
 
 
 @provider("tiled_mlp", "liger_trainer")
 def our_tiled_mlp(hidden: Tensor, **weights: Tensor) -> Tensor:
-    def tile(mlp: Any, x: Tensor) -> Tensor:
-        return mlp.down_proj(functional.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-
-    return functional.tiled_mlp(tile, MLP(**weights), hidden, preserve_rng_state=False)
+    return functional.tiled_mlp(tile_of(functional.swiglu), MLP(**weights), hidden, preserve_rng_state=False)
