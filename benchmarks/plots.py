@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Record, Run, TrainingRecord, grouped
 from liger_trainer.benchmarks.registry import family
 
 if TYPE_CHECKING:
@@ -42,13 +41,10 @@ def draw(run: Run, folder: Path, mode: str = "both") -> list[Path]:
     Returns:
         The files.
     """
-    series: defaultdict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in run.records:
-        if getattr(record, mode) is not None:
-            series[record.operation, record.model, record.variant].append(record)
+    measured = [record for record in run.records if getattr(record, mode) is not None]
     files = []
-    for (operation, model, variant), records in series.items():
-        name = "-".join(filter(None, (operation, model, variant)))
+    for names, records in grouped(measured, lambda record: (record.operation, record.model, record.variant)).items():
+        name = "-".join(filter(None, names))
         if len({record.tokens for record in records}) > 1:
             files.append(over_tokens(records, folder / f"{name}-tokens.png", mode, run.machine.device))
         settings = [record for record in records if record.provider != family(record.provider)]
@@ -91,18 +87,11 @@ def draw_if_installed(draw_picture: Callable[[Path], object], file: Path) -> Non
         print(f"No picture: {error.name} is not installed. Where it is, run this with --plot {file}.")
 
 
-def _by_provider(records: Iterable[Record]) -> dict[str, list[Record]]:
-    found: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        found[record.provider].append(record)
-    return found
-
-
 def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -> Path:
     """Time and peak memory over the token count, one line per provider, with the floor."""
     first = records[0]
     figure, (left, right) = _axes(2, " · ".join(filter(None, (first.operation, first.variant, first.model, device))))
-    for provider, own in _by_provider(records).items():
+    for provider, own in grouped(records, lambda record: record.provider).items():
         own = sorted(own, key=lambda record: record.tokens)
         style = {"marker": "o", "markersize": 4, "label": provider, "color": _COLOURS.get(family(provider))}
         style["linestyle"] = "-" if provider == family(provider) else ":"
@@ -127,11 +116,13 @@ def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: s
     first = records[0]
     title = " · ".join(filter(None, (first.operation, first.variant, first.model, first.shape, device)))
     figure, (axis,) = _axes(1, title)
-    for provider, (record,) in _by_provider(records).items():
+    for record in records:
         if record.peak_gibibytes is not None:
             time = getattr(record, mode)
-            axis.scatter(record.peak_gibibytes, time, color=_COLOURS.get(family(provider)), s=28)
-            axis.annotate(provider, (record.peak_gibibytes, time), (4, 4), textcoords="offset points", fontsize=6)
+            axis.scatter(record.peak_gibibytes, time, color=_COLOURS.get(family(record.provider)), s=28)
+            axis.annotate(
+                record.provider, (record.peak_gibibytes, time), (4, 4), textcoords="offset points", fontsize=6
+            )
     if mode == "both" and first.floor:
         axis.axhline(first.floor, color="black", linestyle="--", linewidth=1)
     axis.set_xlabel("peak above the inputs, GiB")
@@ -196,11 +187,10 @@ def draw_alignment(records: Iterable[TrainingRecord], device: str, file: Path) -
     """
     from liger_trainer.benchmarks.training_tables import UNEVEN_LIBRARIES, task_title
 
-    tasks: defaultdict[tuple, list[TrainingRecord]] = defaultdict(list)
-    for record in records:
-        if record.lengths and not record.accelerate_config and record.provider in UNEVEN_LIBRARIES:
-            tasks[record.group].append(record)
-    measured = {record.provider for found in tasks.values() for record in found if record.tokens_per_second}
+    uneven = [record for record in records if record.lengths and not record.accelerate_config]
+    shown = [record for record in uneven if record.provider in UNEVEN_LIBRARIES]
+    tasks = grouped(shown, lambda record: record.group)
+    measured = {record.provider for record in shown if record.tokens_per_second}
     if not measured:
         return None
     labels = {name: label for name, label in UNEVEN_LIBRARIES.items() if name in measured}
@@ -230,10 +220,8 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
     from liger_trainer.benchmarks.training import ALIGNMENT
     from liger_trainer.benchmarks.training_tables import task_title
 
-    tasks: defaultdict[tuple, list[TrainingRecord]] = defaultdict(list)
-    for record in records:
-        if record.tokens_per_second is not None and record.peak_gibibytes is not None:
-            tasks[dataclasses.replace(record, checkpointing=True).group].append(record)
+    known = [record for record in records if None not in (record.tokens_per_second, record.peak_gibibytes)]
+    tasks = grouped(known, lambda record: dataclasses.replace(record, checkpointing=True).group)
     shown = [found for found in tasks.values() if any(record.activation_memory for record in found)]
     if not shown:
         return None
@@ -244,7 +232,7 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
         sizes = "" if first.trainer in ALIGNMENT else f"{first.batch} × {first.length}"
         title = ", ".join(filter(None, (task, sizes, f"{first.gpus} GPUs" if first.gpus > 1 else "")))
         axis.set_title(title, fontsize=10)
-        for library, own in _by_library(found).items():
+        for library, own in grouped(found, lambda record: family(record.provider)).items():
             own.sort(key=lambda record: record.peak_gibibytes or 0)
             points = [(record.peak_gibibytes, record.tokens_per_second) for record in own]
             style = {"marker": "o", "markersize": 4, "label": library, "color": _COLOURS.get(library)}
@@ -258,13 +246,6 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
         axis.set_ylabel("tokens/s" if first.gpus == 1 else "tokens/s a GPU")
     axes[0].legend(frameon=False, fontsize=7)
     return _save(figure, file)
-
-
-def _by_library(records: Iterable[TrainingRecord]) -> dict[str, list[TrainingRecord]]:
-    found: defaultdict[str, list[TrainingRecord]] = defaultdict(list)
-    for record in records:
-        found[family(record.provider)].append(record)
-    return dict(found)
 
 
 def _setting(record: TrainingRecord) -> str:

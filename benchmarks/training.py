@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from liger_trainer.benchmarks.records import TrainingRecord
+from liger_trainer.benchmarks.records import TrainingRecord, Work
 from liger_trainer.recipe.schema import TRAINERS
 
 OUT_OF_MEMORY = "out of memory"
@@ -36,30 +36,13 @@ _PROMPT_FRACTION = 8  # a prompt is one eighth as long as its sequence,
 _SHORT_PROMPT = 4  # or has at most this many tokens where `Task.lengths` are those of whole sequences
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What is trained, and how; the same for every provider."""
+@dataclasses.dataclass
+class Task(Work):
+    """The work, and how it is measured."""
 
-    model: str  # name in `models.MODELS`
-    layers: int = 0  # of the model; 0 for all
-    trainer: str = "causal_lm"  # with the Trainer, or TRL's "sft", or one of `ALIGNMENT`
-    batch: int = 4  # sequences in a step on one GPU, or pairs for `PAIRS`
-    length: int = 4096  # tokens in a sequence, to which `GROUPS` add a prompt of an eighth; with `lengths`, the most
     steps: int = 6
-    checkpointing: bool = True  # whether every layer is recomputed in the backward pass
     device: str = ""  # where to train; empty for the accelerator
-    lora: int = 0  # rank of adapters on all linear layers; 0 to train all weights
     warmup: int = 2  # steps at the start that are not timed
-    gpus: int = 1  # processes, one per GPU
-    accelerate_config: str = ""  # file for `accelerate launch`; empty to start one process without it
-    quantize: str = ""  # "nf4" for a base that bitsandbytes has quantised, doubly; empty for bf16
-    documents: int = 0  # tokens of each document packed into the rows; 0 for rows of one document
-    padding: float = 0.0  # share of a step's tokens that is padding, on the right; 0 for rows of one length
-    labelled: float = 1.0  # share of each document's tokens, the last ones, that has a label
-    dtype: str = "bfloat16"  # of the weights; those in float32 are trained under bf16 autocast
-    lengths: str = ""  # "64:1024" draws each completion's tokens, "512" fixes them; empty for `length`
-    prompt: int = 0  # tokens before each completion; 0 with `lengths` of whole sequences, and without `lengths`
-    group_size: int = 0  # completions of a prompt for `GROUPS` with `lengths`; 0 for a prompt of its own each
 
     @property
     def samples(self) -> int:
@@ -263,7 +246,5 @@ def run_provider(
 
 
 def _record(task: Task, provider: str) -> TrainingRecord:
-    known = {field.name for field in dataclasses.fields(TrainingRecord)}
-    own = {name: value for name, value in dataclasses.asdict(task).items() if name in known}
-    own["accelerate_config"] = Path(task.accelerate_config).stem
-    return TrainingRecord(**own, provider=provider)
+    work = {field.name: getattr(task, field.name) for field in dataclasses.fields(Work)}
+    return TrainingRecord(**work | {"accelerate_config": Path(task.accelerate_config).stem}, provider=provider)
