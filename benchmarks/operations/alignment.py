@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,7 @@ from liger_trainer.benchmarks.operations import head
 from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, reference, wide
 from liger_trainer.configs.kernel_config import parse_bytes
 
-
-def exact_log_probs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Log-probabilities of each token, with the logits of one sequence at a time."""
-    return head.exact_log_probs(hidden, weight, target, size=1)
+exact_log_probs = partial(head.exact_log_probs, size=1)  # with the logits of one sequence at a time
 
 
 def our_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, retain_logits_memory: str | None = None) -> Any:
