@@ -195,7 +195,7 @@ class TrainingRecord(Work):
 
 @dataclasses.dataclass
 class LongestRecord:
-    """The longest sequence that one provider trains on, to within an eighth; see `longest.search`."""
+    """The longest sequence that one provider trains on, to within an eighth; see `training.search`."""
 
     model: str
     layers: int
@@ -299,11 +299,14 @@ def setting(module: str, device: torch.device, argv: Sequence[str] | None) -> di
     return {
         "device": Device(device).name(),
         "date": _now(),
-        "command": shlex.join(
-            ["python", "-m", f"liger_trainer.benchmarks.{module}", *(sys.argv[1:] if argv is None else argv)]
-        ),
+        "command": command_line(module, argv),
         **versions(),
     }
+
+
+def command_line(module: str, argv: Sequence[str] | None) -> str:
+    """How a command of `liger_trainer.benchmarks` was called, with these arguments or those of this process."""
+    return shlex.join(["python", "-m", f"liger_trainer.benchmarks.{module}", *(sys.argv[1:] if argv is None else argv)])
 
 
 def _now() -> str:

@@ -1,4 +1,7 @@
-"""What `bench training` and `bench longest` train, and the processes that train it, one provider at a time."""
+"""What `bench training` and `bench longest` train, and the processes that train it, one provider at a time.
+
+Every attempt at the longest sequence runs in a new process, so that one that runs out of memory cannot affect the next.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from liger_trainer.benchmarks.records import TrainingRecord, Work
+from liger_trainer.benchmarks.records import LongestRecord, TrainingRecord, Work
 from liger_trainer.recipe.schema import TRAINERS
 
 OUT_OF_MEMORY = "out of memory"
@@ -248,3 +251,76 @@ def run_provider(
 def _record(task: Task, provider: str) -> TrainingRecord:
     work = {field.name: getattr(task, field.name) for field in dataclasses.fields(Work)}
     return TrainingRecord(**work | {"accelerate_config": Path(task.accelerate_config).stem}, provider=provider)
+
+
+def search(trains: Callable[[int], bool], start: int) -> None:
+    """Searches for the longest length for which `trains` is true, to within an eighth.
+
+    From `start`, lengths are doubled or halved until one trains and twice that does not; bisection follows.
+
+    Args:
+        trains: Tries a length. An exception ends the search.
+        start: The first length, in tokens.
+    """
+    good, bad = start, start
+    if trains(start):
+        while trains(bad := 2 * good):
+            good = bad
+    else:
+        while (good := bad // 2) and not trains(good):
+            bad = good
+    while bad - good > max(good // 8, 1):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if trains(middle) else (good, middle)
+
+
+class OutOfTime(Exception):
+    """Ends the search; results so far are kept."""
+
+
+def find_longest(
+    task: Task,
+    provider: str,
+    provider_file: Path | None = None,
+    seconds: float = 540.0,
+    tell: Callable[[str], None] = print,
+) -> LongestRecord:
+    """Searches for one provider.
+
+    Args:
+        task: The work; its length is tried first.
+        provider: Name of the provider.
+        provider_file: A Python file that registers more providers.
+        seconds: Time limit of all attempts together; the attempt that reaches it is ended and not counted.
+        tell: Called with the outcome of every attempt.
+    """
+    record = LongestRecord(task.model, task.layers, task.trainer, task.batch, task.lora, provider)
+    deadline = time.monotonic() + seconds
+
+    def trains(length: int) -> bool:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise OutOfTime
+        begun = time.monotonic()
+        found = run_provider(dataclasses.replace(task, length=length), provider, provider_file, left)
+        record.tries[str(length)] = outcome = _outcome(found)
+        tell(f"{provider}: {length} tokens, {outcome} ({time.monotonic() - begun:.0f} s)")
+        if not found.failure:
+            record.length = length
+            record.tokens_per_second, record.peak_gibibytes = found.tokens_per_second, found.peak_gibibytes
+        elif found.failure == OUT_OF_MEMORY:
+            record.too_long = length
+        else:  # this does not show what would fit
+            raise OutOfTime
+        return not found.failure
+
+    try:
+        search(trains, task.length)
+    except OutOfTime:
+        tell(f"{provider}: ended early")
+    return record
+
+
+def _outcome(found: TrainingRecord) -> str:
+    memory = "" if found.peak_gibibytes is None else f", {found.peak_gibibytes:.1f} GiB"
+    return found.failure or f"trains, {found.tokens_per_second:,.0f} tokens/s{memory}"

@@ -9,7 +9,7 @@ from functools import partial
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.records import PADDED, UNSHARED, Results, TrainingRecord, grouped
 from liger_trainer.benchmarks.registry import family
-from liger_trainer.benchmarks.report import markdown, number, outcome, rows_in_words, sweep, with_settings
+from liger_trainer.benchmarks.report import longest_cells, markdown, outcome, rows_in_words, sweep, with_settings
 from liger_trainer.benchmarks.training import ALIGNMENT, PAIRS
 
 Tasks = list[list[TrainingRecord]]
@@ -192,11 +192,7 @@ def longest_table(results: Results) -> str:
     rows = [
         [
             _title(record.model, record.layers, record.trainer, _rank(record.lora), f"batch {record.batch}"),
-            record.provider,
-            f"{record.length:,}",
-            number(record.too_long, ",", "–"),
-            number(record.tokens_per_second, ",.0f", "–"),
-            number(record.peak_gibibytes, ".1f", "–"),
+            *longest_cells(record, "–"),
         ]
         for record in results.longest.values()
     ]
