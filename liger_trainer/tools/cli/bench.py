@@ -192,11 +192,10 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     import torch
 
     from liger_trainer.benchmarks.device import Device, find_device
-    from liger_trainer.benchmarks.measure import DeviceLost
+    from liger_trainer.benchmarks.measure import DeviceLost, Settings, run_operation
     from liger_trainer.benchmarks.records import Machine, Run
     from liger_trainer.benchmarks.registry import OPERATIONS, choose_models, closest, family
     from liger_trainer.benchmarks.report import make_console, table
-    from liger_trainer.benchmarks.suite import Settings, run_operation
 
     names = [closest(name, [*OPERATIONS, "all", "training", "longest"], "operation") for name in arguments.operations]
     operations = [OPERATIONS[name] for name in (OPERATIONS if "all" in names else names)]
