@@ -36,13 +36,7 @@ class LogLinesCallback(ProgressCallback):
 
 
 def log_line(logs: Mapping[str, Any], step: int, width: int) -> str:
-    """One line for `logs`: the step, and the most important numbers that fit into `width` characters.
-
-    Args:
-        logs: Names and values, as the Trainer passes them to callbacks.
-        step: The step of the log.
-        width: Characters in a line; the step is written in any case.
-    """
+    """One line for `logs`: the step, and the most important numbers that fit into `width` characters."""
     line = f"step {step}"
     for name in _WATCHED:
         for key in (name, f"eval_{name}", f"train_{name}"):

@@ -62,9 +62,6 @@ def flops_per_token(model: nn.Module) -> float:
     counts only the share of a mixture of experts that a token is routed to. The attention scores and the recomputation
     of gradient checkpointing are not counted, so the utilisation computed from it is a lower bound if all tokens have
     labels. The LM head is counted for every token, although ours leaves out those without one.
-
-    Args:
-        model: The model before it is sharded.
     """
     share = _expert_share(model)
     embedding = _weight(model, "get_input_embeddings")

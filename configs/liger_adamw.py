@@ -18,12 +18,7 @@ _OPTIONS = ("states", "master", "seed")
 
 @contextlib.contextmanager
 def optim_of_transformers(args: Any) -> Iterator[None]:
-    """Around the `__post_init__` of transformers' arguments, which refuses our name.
-
-    Raises:
-        ValueError: for a name that neither we nor transformers have, for `liger_adamw` with DeepSpeed, and as
-            [`liger_adamw_options`].
-    """
+    """Around the `__post_init__` of transformers' arguments, which refuses our name."""
     if args.optim not in NAMES:
         raise ValueError(f"`optim` is {args.optim!r}; it must be one of {', '.join(map(repr, NAMES))}.")
     if args.optim != LIGER_ADAMW:

@@ -146,12 +146,7 @@ class VocabGroup(NamedTuple):
 def resolve_group(
     group: ProcessGroup | None, columns: int, vocab_start: int | None, vocab_size: int | None
 ) -> VocabGroup:
-    """The group, and where this process's `columns` lie in the vocabulary.
-
-    Raises:
-        RuntimeError: Without a process group.
-        ValueError: If the columns do not fit into the vocabulary.
-    """
+    """The group, and where this process's `columns` lie in the vocabulary."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "A vocab-parallel operator needs a process group: call torch.distributed.init_process_group first, "

@@ -102,14 +102,7 @@ _INTERFACE = _CapturingInterface()
 def capture(
     module: nn.Module, parameters: Mapping[str, torch.Tensor], own_name: str, rotary_widths: Sequence[int]
 ) -> AttentionCall | str:
-    """The call of the attention function under our name, if it is that under the model's own; else why not.
-
-    Args:
-        module: The attention.
-        parameters: Stand-ins for its parameters.
-        own_name: The attention implementation that the model has by default.
-        rotary_widths: The widths that the model's rotary tables may have.
-    """
+    """The call of the attention function under our name, if it is that under the model's own name; else why not."""
     forward = forward_calling(class_of(module).forward, INTERFACE, _INTERFACE) if available(ATTENTION) else None
     if forward is None:
         return "what its forward is wrapped in cannot be run on a dummy"

@@ -116,10 +116,6 @@ class ChosenConfig:
     """A view of the model's config, for one module of experts, that names our implementation.
 
     transformers asks the config which implementation of the experts runs. Pickling the view gives the model's config.
-
-    Args:
-        config: The model's.
-        forward: The implementation for this module.
     """
 
     def __init__(self, config: Any, forward: Callable) -> None:

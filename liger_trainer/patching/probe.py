@@ -73,12 +73,9 @@ def no_formula(failures: Iterable[Agreement], what: str) -> Proof:
 
 
 class Probe:
-    """Random tensors from a generator of its own, and the comparison of two computations on them.
+    """Random tensors from a generator of its own, and the comparison of computations on them; used inside [`isolated`].
 
-    Use it inside its [`isolated`] context.
-
-    Args:
-        device: Where the probe runs: the model's accelerator, so that the real kernels are proved, or the CPU.
+    `device` is the model's accelerator, so that the real kernels are proved, or the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -139,9 +136,6 @@ def neutral(device: torch.device) -> Iterator[None]:
     """The state of a fresh process, whatever the caller's: device, dtype, modes, float32 products as such.
 
     Nothing that is drawn inside changes what the caller draws next.
-
-    Args:
-        device: The default device.
     """
     dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:

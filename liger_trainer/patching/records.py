@@ -85,14 +85,7 @@ class _Record(NamedTuple):
 
 
 def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -> None:
-    """Records what `module` is now, for [`is_as_proved`].
-
-    Args:
-        module: The module, for which `forward` was proved.
-        forward: A function of the module and its inputs.
-        live: Names of the attributes and children that `forward` reads at each call; None for all of them, where it
-            runs the code of the class.
-    """
+    """Records what `module` is now, for [`is_as_proved`]; [`bind_forward`] says what is `live`."""
     module.__dict__[RECORD] = _found(module, [*replaced_globals(forward)] if live is None else [], (), live)[0]
 
 
@@ -158,12 +151,8 @@ def _parts(
 ) -> Iterator[_Found]:
     """`owner`, then its children and theirs, without what is `live` and what its class does not read.
 
-    Args:
-        owner: The module.
-        live: Names of the attributes and children that our forward reads at each call.
-        names: Names that the functions read which its code calls.
-        shared: Where what it has in common with its copies is looked at.
-        within: Where its attributes are looked at; an own place, if this is None.
+    The code that it calls reads `names`. What it has in common with its copies is looked at in `shared`, and its
+    attributes in `within`, or in a place of their own.
     """
     kind, held = type(owner), owner.__dict__
     read = reads_of(kind)

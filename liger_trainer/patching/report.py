@@ -203,12 +203,7 @@ _OF_PLAIN_LAYERS = ("fp8", "lora")
 
 
 def unserved(model: nn.Module, findings: Iterable[Finding]) -> list[KernelReportRow]:
-    """A row for each class of `model` that no kernel is for, the largest first.
-
-    Args:
-        model: The model.
-        findings: The findings in `model`.
-    """
+    """A row for each class of `model` that no kernel is for, the largest first."""
     base = without_adapters(model)
     findings, heads = list(findings), set(map(id, find_lm_heads(base)[0]))
     found = heads | {id(finding.module) for finding in findings}

@@ -92,11 +92,6 @@ class _Held(NamedTuple):
 class Reached:
     """All that a run of `forward` on `module` may change, as it is before the run.
 
-    Args:
-        forward: A function of the module and its inputs.
-        module: The module.
-        inputs: The inputs of the run.
-
     Raises:
         SideEffectError: If these are more than 10,000 objects, or if a function registers hooks, which run later.
 

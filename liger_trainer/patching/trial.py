@@ -104,12 +104,7 @@ class Trial:
         return _judge_rounding(agreement.error, truth, rounded, nearby, len(truth) - len(self._tensors))
 
     def everywhere(self, ours: Computation, agreement: Agreement) -> Agreement:
-        """Compares the two in float32 on all other inputs, up to the first where they differ.
-
-        Args:
-            ours: The candidate.
-            agreement: The result of `compare` for the forward.
-        """
+        """Compares the two in float32 on all other inputs, up to the first where they differ, after `compare`."""
         for case in self._inputs:
             if not agreement.equal:
                 break
@@ -278,10 +273,7 @@ def _differs(what: str, error: float, case: str = "") -> str:
 def relative_difference(one: torch.Tensor | None, other: torch.Tensor | None, alike: bool = False) -> float:
     """The largest difference, relative to the largest number of `one`.
 
-    Args:
-        one: Results of the original.
-        other: Results of ours.
-        alike: Whether NaN equals NaN, and an infinity itself; otherwise the difference is infinite.
+    With `alike`, NaN equals NaN, and an infinity itself; otherwise the difference is infinite.
     """
     if one is None or other is None or not one.numel():
         return 0.0

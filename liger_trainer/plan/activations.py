@@ -84,14 +84,7 @@ class LayerMemory:
 
 
 def attention_saved(shape: LayerShape, precision: Precision, length: int, implementation: str) -> float:
-    """Bytes per token that the attention block saves, including its norm.
-
-    Args:
-        shape: The layer.
-        precision: Bytes per element.
-        length: Tokens in a sequence; eager attention saves scores of all pairs.
-        implementation: ``"sdpa"``, ``"eager"``, ``"liger_trainer"`` or a flash attention.
-    """
+    """Bytes per token that the attention block saves, including its norm."""
     repeated = is_masked(shape, length, implementation) or implementation == "eager"
     keys = shape.query if repeated else shape.key_value
     elements = shape.query + 2 * keys + shape.query
@@ -145,13 +138,9 @@ def _inner(shape: LayerShape) -> int:
 
 
 def _adapters_saved(shape: LayerShape, precision: Precision, read: int, unsaved: int) -> float:
-    """Bytes per token that adapters save.
+    """Bytes per token that adapters save: `read` is the sum of their input widths, `unsaved` the width of their input.
 
-    Args:
-        shape: The layer.
-        precision: Bytes per element.
-        read: Sum of the adapters' input widths.
-        unsaved: Width of their shared input; 0 if something else saves it or it is recomputed.
+    The latter is 0 if something else saves that input or it is recomputed.
     """
     elements = min(read, unsaved) if shape.fused_adapters else read
     return elements * precision.compute + (read if shape.adapter_dropout else 0)
@@ -167,17 +156,10 @@ def layer_memory(
     tiled_mlp: bool = False,
     expert_elements: int = 0,
 ) -> LayerMemory:
-    """The memory of one layer.
+    """The memory of one layer, for `tokens` in a micro-batch on one GPU, in sequences of `length`.
 
-    Args:
-        shape: The layer.
-        precision: Bytes per element.
-        tokens: Tokens in a micro-batch on one GPU.
-        length: Tokens in one sequence.
-        implementation: The attention implementation.
-        recompute_mlp: Whether the product of a gated MLP is recomputed in the backward pass.
-        tiled_mlp: Whether gated MLPs run in tiles of tokens; experts do not.
-        expert_elements: Trained elements of one layer's experts.
+    `expert_elements` are the trained elements of one layer's experts. They do not run in tiles, as gated MLPs do with
+    `tiled_mlp`.
     """
     compute, stream = precision.compute, precision.stream
     layer_input = shape.hidden * stream

@@ -91,14 +91,9 @@ class Kept:
 def layer_results(
     shape: LayerShape, compute: int, length: int, implementation: str = "sdpa", tiled_mlp: bool = False
 ) -> list[Result]:
-    """The results of one layer.
+    """The results of one layer; `compute` is the bytes per element of outputs of linear layers and attention.
 
-    Args:
-        shape: The layer.
-        compute: Bytes per element of outputs of linear layers and attention.
-        length: Tokens in a sequence.
-        implementation: The attention implementation; ``"eager"`` has no attention in one call, which could be kept.
-        tiled_mlp: Whether gated MLPs run in tiles of tokens; experts do not.
+    Eager attention is not one call, which could be kept; experts do not run in tiles.
     """
     hidden, query, projected = shape.hidden, shape.query, shape.query + 2 * shape.key_value
     attended = ATTENTION_TIME * 4 * query * attended_tokens(shape, length)
@@ -121,14 +116,7 @@ def attended_tokens(shape: LayerShape, length: int) -> float:
 
 
 def keep(results: Iterable[Result], layers: int, tokens: int, budget: int) -> Kept:
-    """What fits into a budget.
-
-    Args:
-        results: The results of each layer.
-        layers: Checkpointed layers.
-        tokens: Tokens in a micro-batch on one GPU.
-        budget: Bytes that all layers may keep.
-    """
+    """What fits into `budget`: bytes that all checkpointed layers may keep of a micro-batch of `tokens` on one GPU."""
     results = list(results)
     left, kept = budget, dict.fromkeys((result.name for result in results), 0)
     best_first = sorted(results, key=lambda result: -result.time / result.bytes)

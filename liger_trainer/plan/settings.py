@@ -76,13 +76,6 @@ def relative_cost(
     if a token uses few of the parameters (experts), and less if few are trained, although FSDP2 gathers frozen ones
     too. Under expert parallelism, only GPUs with copies of the same experts gather them, and rows of tokens are sent
     instead.
-
-    Args:
-        setting: How it runs.
-        tokens: Tokens in a micro-batch on one GPU.
-        parameters: The model's parameters.
-        shape: The shape of its largest layer.
-        saved: Fraction of the recomputation that kept results save.
     """
     products = 3 if shape.trained else 2
     cost = 1 + setting.checkpointing * (1 - saved) * RECOMPUTATION / products
@@ -123,15 +116,8 @@ def candidates(
 ) -> Iterator[Setting]:
     """All settings to compare; each has the same number of samples per optimizer step.
 
-    Args:
-        gpus: Number of GPUs.
-        batch: The recipe's ``per_device_train_batch_size``.
-        accumulation: The recipe's ``gradient_accumulation_steps``.
-        quantised: Whether the base is quantised; it is then not split.
-        tiles: Whether the model has gated MLPs to tile.
-        fixed_batch: Whether the batch must not change.
-        experts: Experts per layer that GPUs can share; 0 for none.
-        zero2: Whether DeepSpeed may split it: not with experts in 4 bits, nor with `liger_adamw`.
+    A quantised base is not split. `experts` per layer can be shared, 0 for none. DeepSpeed (`zero2`) splits neither
+    experts in 4 bits nor for `liger_adamw`.
     """
     strategies = [("single", 1)] if gpus == 1 else [("ddp", 1), ("zero2", 1)] if zero2 else [("ddp", 1)]
     if gpus > 1 and not quantised:

@@ -70,12 +70,7 @@ class LayerShape:
 
 
 def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: bool = True) -> LayerShape:
-    """The [`LayerShape`] of a model.
-
-    Args:
-        model: A model on any device.
-        fused_adapters: Whether its adapters, if any, will run in our operators.
-        fused_experts: The same for its experts.
+    """The [`LayerShape`] of a model on any device; the flags say whether adapters and experts run in our operators.
 
     Raises:
         ValueError: if its configuration lacks a size that decoders have.

@@ -89,13 +89,7 @@ def _split(run: Run, setting: Setting) -> Group:
 
 
 def held(run: Run, setting: Setting, head_gradient: float) -> Held:
-    """The memory of a model on one GPU.
-
-    Args:
-        run: The model.
-        setting: How it is split.
-        head_gradient: Bytes of the whole gradient of the head's weight.
-    """
+    """The memory of a model on one GPU; `head_gradient` is the bytes of the whole gradient of the head's weight."""
     parameters, total = run.parameters, run.parameters.total
     if setting.sharded:
         return _sharded(run, setting, head_gradient)

@@ -64,16 +64,9 @@ class HeadMemory:
 def head_memory(
     settings: HeadSettings, tokens: int, hidden: int, vocab: int, compute: int, weight: int, trained: bool
 ) -> HeadMemory:
-    """The memory of the head.
+    """The memory of the head for N `tokens` with a loss.
 
-    Args:
-        settings: How it runs.
-        tokens: N, the tokens with a loss.
-        hidden: H.
-        vocab: V.
-        compute: Bytes of a hidden state and of a logit.
-        weight: Bytes per element of the weight's gradient.
-        trained: Whether the head is trained.
+    `compute` is the bytes of a hidden state and of a logit, `weight` those of an element of the weight's gradient.
     """
     if settings.loss == "none":
         return HeadMemory(0.0, 0.0)

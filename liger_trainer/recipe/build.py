@@ -33,17 +33,7 @@ logger = logging.getLogger(__name__)
 def build_trainer(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
 ) -> Trainer:
-    """Builds the trainer of `recipe` and checks it.
-
-    Args:
-        recipe: The recipe.
-        tokenizer: The tokenizer from `load_tokenizer`.
-        train: Rows to train on.
-        evaluation: Rows to evaluate on, or None.
-        resumed: Whether the run continues from a checkpoint.
-
-    Returns:
-        A trainer that is ready to train.
+    """Builds the trainer of `recipe`, ready to train, and checks it.
 
     Raises:
         RecipeError: for anything in the recipe, the model or the data that the trainer or the checks refuse.

@@ -45,11 +45,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what each column holds; o
 
 
 def load_data(recipe: Recipe) -> tuple[Any, Any]:
-    """Training and evaluation data of a recipe; evaluation data is None for ``eval_strategy: "no"``.
-
-    Raises:
-        RecipeError: if the source cannot be loaded, is empty, lacks a column, or has no rows to evaluate on.
-    """
+    """Training and evaluation data of a recipe; evaluation data is None for ``eval_strategy: "no"``."""
     train, evaluation = _load_splits(recipe)
     evaluated = recipe.training.eval_strategy != "no"
     if recipe.recipe.eval_data_files:
@@ -161,9 +157,7 @@ def _prepared(rows: Any, recipe: Recipe) -> Any:
 def renamed(rows: Any, columns: Mapping[str, str]) -> Any:
     """Renames columns of `rows`; a column that already has one of the new names is dropped.
 
-    Args:
-        rows: A dataset.
-        columns: New names, each with the present name.
+    `columns` has the new names, each with the present one.
     """
     if not columns:
         return rows
@@ -299,11 +293,7 @@ def with_system_prompt(rows: Any, system_prompt: str | None) -> Any:
 
 
 def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that a recipe names, or one trained on its text; a resumed run uses the one in its checkpoint.
-
-    Raises:
-        RecipeError: if there is no such tokenizer, or the recipe names none.
-    """
+    """The tokenizer that a recipe names, or one trained on its text; a resumed run uses the one in its checkpoint."""
     ours = recipe.recipe
     if ours.tokenizer_vocab_size and not ours.tokenizer_name_or_path:
         if checkpoint and (Path(checkpoint) / "tokenizer_config.json").is_file():
@@ -342,9 +332,6 @@ def text_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -
 
     Returns:
         A dataset with the columns ``input_ids`` and ``labels``, which are the same: every token is a target.
-
-    Raises:
-        RecipeError: if the text does not fill one block.
     """
     length, field = recipe.get("max_length"), recipe.get("dataset_text_field")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -70,10 +70,10 @@ class Recipe:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = False) -> Recipe:
-    """Reads and checks a recipe.
+    """Reads and checks a recipe: a YAML file, or a shipped recipe by its name.
 
     Args:
-        name: Path of a YAML file, or the name of a shipped recipe.
+        name: Its path or name.
         overrides: Command-line options, which win over the file.
         smoke: Whether to shrink it to a few steps of a tiny random model of the same family on generated data, offline.
 
@@ -91,18 +91,10 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = F
 
 
 def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Path) -> tuple[dict[str, Any], set[str]]:
-    """Checks every key and value of a recipe against its field.
-
-    Args:
-        values: The file's keys and values.
-        overrides: Command-line options, such as ``["--max_steps", "10"]``; they win.
-        source: The file, for the messages.
+    """Checks every key and value of a recipe against its field; `overrides`, such as ``["--max_steps", "10"]``, win.
 
     Returns:
         All fields with their values, and the names that `overrides` set.
-
-    Raises:
-        RecipeError: for an unknown key, a value of the wrong type or out of range, and keys that contradict each other.
     """
     trainer = _trainer_of(values, overrides, source)
     classes = argument_classes(trainer)
@@ -137,11 +129,7 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
 
 
 def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
-    """Builds a recipe's dataclasses from all its checked values.
-
-    Raises:
-        RecipeError: if the dataclasses refuse a value or a combination.
-    """
+    """Builds a recipe's dataclasses from all its checked values."""
     values = _fit_to_device(values, source)
     if values["eval_strategy"] == "no":
         values["eval_on_start"] = False  # without evaluation, there is none at the start either
@@ -274,9 +262,6 @@ def _fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
 
     Without `use_cpu`, the processes of a launch that find no accelerator would not join a process group, and each would
     train the whole recipe on its own.
-
-    Raises:
-        RecipeError: if the recipe asks for half precision or offloading and there is no accelerator.
     """
     import torch
 

@@ -69,11 +69,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
 
 
 def check_before_loading(recipe: Recipe) -> None:
-    """Checks everything that needs neither the data nor the weights.
-
-    Raises:
-        RecipeError: for a mistake in the recipe, or a launch that does not suit it.
-    """
+    """Checks everything that needs neither the data nor the weights."""
     args = recipe.training
     if args.n_gpu > 1:
         raise RecipeError(
@@ -124,12 +120,7 @@ def _train(recipe: Recipe, trainer: Trainer, checkpoint: str | None) -> dict[str
 
 @contextlib.contextmanager
 def _training_errors(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
-    """Turns errors of training that the user can correct into recipe errors, and ends the progress bar.
-
-    Raises:
-        RecipeError: for a mistake that every process finds.
-        TrainingError: for one in the data of this process.
-    """
+    """Turns errors of training that the user can correct into recipe errors, and ends the progress bar."""
     try:
         yield
     except CheckpointError as error:

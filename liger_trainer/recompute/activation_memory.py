@@ -36,23 +36,14 @@ _WATCH_EVERY = 50  # steps at most, and fewer at first, as the processes wait fo
 
 @dataclasses.dataclass
 class WarmUp:
-    """The first step, in which the optimizer allocates what it needs: nothing is kept, nothing recorded.
-
-    Args:
-        step: Its number; None before it.
-    """
+    """The first step, `step`, in which the optimizer allocates what it needs: nothing is kept, nothing recorded."""
 
     step: int | None = None
 
 
 @dataclasses.dataclass
 class Recording:
-    """The second step: its micro-batches are recorded, and keep nothing either.
-
-    Args:
-        steps: The record of each micro-batch.
-        recorder: The recorder of the micro-batch that runs.
-    """
+    """The second step: its micro-batches are recorded in `steps`, and keep nothing either."""
 
     steps: list[RecordedStep]
     recorder: StepRecorder | None = None
@@ -79,9 +70,7 @@ class Planned:
 class Proving(Planned):
     """The third step: what the layers keep is computed again nevertheless, and compared.
 
-    Args:
-        proof: Compares.
-        tried: The calls whose results were compared, by layer.
+    `tried` has the calls whose results were compared, by layer.
     """
 
     proof: Proof = dataclasses.field(default_factory=Proof)
@@ -92,9 +81,7 @@ class Proving(Planned):
 class Keeping(Planned):
     """All later steps: what was the same, bit for bit, is kept and not computed again.
 
-    Args:
-        watched: At which step it was last asked whether the device ran out of memory.
-        watch_again: How many steps later it is asked again.
+    At step `watched` it was last asked whether the device ran out of memory, and is again `watch_again` steps later.
     """
 
     watched: int = 0

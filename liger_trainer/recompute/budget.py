@@ -112,10 +112,7 @@ def merged(steps: Sequence[RecordedStep]) -> RecordedStep:
 def proved(step: RecordedStep, tried: Mapping[str, frozenset[Call]], failed: Set[tuple[str, Call]]) -> RecordedStep:
     """The step without the kinds of results that were not tried, or that failed, in any layer.
 
-    Args:
-        step: The measured step.
-        tried: Calls whose results were kept and computed again, by the layer's name.
-        failed: Layers and calls whose results were not the same.
+    `tried` are the calls whose results were kept and computed again, by the layer's name.
     """
     known: dict[tuple[Call, int], bool] = {}
     for layer in step.layers:
@@ -136,14 +133,10 @@ def most(step: RecordedStep) -> int:
 
 
 def choose(step: RecordedStep, growth: float, kept: float, allocated: float, proving: bool = False) -> Plan:
-    """The plan that saves most time.
+    """The plan that saves most time, for a micro-batch of `growth` times the tokens of the measured one.
 
-    Args:
-        step: The measured step.
-        growth: Tokens of the micro-batch to plan for, as a multiple of those of the measured one.
-        kept: Most bytes to keep.
-        allocated: Most bytes to allocate.
-        proving: Whether the layers compute again what they keep, which then comes on top of their own peak.
+    It keeps at most `kept` bytes, and at most `allocated` bytes are allocated. While `proving`, the layers compute
+    again what they keep, which then comes on top of their own peak.
     """
     # Rooms of the layers' backwards in the order of the forward, and last that of the loss.
     rooms = [allocated - _grown(layer.peak, step.start, growth) for layer in step.layers]

@@ -44,12 +44,7 @@ class _Frame:
 
 
 class StepRecorder:
-    """Records micro-batches.
-
-    Args:
-        device: Where the model is trained.
-        memory: Its allocator; None where memory is not measured.
-    """
+    """Records micro-batches; without `memory`, the allocator of the device, no memory is measured."""
 
     def __init__(self, device: torch.device, memory: DeviceMemory | None) -> None:
         self._device, self._memory = device, memory

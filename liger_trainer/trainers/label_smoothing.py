@@ -101,18 +101,13 @@ class FusedLabelSmoother(LabelSmoother):
 
 @torch.no_grad()
 def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int = -100) -> bool | None:
-    """Whether the loss of `model` compares the logits of position i with label i + 1.
+    """Whether the loss of `model` compares the logits of position i with label i + 1; False for labels of whole rows.
 
     The model is asked: a label at the first position alone has no logits before it, so that a loss that shifts is the
     same with it and without. This takes two forwards in evaluation mode, and leaves the model as it was.
 
-    Args:
-        model: A model that takes `labels`.
-        inputs: A batch, with `labels` of shape `(B, ...)`.
-        ignore_index: The label of what does not count.
-
     Returns:
-        False for labels of whole rows. None, with a warning, if the model computes no loss from labels.
+        None, with a warning, if the model computes no loss from labels.
     """
     labels: torch.Tensor = inputs["labels"]
     if labels.dim() < 2:

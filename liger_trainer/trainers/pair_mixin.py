@@ -64,11 +64,6 @@ class PairForward:
         """What `concatenated_forward` returns, with the means of the logits in place of the logits.
 
         TRL takes nothing but the mean from them. It unpacks the tuple by position, in this order.
-
-        Args:
-            log_probs: `(2B,)`.
-            positions: Over how many of the L positions TRL takes the mean.
-            nll: The loss of the chosen sequences.
         """
         sums, counts = (each[:, :positions].sum(-1).chunk(2) for each in (self.mean_logits, self.counts))
         means = (total.sum() / count.sum() for total, count in zip(sums, counts))
@@ -133,11 +128,7 @@ class PairMixin(_Base):
         return True
 
     def tokenize_row(self, feature: dict[str, Any], model: Any = None) -> dict[str, Any]:
-        """TRL's tokenisation of a pair.
-
-        Raises:
-            ValueError: for a completion without a token where the loss averages over its tokens.
-        """
+        """TRL's tokenisation of a pair."""
         row = super().tokenize_row(feature, model)
         if self.is_encoder_decoder or not self._averages():
             return row

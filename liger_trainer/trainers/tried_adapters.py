@@ -59,9 +59,6 @@ def try_adapters(model: nn.Module) -> TriedAdapters:
 
     Of several processes, all get what any of them has found. A layer that cannot be tried counts as one that computes
     each token by itself: its weights are elsewhere, or its forward takes more than tokens.
-
-    Args:
-        model: A model of transformers, with PEFT's layers in it or without.
     """
     layers = _distinct_layers(model)
     if not layers:
@@ -188,12 +185,7 @@ def _noisy_copy(layer: Any, training: bool) -> nn.Module:
 
 
 class _Copies:
-    """Copies of modules, of which one that is in two places has one.
-
-    Args:
-        base: The ids of the modules that keep their weights.
-        training: The mode of the copies.
-    """
+    """Copies of modules, of which one that is in two places has one; those with an id in `base` keep their weights."""
 
     def __init__(self, base: set[int], training: bool) -> None:
         self._base, self._training = base, training

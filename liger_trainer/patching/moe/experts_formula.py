@@ -70,12 +70,7 @@ class ExpertsFormula(NamedTuple):
     ) -> torch.Tensor:
         """`moe_experts` with the weights of the module `experts`, each of which is read once.
 
-        Args:
-            experts: The module.
-            hidden: (T, H).
-            top_k_index: (T, k).
-            top_k_weights: (T, k).
-            adapters: For each parameter that has some; each adds ``scaling * b @ a`` in the parameter's own layout.
+        The adapters of a parameter each add ``scaling * b @ a`` in the parameter's own layout.
         """
         with saved_in_4_bits(experts, self.weights) as weights:
             weighted_sum = functools.partial(self._sum, experts, weights, adapters or {})

@@ -34,9 +34,6 @@ class FourBits(nn.Module):
     """The parametrisation of one stacked weight: it dequantises the 4 bits.
 
     The scales of the blocks are frozen parameters, because DDP would broadcast buffers at every forward.
-
-    Args:
-        state: bitsandbytes' quantisation state.
     """
 
     code: torch.Tensor

@@ -161,13 +161,10 @@ def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe)
 
 
 class _Verdict(NamedTuple):
-    """What is found of a router for calls of one kind.
+    """What is found of a router for calls of one kind: how each formula compares, and the one that equals it, if any.
 
-    Args:
-        agreements: How each formula compares.
-        formula: The one that equals it; None if there is none.
-        flattens: Whether it takes hidden states of more dimensions as ours does.
-        autocast: Whether it equals it under autocast.
+    That formula may take hidden states of more dimensions as the router does (`flattens`), and equal it under
+    `autocast`.
     """
 
     agreements: dict[RouterFormula, Agreement]

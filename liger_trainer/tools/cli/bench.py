@@ -146,14 +146,7 @@ def add_parser(commands: Any) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Measures the requested operations, or lists all of them; returns the exit code.
-
-    Args:
-        arguments: The parsed command line; `argv`, as it was written, is recorded with the results.
-
-    Raises:
-        BenchmarkError: for a mistake in the arguments.
-    """
+    """Measures the requested operations, or lists all of them; returns the exit code."""
     from liger_trainer.benchmarks.registry import BenchmarkError, load_operations
 
     load_operations(arguments.provider_file)

@@ -109,11 +109,7 @@ def prepare_environment() -> None:
 
 
 def prepare_libraries(offline: bool = False) -> None:
-    """[`prepare_environment`], and what else is set before the first import of transformers, TRL and datasets.
-
-    Args:
-        offline: Whether nothing may be downloaded.
-    """
+    """[`prepare_environment`], and what else is set before the first import of transformers, TRL and datasets."""
     prepare_environment()
     # Newer versions of transformers call it activation_checkpointing; every supported version knows the older name.
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)

@@ -18,12 +18,9 @@ from liger_trainer.recipe.file import RecipeError
 
 
 def split_sums(model: nn.Module) -> int:
-    """Makes every linear layer of `model` sum its products in two halves.
+    """Makes every linear layer of `model` sum its products in two halves; returns how many there are.
 
     A layer with a forward of its own, such as bitsandbytes', is called on each half of the columns with the others 0.
-
-    Returns:
-        The number of layers.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module.in_features > 1]
     for layer in layers:
@@ -97,11 +94,9 @@ def compare_gradients(model: nn.Module, folder: Path) -> dict[str, dict[str, flo
 
 
 class Completions:
-    """Takes the place of `generate` of every model in this process, until it is closed.
+    """Takes the place of `generate` of every model in this process.
 
-    Args:
-        folder: Where the calls are recorded, one file each.
-        record: Whether to generate and record; else the recorded calls are repeated.
+    It records the calls in a folder, one file each, or repeats those that are recorded there.
     """
 
     def __init__(self, folder: Path, record: bool) -> None:

@@ -77,10 +77,7 @@ class Measured:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a side, or the warm start before all of them.
-
-    Args:
-        arguments: One of `SIDES` or ``"warm_start"``, and the folder of a written `Request`.
+    """Runs a side, or the warm start before all of them, of the `Request` that is written in a folder.
 
     Returns:
         0, or 2 after an error that the user can correct, which is printed as one line.
@@ -109,11 +106,7 @@ def run_warm_start(request: Request) -> None:
 
 
 def run_side(request: Request, side: str) -> Measured:
-    """Trains one side and measures it.
-
-    Raises:
-        RecipeError: for a mistake in the recipe or its data.
-    """
+    """Trains one side and measures it."""
     recipe, dropped = recipe_of(request, side)
     trainer = trainer_of(recipe)
     model: Any = trainer.model
@@ -159,11 +152,7 @@ def recipe_of(request: Request, side: str) -> tuple[Recipe, dict[str, Any]]:
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
-    """Builds the trainer as ``train`` does, with our classes or the stock ones.
-
-    Raises:
-        RecipeError: for a mistake in the recipe or its data, and for quantised experts, which only we can train.
-    """
+    """Builds the trainer as ``train`` does, with our classes or the stock ones."""
     check_before_loading(recipe)
     if recipe.model.load_in_4bit and count_experts(config_of_recipe(recipe)):
         raise RecipeError(
@@ -197,11 +186,8 @@ def digest(model: Any) -> str:
 class Recorder:
     """Measures the steps of a trainer: their time, tokens, norms of gradients, and the gradients of the first.
 
-    Args:
-        trainer: A trainer that has not trained yet.
-        completions: The callback that takes the time of generation.
-        folder: Where the gradients are.
-        record: Whether to save the gradients there; else they are compared with those saved.
+    With `record`, these are saved in a folder; else they are compared with those saved. `completions` takes the time of
+    generation.
     """
 
     def __init__(self, trainer: Trainer, completions: Any, folder: Path, record: bool) -> None:

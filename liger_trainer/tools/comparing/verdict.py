@@ -77,10 +77,7 @@ class Verdict:
 
 
 def judge(runs: Mapping[str, Measured]) -> Verdict:
-    """Compares the runs.
-
-    Args:
-        runs: The measurements of each of `SIDES`.
+    """Compares the runs, the measurements of each of `SIDES`.
 
     Raises:
         UserError: if stock's gradients are all 0 or its losses are not finite, so that nothing can be compared.

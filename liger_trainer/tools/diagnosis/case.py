@@ -65,11 +65,7 @@ class Case:
 
     @cached_property
     def model_and_dtype(self) -> tuple[Any, Any]:
-        """The model on the meta device, with its adapters, and the dtype of its weights.
-
-        Raises:
-            RecipeError: if it cannot be built.
-        """
+        """The model on the meta device, with its adapters, and the dtype of its weights."""
         try:
             return build_on_meta(self.values, self.config)
         except (ValueError, AttributeError, TypeError) as error:
@@ -81,15 +77,9 @@ class Case:
 
 
 def read_case(name: str, overrides: Sequence[str] = (), smoke: bool = False) -> Case:
-    """Reads a recipe or a model's configuration; no weights.
+    """Reads a recipe or, by a Hub id, a folder or a ``config.json``, a model's configuration; no weights.
 
-    Args:
-        name: A YAML file, the name of a shipped recipe, or a model: a Hub id, a folder or a ``config.json``.
-        overrides: Command-line options, the keys of a recipe, which win over the file.
-        smoke: Whether to take the tiny model and the generated data of ``--smoke``.
-
-    Raises:
-        RecipeError: for any mistake; the message names the key, the file and what is allowed.
+    Options of the command line (`overrides`) win over the file.
     """
     is_model = Path(name).suffix not in (".yaml", ".yml") and (name not in shipped_recipes() or Path(name).exists())
     source = Path(name) if is_model else find_recipe(name)

@@ -76,11 +76,7 @@ class Diagnosis:
 
 
 def diagnose(case: Case) -> Diagnosis:
-    """Runs all checks that concern `case`.
-
-    Raises:
-        RecipeError: for a mistake that training would refuse too.
-    """
+    """Runs all checks that concern `case`."""
     found = Diagnosis()
     for name, check in OF_SETTINGS.items():
         if case.values["trainer"] in _NEEDS.get(name, (case.values["trainer"],)):

@@ -152,11 +152,7 @@ _LENGTH = 7  # of each document; longer than the window of the small copy
 
 
 def leaks(case: Case) -> list[Trap]:
-    """Rows that SFT packs without a boundary that every layer respects.
-
-    Raises:
-        CannotCheckError: if a small copy of the model cannot be run.
-    """
+    """Rows that SFT packs without a boundary that every layer respects."""
     values = case.values
     if values["trainer"] != "sft" or not (values["packing"] or values["padding_free"]):
         return []

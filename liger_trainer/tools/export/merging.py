@@ -94,12 +94,7 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
 
 
 def _unfinished(folder: Path) -> Path:
-    """A new folder beside `folder`, in which the model is written until it is proved.
-
-    Raises:
-        UserError: if `folder` exists and is not an empty folder, if an interrupted merge has left something, or if no
-            folder can be made there.
-    """
+    """A new folder beside `folder`, in which the model is written until it is proved."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"`--output_dir` {str(folder)!r} exists and is not an empty folder; give another one.")
     unfinished = folder.absolute().with_name(f"{folder.absolute().name}.unfinished")
@@ -160,11 +155,7 @@ def _what_is_merged(run: SavedRun, dtype: torch.dtype) -> str:
 
 
 def merged_model(adapted: PeftModel) -> PreTrainedModel:
-    """The base of `adapted`, in place, with the adapters in its weights, and without anything of PEFT.
-
-    Raises:
-        MergeError: if this kind of adapter has no weights to add to those of the base.
-    """
+    """The base of `adapted`, in place, with the adapters in its weights, and without anything of PEFT."""
     base: Any = adapted.get_base_model()
     configs = {id(one): one for one in (base.config, base.config.get_text_config())}.values()
     tied = [config for config in configs if getattr(config, "tie_word_embeddings", False)]

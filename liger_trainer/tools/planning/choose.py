@@ -51,13 +51,7 @@ def room_of(gpu_memory: float, run: Run) -> float:
 
 
 def make_plan(inputs: Inputs, gpus: int, gpu_memory: float) -> Plan:
-    """Estimates every setting and chooses the fastest that fits.
-
-    Args:
-        inputs: The recipe.
-        gpus: Number of GPUs.
-        gpu_memory: Bytes of each GPU.
-    """
+    """Estimates every setting and chooses the fastest that fits into `gpu_memory`, the bytes of each GPU."""
     room = room_of(gpu_memory, inputs.run)
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in _rows(inputs, gpus, room):
@@ -141,10 +135,8 @@ def _row_of(run: Run, setting: Setting, room: float) -> Row:
 def activation_memory_rows(run: Run, plan: Plan) -> list[Row]:
     """A checkpointed setting with ever more `activation_memory`, from 0 to all that fits or can be kept.
 
-    The setting is the recipe's own if that is checkpointed and fits, else the fastest that is and does.
-
-    Returns:
-        The rows; none if no such setting fits, or nothing can be kept.
+    The setting is the recipe's own if that is checkpointed and fits, else the fastest that is and does. There are no
+    rows if no such setting fits, or nothing can be kept.
     """
     others = sorted(plan.rows, key=lambda row: row.cost)
     settings = [row.setting for row in (plan.written, *others) if row.setting.checkpointing]

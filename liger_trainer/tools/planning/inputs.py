@@ -65,15 +65,7 @@ def read_inputs(
 ) -> Inputs:
     """Reads a recipe and builds its model on the meta device, without memory or weights.
 
-    Args:
-        name: Path of a recipe, or the name of a shipped one.
-        overrides: Command-line options that win over the file.
-        gpus: Number of GPUs, for a ``generation_batch_size`` that counts all of them.
-        smoke: Whether to plan the tiny model of ``--smoke``, offline.
-        prompt_length: Tokens in a prompt, for the trainers that generate.
-
-    Raises:
-        RecipeError: for a mistake in the recipe, or a model that cannot be planned.
+    A ``generation_batch_size`` counts all `gpus`; `prompt_length` is for the trainers that generate.
     """
     source = find_recipe(name)
     values, given = check_values(read_recipe(source), overrides, source)
@@ -141,11 +133,7 @@ def _newer(values: Mapping[str, Any], newer: str, older: str) -> str:
 
 
 def _every_n_layers(values: Mapping[str, Any]) -> int:
-    """With checkpointing, one decoder layer out of this many is checkpointed.
-
-    Raises:
-        ValueError: if it is not a positive integer.
-    """
+    """With checkpointing, one decoder layer out of this many is checkpointed."""
     key = _newer(values, "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
     every = (mapping(key, values[key]) or {}).get("every_n_layers", 1)
     if type(every) is not int or every < 1:
@@ -154,11 +142,7 @@ def _every_n_layers(values: Mapping[str, Any]) -> int:
 
 
 def _sync_each_batch(values: Mapping[str, Any]) -> bool:
-    """Whether gradients are reduced after every micro-batch, by the key of this name in `accelerator_config`.
-
-    Raises:
-        ValueError: if `accelerator_config` is neither a mapping nor the path of a JSON file with one.
-    """
+    """Whether gradients are reduced after every micro-batch, by the key of this name in `accelerator_config`."""
     config = values["accelerator_config"]
     if isinstance(config, str) and not config.lstrip().startswith("{"):
         try:
@@ -319,14 +303,7 @@ def rounded_updates(
 ) -> tuple[str, str] | None:
     """What rounding would lose of Adam's updates, as `RoundedUpdatesCallback` finds in training, and what to do.
 
-    Args:
-        values: All keys of a recipe.
-        config: Configuration of the model.
-        dtype: Dtype of the weights.
-        gpus: Number of GPUs: FSDP and DeepSpeed split, and may keep fp32 weights, only on several.
-
-    Returns:
-        None if most weights can change.
+    None if most weights can change. FSDP and DeepSpeed split, and may keep fp32 weights, only on several `gpus`.
     """
     optim = str(getattr(values["optim"], "value", values["optim"]))
     rate, std = values["learning_rate"], getattr(config.get_text_config(), "initializer_range", None)

@@ -180,11 +180,7 @@ def _overruled(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str,
 
 
 def _check(checkpoint: Path, model: Any) -> None:
-    """Refuses a checkpoint that is damaged or of another kind; reads only the headers of its files.
-
-    Raises:
-        CheckpointError: naming the file, and the checkpoint before it.
-    """
+    """Refuses a checkpoint that is damaged or of another kind; reads only the headers of its files."""
     found = damage(checkpoint)
     if found is not None:
         whole = [path for path in complete_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)]

@@ -97,11 +97,7 @@ def _asks_the_hub(model: Any) -> bool:
 
 
 def _check_adapters(model: Any, refuse: bool) -> None:
-    """Compares what is trained with what PEFT would write.
-
-    Raises:
-        SavedWeightsError: if a trained tensor would be missing and `refuse` is true; otherwise that is a warning.
-    """
+    """Compares what is trained with what PEFT would write; a lack is an error, or a warning if `refuse` is false."""
     if any(_writes_other_tensors(config) for config in model.peft_config.values()):
         return
     written: set[int] = set()
@@ -144,11 +140,7 @@ def _writes_other_tensors(config: Any) -> bool:
 
 
 def _check_files(model: nn.Module, folder: Path) -> None:
-    """Compares the names in the files of a save with those of the model.
-
-    Raises:
-        SavedWeightsError: naming the file and the weights that it lacks.
-    """
+    """Compares the names in the files of a save with those of the model."""
     if isinstance(model, PeftModel):
         for adapter in model.peft_config:
             file = _folder_of(adapter, folder) / ADAPTER_SAFE_WEIGHTS_NAME

@@ -38,11 +38,7 @@ class CheckedCollator:
     reads: bool = False
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collates `features`.
-
-        Raises:
-            BatchError: for a label or token id out of range.
-        """
+        """Collates `features`."""
         batch = self.collator(features)
         if isinstance(batch, Mapping):
             for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
@@ -87,11 +83,7 @@ def warn_of_unlabelled_end(collator: Any) -> None:
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], model: nn.Module) -> None:
-    """Checks the token ids of prompts that do not pass through a collator, such as those that a policy answers.
-
-    Raises:
-        BatchError: for an id out of range.
-    """
+    """Checks the token ids of prompts that do not pass through a collator, such as those that a policy answers."""
     flat = [token for ids in prompt_ids for token in ids]
     checked_collator(lambda rows: {"input_ids": torch.tensor([rows])}, model)(flat)
 
