@@ -28,12 +28,7 @@ import torch.distributed as dist
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COLLECTIVES
-from liger_trainer.kernels.autograd import (
-    input_gradients,
-    pass_to_placeholder,
-    refuse_second_derivative,
-    where_needed,
-)
+from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, refuse_second_derivative, where_needed
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows
 from liger_trainer.kernels.operator import operator

@@ -77,12 +77,7 @@ def _(hidden, weight, target, bias, options, logits_memory, retain, shard):
 
 
 @operator("liger_trainer::logits_partials")
-def logits_partials(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    options: LossOptions,
-    shard: Shard,
-) -> torch.Tensor:
+def logits_partials(logits: torch.Tensor, target: torch.Tensor, options: LossOptions, shard: Shard) -> torch.Tensor:
     """The `(N, 8)` partials of a shard of the logits."""
     partials = logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
     row_partials_(logits, target, partials, options, shard)

@@ -77,23 +77,17 @@ class AttentionCall(Exception):
         self.options = {name: value for name, value in options.items() if value is not None and name != "dropout"}
         self.of_parameter: dict[str, str] = {}
 
-    def name_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Finds the options that are among these parameters of the attention."""
-        for name, parameter in parameters.items():
-            self.of_parameter.update({option: name for option, value in self.options.items() if value is parameter})
-
 
 class _CapturingInterface:
     """Stands in for transformers' registry: the attention function of any name captures its arguments."""
 
     def get_interface(self, *_names: Any) -> Any:
-        return _capture
+        def function(module, query, key, value, attention_mask=None, **options):
+            raise AttentionCall((query, key, value), attention_mask, options)
+
+        return function
 
     __getitem__ = get_interface
-
-
-def _capture(module, query, key, value, attention_mask=None, **options):
-    raise AttentionCall((query, key, value), attention_mask, options)
 
 
 _INTERFACE = _CapturingInterface()
@@ -128,7 +122,8 @@ def capture(
     # An argument that scales queries changes nothing of the call. One that selects keys does, or is no number.
     if others and not _same(call(NAME, _PLAN, **dict.fromkeys(others, torch.ones(()))), _PLAN, ours):
         return f"its forward also takes {', '.join(others)}"
-    ours.name_parameters(parameters)
+    for name, parameter in parameters.items():
+        ours.of_parameter.update({option: name for option, value in ours.options.items() if value is parameter})
     return ours
 
 

@@ -44,8 +44,8 @@ AS_DRAWN = Case("")
 """The random tensors themselves."""
 
 
-def _times(factor: float) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: [tensors[0] * factor, *tensors[1:]]
+def _times(factor: float, place: int = 0) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: [*tensors[:place], tensors[place] * factor, *tensors[place + 1 :]]
 
 
 def _all_times(factor: float) -> Callable[[Tensors], Tensors]:
@@ -88,14 +88,6 @@ def _inputs(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors
         return [change(each) if each.shape == shape else each for each in tensors]
 
     return changed
-
-
-def _large_values(tensors: Tensors) -> Tensors:
-    return [*tensors[:2], tensors[2] * 300.0, *tensors[3:]]
-
-
-def _large_routing_weights(tensors: Tensors) -> Tensors:
-    return [tensors[0], tensors[1] * 300.0, *tensors[2:]]
 
 
 def _same_experts(tensors: Tensors) -> Tensors:
@@ -197,7 +189,7 @@ ATTENTION = (
     *MODES,
     Case("queries of about 1e-3", _times(1e-3)),
     Case("scores of about 8", _times(8.0), gradients=False),
-    Case("values of about 300", _large_values),
+    Case("values of about 300", _times(300.0, place=2)),
     ZERO_ROWS,
 )
 """An attention function: queries, whose scores are about 1, keys, values, and the parameters of the attention. The
@@ -214,7 +206,7 @@ MLP = (*ADAPTER, NOT_FINITE)
 
 EXPERTS = (
     *MLP,
-    Case("routing weights of about 300", _large_routing_weights, gradients=False),
+    Case("routing weights of about 300", _times(300.0, place=1), gradients=False),
     Case("all tokens on the same experts", _same_experts, gradients=False),
 )
 """Experts: hidden states, routing weights, the weights of the experts, and the experts of each token. They run on the

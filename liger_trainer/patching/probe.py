@@ -23,7 +23,7 @@ from liger_trainer.compat.torch import MODULE_CONTENTS
 from liger_trainer.patching.as_written import Precisions
 from liger_trainer.patching.binding import OURS
 from liger_trainer.patching.side_effects import copies_of_containers
-from liger_trainer.patching.trial import Agreement, Computation, Trial, alike_without_gradients, values_alike
+from liger_trainer.patching.trial import Agreement, Computation, values_alike
 
 require(MODULE_CONTENTS)
 
@@ -105,10 +105,6 @@ class Probe:
             warnings.simplefilter("ignore")
             yield
 
-    def compare(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> Agreement:
-        """Compares the two on `tensors` in float32 and in bfloat16, outputs and gradients of every tensor."""
-        return Trial(original, tensors).compare(ours)
-
     def same(
         self,
         original: Computation,
@@ -128,7 +124,7 @@ class Probe:
         x = tensors[0]
         sizes = torch.logspace(0.0, 4.8, x[..., 0].numel(), device=x.device).view(*x.shape[:-1], 1)
         growing = [each.to(torch.float16) for each in (x * sizes, *tensors[1:])]
-        return Precisions(autocast, alike_without_gradients(original, ours, growing))
+        return Precisions(autocast, values_alike(original, ours, growing, gradients=False))
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ RECORD = "_liger_trainer_record"
 """The attribute of a module that holds what it was when our forward was bound."""
 
 _ALWAYS_THERE = frozenset(nn.Module().__dict__)
+_PROPERTIES = (property, functools.cached_property)
 _Pairs = tuple[tuple[str, Any], ...]
 
 
@@ -179,7 +180,8 @@ def _parts(
     }
     children = [child for _, child in contents["_modules"] if child is not None]
     # A property is compared as it is in the class, without its value.
-    whose = {name: kind if _is_property(kind, name) else owner for name in read.methods - {*named}}
+    properties = {name for name in read.methods if isinstance(getattr(kind, name, None), _PROPERTIES)}
+    whose = {name: kind if name in properties else owner for name in read.methods - {*named}}
     others = [(each, name, found_at(each, name)) for name, each in sorted(whose.items(), key=str)]
     others += [(base, name, getattr(base, name)) for base, name, _ in read.overridden]
     inside = within or Inside(known | names, shared)
@@ -207,7 +209,3 @@ def _parts_of_called(
         part = part._replace(absent=(*part.absent, "forward"))
     yield part, others, inside
     yield from inner
-
-
-def _is_property(kind: type, name: str) -> bool:
-    return isinstance(getattr(kind, name, None), (property, functools.cached_property))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -179,22 +180,21 @@ def values_alike(
     ours: Computation,
     tensors: Sequence[torch.Tensor],
     constants: Sequence[torch.Tensor] = (),
+    gradients: bool = True,
 ) -> bool:
-    """Whether both give the same dtypes, and the same values within bfloat16 rounding; see [`Trial`]."""
+    """Whether both give the same dtypes, and the same values within bfloat16 rounding; see [`Trial`].
+
+    Without `gradients`, these are values alone, of which an infinity equals itself and NaN equals NaN.
+    """
+    found = []
     try:
-        expected, got = (_drawn_alike(computation, tensors, constants, AS_DRAWN) for computation in (original, ours))
+        for computation in (original, ours):
+            with _same_draws(tensors[0].device):
+                found.append(_run(computation, tensors, constants, AS_DRAWN if gradients else _VALUES))
     except Exception:
         return False
-    return not _mismatch(expected, got) and all(_rms(a, b) <= 2**-7 for a, b in zip(expected, got))
-
-
-def alike_without_gradients(original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> bool:
-    """As `values_alike`, of values alone, where an infinity equals itself and NaN equals NaN."""
-    try:
-        expected, got = (_drawn_alike(computation, tensors, (), _VALUES) for computation in (original, ours))
-    except Exception:
-        return False
-    return not _mismatch(expected, got) and all(relative_difference(a, b, True) <= 2**-7 for a, b in zip(expected, got))
+    distance = _rms if gradients else functools.partial(relative_difference, alike=True)
+    return not _mismatch(*found) and all(distance(a, b) <= 2**-7 for a, b in zip(*found))
 
 
 def _run(
@@ -213,13 +213,6 @@ def _run(
         upstream.append(wave.to(torch.bfloat16).to(output.dtype).view(output.shape))
     gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
     return [tensor if tensor is None else tensor.detach() for tensor in (*outputs, *gradients)]
-
-
-def _drawn_alike(
-    computation: Computation, tensors: Sequence[torch.Tensor], constants: Sequence[torch.Tensor], case: Case
-) -> _Results:
-    with _same_draws(tensors[0].device):
-        return _run(computation, tensors, constants, case)
 
 
 @contextlib.contextmanager

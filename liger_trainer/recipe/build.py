@@ -60,7 +60,8 @@ def build_trainer(
     check_adapted_experts(recipe, trainer.model)
     check_launch(recipe, trainer)
     _watch_routers(recipe, trainer)
-    _narrow_logs(trainer)
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(LogLinesCallback())
     return trainer
 
 
@@ -259,9 +260,3 @@ def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
             f"{recipe.source}: `router_balance` is true, but {type(model).__name__} has {NO_EXPERTS}; leave it out."
         )
     trainer.callback_handler.callbacks.insert(0, RouterBalanceCallback())
-
-
-def _narrow_logs(trainer: Trainer) -> None:
-    """Replaces the Trainer's progress bar by our log lines."""
-    if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(LogLinesCallback())

@@ -25,13 +25,7 @@ BUILT_IN: dict[str, Callable[[], Any]] = {
     **{f"smoke_{kind}": partial(smoke.smoke_data, kind) for kind in smoke.ROW_KINDS},
 }
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # files that `Dataset.save_to_disk` writes
-_BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".txt": "text",
-}
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 SPOKEN = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns that hold text or turns."""
 
@@ -184,7 +178,8 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
             f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
             f"{_advice(columns, wanted[0], text)}"
         )
-    needed = [name for name in _reward_columns(recipe) if name not in columns]
+    functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
+    needed = sorted({name for function in functions for name in needed_columns(function)} - {*columns})
     if needed:
         raise RecipeError(
             f"The data has the columns {', '.join(columns)}; a function in `reward_funcs` needs `{needed[0]}`. Rename "
@@ -212,11 +207,6 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
     missing = next(name for name in wanted if name not in columns)
     start = "Set `dataset_text_field` to the column that holds the text, or rename" if text else "Rename"
     return f'{start} one with `columns`, such as {{"{missing}": "{others[0]}"}}.'
-
-
-def _reward_columns(recipe: Recipe) -> list[str]:
-    functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
-    return sorted({name for function in functions for name in needed_columns(function)})
 
 
 def _check_column(rows: Dataset, name: str, trainer: str) -> None:

@@ -78,10 +78,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[misc, valid-type]
 
 class _Comparing(TorchDispatchMode):  # type: ignore[misc, valid-type]
     def __init__(
-        self,
-        name: str,
-        kept: dict[Call, list[torch.Tensor]],
-        differs: list[tuple[str, Call, torch.Tensor | bool]],
+        self, name: str, kept: dict[Call, list[torch.Tensor]], differs: list[tuple[str, Call, torch.Tensor | bool]]
     ) -> None:
         super().__init__()
         self._layer, self._kept, self._differs, self._count = name, kept, differs, Counter[str]()

@@ -72,15 +72,11 @@ class PartialOffload(saved_tensors_hooks):
         if isinstance(whole, nn.Parameter):
             return self.offload.pack_hook(tensor)
         if whole not in self._moved:
-            self._moved[whole] = self._is_due(tensor.nbytes)
+            self._due += self.fraction * tensor.nbytes
+            self._moved[whole] = self._due >= tensor.nbytes / 2
+            self._due -= tensor.nbytes * self._moved[whole]
         # Detached: an output that its own graph references would stay until the garbage collector runs.
         return self.offload.pack_hook(tensor) if self._moved[whole] else tensor.detach()
-
-    def _is_due(self, size: int) -> bool:
-        self._due += self.fraction * size
-        due = self._due >= size / 2
-        self._due -= size * due
-        return due
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         # What the offloading hooks have packed is a key, never a tensor.

@@ -25,6 +25,7 @@ from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 from liger_trainer.patching.probe import HOOKS, neutral
 from liger_trainer.patching.side_effects import copies_of_containers
+from liger_trainer.patching.trial import relative_difference
 from liger_trainer.trainers.checkpoints.run_state import random_numbers, set_random_numbers
 
 logger = logging.getLogger("liger_trainer")
@@ -142,7 +143,9 @@ def _compared(layer: Any, tokens: torch.Tensor, tolerance: float) -> TriedAdapte
         if not torch.equal(together, again):
             found = found | TriedAdapters(drawing=_name(layer), always=not training)
         else:
-            error = max(_difference(together[:, each], tried(tokens[:, [each]])[:, 0]) for each in (0, _TOKENS - 1))
+            error = max(
+                relative_difference(together[:, each], tried(tokens[:, [each]])[:, 0]) for each in (0, _TOKENS - 1)
+            )
             if error > tolerance:
                 return found | TriedAdapters(f"{what} gives a token other values among others than alone ({error:.1e})")
         if _differ(kept, changed):
@@ -156,11 +159,6 @@ def _compared(layer: Any, tokens: torch.Tensor, tolerance: float) -> TriedAdapte
 
 def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
-
-
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    largest = one.double().abs().amax().clamp(min=1e-30)
-    return float((one.double() - other.double()).abs().amax() / largest)
 
 
 def _statistics(layer: nn.Module) -> dict[str, torch.Tensor]:

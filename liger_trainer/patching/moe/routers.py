@@ -50,11 +50,6 @@ class RouterFormula(NamedTuple):
     mixed: bool = False
 
 
-def in_groups(module: nn.Module) -> bool:
-    """Whether `module` says that its experts come in groups."""
-    return (getattr(module, "num_group", None) or 1) > 1
-
-
 def _in_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
@@ -247,7 +242,7 @@ def _verdict(module: nn.Module, probe: Probe, names: tuple[str, ...], corrected:
     agreements = {formula: trial.compare(ours(formula)) for formula in ROUTER_FORMULAS}
     equal = sorted((each for each in agreements if agreements[each].equal), key=lambda each: agreements[each].distance)
     on_cpu = _trial_on_cpu(original, tensors, constants, top_k)
-    ranks_sums = corrected or _BIAS in biases or in_groups(module)
+    ranks_sums = corrected or _BIAS in biases or _groups(module)["num_groups"] > 1
     with probe.on_cpu():
         for formula in equal:
             agreements[formula] = on_cpu.everywhere(ours(formula), agreements[formula])

@@ -66,10 +66,7 @@ def add_parser(commands: Any) -> None:
         help="sequences or pairs in a step on one GPU; default: 4, 1; with --group, two groups",
     )
     training.add_argument(
-        "--length",
-        type=counts,
-        metavar="N[,...]",
-        help="their tokens; default: 4096, 16384 (the first length to try)",
+        "--length", type=counts, metavar="N[,...]", help="their tokens; default: 4096, 16384 (the first length to try)"
     )
     training.add_argument(
         "--lengths",

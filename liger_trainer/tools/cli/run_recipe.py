@@ -87,7 +87,6 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     """
     prepare_environment()
     from liger_trainer.tools.cli.doctor import unmet_requirement
-    from liger_trainer.tools.cli.run_recipe import rank, recorded
 
     unmet = unmet_requirement()
     if unmet is not None:
@@ -129,7 +128,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     from liger_trainer.callbacks.stop_on_signal import StoppedBySignal
     from liger_trainer.recipe import RecipeError, load_recipe
     from liger_trainer.recipe.file import TrainingError
-    from liger_trainer.tools.cli.run_recipe import leave_process_group, rank
 
     try:
         recipe = load_recipe(name, options, smoke="--smoke" in arguments)

@@ -87,7 +87,9 @@ def main(arguments: Sequence[str]) -> int:
     request = Request.read(Path(folder))
     try:
         if side == WARM_START:
-            run_warm_start(request)
+            recipe = load_recipe(request.recipe, [*request.options, "--output_dir", str(request.work)], request.smoke)
+            if recipe.warm_start is not None:
+                train_recipe(recipe.warm_start)
         else:
             measured = run_side(request, side)
             text = json.dumps(dataclasses.asdict(measured), default=str)
@@ -96,13 +98,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"liger-trainer: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def run_warm_start(request: Request) -> None:
-    """Trains the supervised recipe that the runs continue from."""
-    recipe = load_recipe(request.recipe, [*request.options, "--output_dir", str(request.work)], request.smoke)
-    if recipe.warm_start is not None:
-        train_recipe(recipe.warm_start)
 
 
 def run_side(request: Request, side: str) -> Measured:
@@ -118,7 +113,7 @@ def run_side(request: Request, side: str) -> Measured:
         split_sums(model)
     recorder = Recorder(trainer, completions, request.work / "gradients", record=side == STOCK)
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    device, history = trainer.args.device, [entry for entry in trainer.state.log_history if "loss" in entry]
     return Measured(
         weights=weights,
         loss=[math.nan if entry["loss"] is None else float(entry["loss"]) for entry in history],
@@ -126,7 +121,7 @@ def run_side(request: Request, side: str) -> Measured:
         tokens=recorder.tokens,
         seconds=recorder.seconds,
         peak_memory_gib=recorder.peak_memory_gib(),
-        device=device_name(trainer.args.device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         gradients=recorder.gradients,
         dropped=dropped,
         generated=completions.calls,
@@ -135,11 +130,6 @@ def run_side(request: Request, side: str) -> Measured:
             for row in getattr(trainer, "kernel_report", None) or ()
         ],
     )
-
-
-def device_name(device: torch.device) -> str:
-    """The name of a GPU, or the kind of any other device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def recipe_of(request: Request, side: str) -> tuple[Recipe, dict[str, Any]]:
@@ -204,7 +194,7 @@ class Recorder:
             """Calls the recorder at the borders of a step."""
 
             def on_step_begin(self, *_: Any, **__: Any) -> None:
-                recorder._begin()
+                recorder._began = recorder._now()
 
             def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
                 recorder._look_at_gradients()
@@ -235,9 +225,6 @@ class Recorder:
     def peak_memory_gib(self) -> float:
         """The most memory so far."""
         return MemoryCallback().metrics(self.trainer.args, self.trainer.state)["peak_memory_gib"]
-
-    def _begin(self) -> None:
-        self._began = self._now()
 
     def _end(self) -> None:
         self.seconds.append(self._now() - self._began)

@@ -95,7 +95,8 @@ def read_sample(case: Case) -> Sample:
     """
     with tempfile.TemporaryDirectory() as folder, _quietly():
         recipe = _recipe(case, folder)
-        if case.is_model and not _names_data(recipe):
+        named = recipe.recipe.data_files or recipe.mixture.datasets or recipe.data.dataset_name
+        if case.is_model and not named:
             tokenizer = _as_trained(recipe, _loaded(load_tokenizer, recipe, (), None))
             return Sample(tokenizer, is_chat=tokenizer.chat_template is not None)
         data = _loaded(load_data, recipe)[0] if _is_on_hub(recipe) else load_data(recipe)[0]
@@ -142,10 +143,6 @@ def _can_stream() -> bool:
     import datasets
 
     return not datasets.config.HF_HUB_OFFLINE  # what is in the cache is read as it is
-
-
-def _names_data(recipe: Recipe) -> bool:
-    return bool(recipe.recipe.data_files or recipe.mixture.datasets or recipe.data.dataset_name)
 
 
 def _is_on_hub(recipe: Recipe) -> bool:

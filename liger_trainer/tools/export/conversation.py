@@ -65,7 +65,8 @@ class Conversation:
         """The pieces of the answer to `message`; both become turns when the answer is complete."""
         asked = [*self.turns, {"role": "user", "content": message}]
         inputs = self._inputs(asked)
-        length, room = inputs["input_ids"].shape[1], self._positions()
+        length = inputs["input_ids"].shape[1]
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if room is not None and length >= room:
             raise UserError(
                 f"The conversation has {length} tokens, and the model {room} positions; `/reset` forgets it, or write "
@@ -89,9 +90,6 @@ class Conversation:
         else:
             inputs = self.tokenizer("".join(turn["content"] for turn in turns), return_tensors="pt")
         return {key: inputs[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
-
-    def _positions(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def _generate(self, inputs: Any, new: int) -> Iterator[str]:
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)

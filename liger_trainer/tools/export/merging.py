@@ -111,7 +111,11 @@ def _unfinished(folder: Path) -> Path:
 
 
 def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[str], Any]) -> Proof:
-    say(_what_is_merged(run, dtype))
+    assert run.adapter is not None
+    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {_name(dtype)}"
+    if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
+        line += "; the base was quantised for training, and is merged as its dequantised weights"
+    say(f"{line}.")
     base = load_model(run, torch.float32)
     tokenizer = load_tokenizer(run)
     if tokenizer is None:
@@ -144,14 +148,6 @@ def _dtype_of(run: SavedRun) -> torch.dtype:
     named = run.quantization.dtype if run.quantization is not None else config.dtype or config.get_text_config().dtype
     named = named or "float32"
     return getattr(torch, named) if isinstance(named, str) else named
-
-
-def _what_is_merged(run: SavedRun, dtype: torch.dtype) -> str:
-    assert run.adapter is not None
-    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {_name(dtype)}"
-    if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
-        line += "; the base was quantised for training, and is merged as its dequantised weights"
-    return f"{line}."
 
 
 def merged_model(adapted: PeftModel) -> PreTrainedModel:

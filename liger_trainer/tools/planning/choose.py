@@ -57,7 +57,10 @@ def make_plan(inputs: Inputs, gpus: int, gpu_memory: float) -> Plan:
     for row in _rows(inputs, gpus, room):
         one = row.setting
         groups.setdefault((one.strategy, one.checkpointing, one.tiled_mlp, one.offloading), []).append(row)
-    rows = tuple(map(_preferred, groups.values()))
+    rows = tuple(  # those that do not fit, by their memory alone
+        min(group, key=lambda row: (not row.fits, row.cost if row.fits else row.memory.total))
+        for group in groups.values()
+    )
     fitting = [row for row in rows if row.fits]
     best = min(fitting, key=lambda row: row.cost, default=None)
     return Plan(rows, best, _row(inputs, written_setting(inputs, gpus), room), room)
@@ -68,9 +71,10 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
     values = inputs.values
     offloading = values["activation_offloading_fraction"] if values["activation_offloading"] else 0.0
     checkpointing = bool(values[checkpointing_key(values)])
-    sharing = values["expert_parallel_size"] or 1
+    sharing, config = values["expert_parallel_size"] or 1, values["accelerate_config"]
+    named = next((strategy for strategy in ("zero2", "fsdp2") if CONFIGS[strategy] == config), "ddp")
     return Setting(
-        "expert_parallel" if sharing > 1 else "single" if gpus == 1 else _named_strategy(values["accelerate_config"]),
+        "expert_parallel" if sharing > 1 else "single" if gpus == 1 else named,
         gpus,
         values["per_device_train_batch_size"],
         values["gradient_accumulation_steps"],
@@ -79,10 +83,6 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
         offloading if checkpointing else 0.0,
         sharing,
     )
-
-
-def _named_strategy(config: str | None) -> str:
-    return next((strategy for strategy in ("zero2", "fsdp2") if CONFIGS[strategy] == config), "ddp")
 
 
 def least(inputs: Inputs, gpus: int) -> Row:
@@ -150,10 +150,3 @@ def activation_memory_rows(run: Run, plan: Plan) -> list[Row]:
     return [first] + [
         _row_of(run, dataclasses.replace(first.setting, activation_memory=size), plan.room) for size in sizes
     ]
-
-
-def _preferred(rows: list[Row]) -> Row:
-    fitting = [row for row in rows if row.fits]
-    if fitting:
-        return min(fitting, key=lambda row: row.cost)
-    return min(rows, key=lambda row: row.memory.total)

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
     from liger_trainer.plan.work import Run
 
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations", "logits", "generation")
-_NAMES = {
-    "single": "one GPU",
-    "ddp": "DDP",
-    "zero2": "ZeRO-2",
-    "fsdp2": "FSDP2",
-    "expert_parallel": "EP of {}",
-}
+_NAMES = {"single": "one GPU", "ddp": "DDP", "zero2": "ZeRO-2", "fsdp2": "FSDP2", "expert_parallel": "EP of {}"}
 
 
 def parameters_line(parameters: Parameters) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,10 +186,7 @@ def _sizes(files: list[Path]) -> dict[str, int]:
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
-                size = 1
-                for length in file.get_slice(name).get_shape():
-                    size *= length
-                found[name] = size
+                found[name] = math.prod(file.get_slice(name).get_shape())
     return found
 
 
