@@ -14,17 +14,12 @@ logger = logging.getLogger("liger_trainer")
 
 
 class PolicyLossType(NamedTuple):
-    """A loss type of GRPO, apart from its formula (`liger_trainer/liger/operators/grpo_loss.py`).
+    """A loss type of GRPO, apart from its formula (`liger_trainer/liger/operators/grpo_loss.py`)."""
 
-    Args:
-        divided_by: The divisor of the sum of the token losses.
-        clips_ratio: Whether it clips the ratio to the old policy, on one side or two, by tokens or by sequences.
-        couples_tokens: Whether the loss of a token depends on the other tokens of its completion.
-    """
-
+    # The divisor of the sum of the token losses.
     divided_by: Literal["completion", "completions", "longest completion", "micro-batch", "step"]
-    clips_ratio: bool
-    couples_tokens: bool = False
+    clips_ratio: bool  # whether it clips the ratio to the old policy, on one side or two, by tokens or by sequences
+    couples_tokens: bool = False  # whether the loss of a token depends on the other tokens of its completion
 
 
 POLICY_LOSS_TYPES = {

@@ -22,21 +22,15 @@ Tensors = list[torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One more input of a proof.
+    """One more input of a proof."""
 
-    Args:
-        name: The inputs' name in a report of a difference.
-        change: Makes its tensors from the random ones; the first is the input of the part, the others its weights.
-        training: Whether the part is in training mode.
-        gradients: Whether gradients are compared too; otherwise both run without.
-        required: Whether the original has to run; otherwise one that raises, as on tensors of other dimensions than it
-            takes, says nothing.
-    """
-
-    name: str
+    name: str  # the inputs' name in a report of a difference
+    # Makes its tensors from the random ones; the first is the input of the part, the others its weights.
     change: Callable[[Tensors], Tensors] = list
-    training: bool = True
-    gradients: bool = True
+    training: bool = True  # whether the part is in training mode
+    gradients: bool = True  # whether gradients are compared too; otherwise both run without
+    # Whether the original has to run; otherwise one that raises, as on tensors of other dimensions than it takes, says
+    # nothing.
     required: bool = True
 
 

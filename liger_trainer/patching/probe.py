@@ -46,18 +46,12 @@ _Result = TypeVar("_Result")
 
 
 class Proof(NamedTuple):
-    """What the probe of a candidate found.
+    """What the probe of a candidate found."""
 
-    Args:
-        kernel: The kernel's name; None if ours differs.
-        forward: Our forward; None if it differs.
-        agreement: How the two compare.
-        live: The attributes and children of the module that our forward reads at each call; None for all of them.
-    """
-
-    kernel: str | None
-    forward: Callable | None
-    agreement: Agreement
+    kernel: str | None  # the kernel's name; None if ours differs
+    forward: Callable | None  # our forward; None if it differs
+    agreement: Agreement  # how the two compare
+    # The attributes and children of the module that our forward reads at each call; None for all of them.
     live: tuple[str, ...] | None = ()
 
 

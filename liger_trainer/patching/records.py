@@ -30,34 +30,23 @@ _Pairs = tuple[tuple[str, Any], ...]
 
 
 class _Part(NamedTuple):
-    """The module as it was, or a child that our forward does not call.
+    """The module as it was, or a child that our forward does not call."""
 
-    Args:
-        owner: The object itself.
-        forward: The forward of its class.
-        attributes: Names and values in its ``__dict__``.
-        absent: Names that it did not have, and that the forward of its class, or ours, asks for.
-        contents: Names and values of its children, parameters and buffers, by the name of the dictionary.
-    """
-
-    owner: nn.Module
-    forward: Callable
-    attributes: _Pairs = ()
-    absent: tuple[str, ...] = ()
+    owner: nn.Module  # the object itself
+    forward: Callable  # the forward of its class
+    attributes: _Pairs = ()  # names and values in its ``__dict__``
+    absent: tuple[str, ...] = ()  # names that it did not have, and that the forward of its class, or ours, asks for
+    # Names and values of its children, parameters and buffers, by the name of the dictionary.
     contents: tuple[tuple[str, _Pairs], ...] = ()
 
 
 class _Used(NamedTuple):
-    """Other objects that a part uses, or a global (then `owner` is None).
+    """Other objects that a part uses, or a global (then `owner` is None)."""
 
-    Args:
-        owner: The part.
-        attributes: Its methods, and what its attributes hold: whose they are, names and values; see [`Inside`].
-        containers: Dictionaries, lists and sets that it reads: the name, the container and a copy.
-    """
-
-    owner: nn.Module | None
+    owner: nn.Module | None  # the part
+    # Its methods, and what its attributes hold: whose they are, names and values; see [`Inside`].
     attributes: tuple[Attribute, ...]
+    # Dictionaries, lists and sets that it reads: the name, the container and a copy.
     containers: tuple[tuple[str, Any, Any], ...]
 
 
@@ -69,16 +58,11 @@ class _Known(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What a module was when our forward was bound.
+    """What a module was when our forward was bound."""
 
-    Args:
-        own: The module, which is the first part, and what belongs to it.
-        shared: Modules and objects that were found in globals, in functions and in classes.
-        read: The globals that its forward reads: in which function, name, value.
-    """
-
-    own: _Known
-    shared: _Known
+    own: _Known  # the module, which is the first part, and what belongs to it
+    shared: _Known  # modules and objects that were found in globals, in functions and in classes
+    # The globals that its forward reads: in which function, name, value.
     read: tuple[tuple[types.FunctionType, str, Any], ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Record:  # a copy reads the same globals

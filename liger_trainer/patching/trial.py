@@ -34,20 +34,14 @@ _Results = list[torch.Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How two computations compare.
+    """How two computations compare."""
 
-    Args:
-        error: Largest relative float32 difference of outputs and gradients; infinite if one is missing.
-        distance: Largest relative bfloat16 difference of an output, which distinguishes formulas that only round
-            differently. Those of gradients, which are sums, are mostly noise.
-        reason: Why they do not agree; empty if they do.
-        case: The name of the [`Case`] that shows it; empty for the random tensors themselves.
-    """
-
-    error: float
+    error: float  # largest relative float32 difference of outputs and gradients; infinite if one is missing
+    # Largest relative bfloat16 difference of an output, which distinguishes formulas that only round differently. Those
+    # of gradients, which are sums, are mostly noise.
     distance: float = 0.0
-    reason: str = ""
-    case: str = ""
+    reason: str = ""  # why they do not agree; empty if they do
+    case: str = ""  # the name of the [`Case`] that shows it; empty for the random tensors themselves
 
     @property
     def equal(self) -> bool:

@@ -50,15 +50,10 @@ ADAPTER_BYTES = 4  # PEFT's adapters are fp32
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Bytes per element.
+    """Bytes per element."""
 
-    Args:
-        compute: Outputs of linear layers and attention.
-        stream: Residual stream and norms; 4 under autocast over fp32 weights.
-    """
-
-    compute: int = 2
-    stream: int = 2
+    compute: int = 2  # outputs of linear layers and attention
+    stream: int = 2  # residual stream and norms; 4 under autocast over fp32 weights
 
     @property
     def autocast(self) -> bool:
@@ -68,19 +63,12 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer.
+    """Bytes of one layer."""
 
-    Args:
-        input: Bytes of the input, which checkpointing saves.
-        saved: Bytes saved without checkpointing, including the input.
-        working: Peak of its recomputation and backward, without that input.
-        gradients: Elements of weight gradients at that moment that are not in `.grad` yet.
-    """
-
-    input: float
-    saved: float
-    working: float
-    gradients: int = 0
+    input: float  # bytes of the input, which checkpointing saves
+    saved: float  # bytes saved without checkpointing, including the input
+    working: float  # peak of its recomputation and backward, without that input
+    gradients: int = 0  # elements of weight gradients at that moment that are not in `.grad` yet
 
 
 def attention_saved(shape: LayerShape, precision: Precision, length: int, implementation: str) -> float:

@@ -56,36 +56,22 @@ ATTENTION_TIME = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result that a layer computes again, or keeps.
+    """A result that a layer computes again, or keeps."""
 
-    Args:
-        name: Name of the result.
-        bytes: Bytes a token.
-        time: Time a token that keeping it saves, in FLOP of matmuls.
-        can_be_kept: Whether it can be.
-    """
-
-    name: str
-    bytes: int
-    time: float
-    can_be_kept: bool = True
+    name: str  # name of the result
+    bytes: int  # bytes a token
+    time: float  # time a token that keeping it saves, in FLOP of matmuls
+    can_be_kept: bool = True  # whether it can be
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What is kept.
+    """What is kept."""
 
-    Args:
-        layers: For each result, in how many of the last layers.
-        bytes: Bytes of all layers.
-        in_last: Bytes of the last layer.
-        saved: Fraction of the recomputation's time that is saved.
-    """
-
-    layers: dict[str, int]
-    bytes: int
-    in_last: int
-    saved: float
+    layers: dict[str, int]  # for each result, in how many of the last layers
+    bytes: int  # bytes of all layers
+    in_last: int  # bytes of the last layer
+    saved: float  # fraction of the recomputation's time that is saved
 
 
 def layer_results(

@@ -34,30 +34,19 @@ TILED_COST = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One way to run.
+    """One way to run."""
 
-    Args:
-        strategy: ``"single"``, ``"ddp"``, ``"zero2"``, ``"fsdp2"`` (weights, gradients and states split, weights
-            freed after each layer) or ``"expert_parallel"`` (the same, but tokens are sent to the experts).
-        gpus: Number of GPUs.
-        batch: ``per_device_train_batch_size``.
-        accumulation: ``gradient_accumulation_steps``.
-        checkpointing: Whether every layer is recomputed in the backward pass.
-        tiled_mlp: Whether gated MLPs run in tiles.
-        offloading: Fraction of the layers' inputs that waits in host memory; 0 without checkpointing.
-        expert_parallel_size: G, the GPUs that share a layer's experts; 1 except for ``"expert_parallel"``.
-        activation_memory: Bytes of results that the layers may keep instead of computing them again; 0 without
-            checkpointing.
-    """
-
+    # ``"single"``, ``"ddp"``, ``"zero2"``, ``"fsdp2"`` (weights, gradients and states split, weights freed after each
+    # layer) or ``"expert_parallel"`` (the same, but tokens are sent to the experts).
     strategy: str = "single"
-    gpus: int = 1
-    batch: int = 1
-    accumulation: int = 1
-    checkpointing: bool = True
-    tiled_mlp: bool = False
-    offloading: float = 0.0
-    expert_parallel_size: int = 1
+    gpus: int = 1  # number of GPUs
+    batch: int = 1  # ``per_device_train_batch_size``
+    accumulation: int = 1  # ``gradient_accumulation_steps``
+    checkpointing: bool = True  # whether every layer is recomputed in the backward pass
+    tiled_mlp: bool = False  # whether gated MLPs run in tiles
+    offloading: float = 0.0  # fraction of the layers' inputs that waits in host memory; 0 without checkpointing
+    expert_parallel_size: int = 1  # G, the GPUs that share a layer's experts; 1 except for ``"expert_parallel"``
+    # Bytes of results that the layers may keep instead of computing them again; 0 without checkpointing.
     activation_memory: int = 0
 
     @property

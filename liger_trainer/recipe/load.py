@@ -37,27 +37,16 @@ _SHARED_WITH_WARM_START = (
 
 @dataclasses.dataclass
 class Recipe:
-    """A recipe that has been read and checked.
+    """A recipe that has been read and checked."""
 
-    Args:
-        source: The file it came from.
-        recipe: The keys of our own: trainer, model and data.
-        data: TRL's choice of one dataset.
-        mixture: TRL's mixture of datasets.
-        model: TRL's model and LoRA arguments.
-        training: The trainer's arguments.
-        more: Further keys of this trainer, or None.
-        warm_start: The supervised recipe that runs first.
-    """
-
-    source: Path
-    recipe: RecipeArguments
-    data: ScriptArguments
-    mixture: DatasetMixtureConfig
-    model: ModelConfig
-    training: TrainingArguments
-    more: CausalLMArguments | RewardArguments | None = None
-    warm_start: Recipe | None = None
+    source: Path  # the file it came from
+    recipe: RecipeArguments  # the keys of our own: trainer, model and data
+    data: ScriptArguments  # TRL's choice of one dataset
+    mixture: DatasetMixtureConfig  # TRL's mixture of datasets
+    model: ModelConfig  # TRL's model and LoRA arguments
+    training: TrainingArguments  # the trainer's arguments
+    more: CausalLMArguments | RewardArguments | None = None  # further keys of this trainer, or None
+    warm_start: Recipe | None = None  # the supervised recipe that runs first
 
     @property
     def kind(self) -> TrainerKind:

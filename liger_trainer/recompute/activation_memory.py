@@ -51,15 +51,11 @@ class Recording:
 
 @dataclasses.dataclass
 class Planned:
-    """The layers keep what follows from a record.
+    """The layers keep what follows from a record."""
 
-    Args:
-        record: A step that kept nothing; once proved, with the candidates that are the same when computed again.
-        limit: Bytes that may be allocated.
-    """
-
+    # A step that kept nothing; once proved, with the candidates that are the same when computed again.
     record: RecordedStep
-    limit: float
+    limit: float  # bytes that may be allocated
 
     def __post_init__(self) -> None:
         self.tokens = {layer.name: layer.tokens for layer in self.record.layers}
@@ -90,17 +86,11 @@ class Keeping(Planned):
 
 @dataclasses.dataclass
 class MicroBatch:
-    """The micro-batch that runs.
+    """The micro-batch that runs."""
 
-    Args:
-        calls: How often each layer has run.
-        growth: Its tokens, as a multiple of the recorded ones; None before its first layer.
-        computation: Which of the two computations runs, of a forward that is computed twice.
-    """
-
-    calls: Counter[str] = dataclasses.field(default_factory=Counter)
-    growth: float | None = None
-    computation: Pass | None = None
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)  # how often each layer has run
+    growth: float | None = None  # its tokens, as a multiple of the recorded ones; None before its first layer
+    computation: Pass | None = None  # which of the two computations runs, of a forward that is computed twice
 
 
 class ActivationMemory:

@@ -36,34 +36,21 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A checkpointed layer, as it was measured.
+    """A checkpointed layer, as it was measured."""
 
-    Args:
-        name: The module's, with the number of its call if it runs more than once.
-        tokens: Tokens that it was given.
-        candidates: The results that the layer could keep.
-        peak: Most bytes allocated from its recomputation to that of the layer before.
-    """
-
-    name: str
-    tokens: int
-    candidates: tuple[Candidate, ...]
-    peak: int = 0
+    name: str  # the module's, with the number of its call if it runs more than once
+    tokens: int  # tokens that it was given
+    candidates: tuple[Candidate, ...]  # the results that the layer could keep
+    peak: int = 0  # most bytes allocated from its recomputation to that of the layer before
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """A micro-batch that kept nothing, as it was measured.
+    """A micro-batch that kept nothing, as it was measured."""
 
-    Args:
-        layers: The layers, in the order of the forward.
-        start: Bytes allocated before its forward.
-        peak: Most bytes allocated from there to the first recomputation.
-    """
-
-    layers: tuple[Layer, ...]
-    start: int = 0
-    peak: int = 0
+    layers: tuple[Layer, ...]  # the layers, in the order of the forward
+    start: int = 0  # bytes allocated before its forward
+    peak: int = 0  # most bytes allocated from there to the first recomputation
 
     def to_dict(self) -> dict[str, Any]:
         """The step in types that JSON has."""
@@ -81,17 +68,11 @@ class RecordedStep:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the layers keep.
+    """What the layers keep."""
 
-    Args:
-        calls: The kept calls, by the layer's name.
-        bytes: Bytes that all layers together keep when the loss is computed.
-        seconds: Time saved, since the operators are not called again.
-    """
-
-    calls: dict[str, frozenset[Call]]
-    bytes: int = 0
-    seconds: float = 0.0
+    calls: dict[str, frozenset[Call]]  # the kept calls, by the layer's name
+    bytes: int = 0  # bytes that all layers together keep when the loss is computed
+    seconds: float = 0.0  # time saved, since the operators are not called again
 
 
 def merged(steps: Sequence[RecordedStep]) -> RecordedStep:

@@ -34,12 +34,10 @@ class FusedLabelSmoother(LabelSmoother):
 
     If a batch has `shift_labels`, the next token of each position, those are the labels: where context parallelism
     splits a sequence over processes, the next token of the last position is on another process.
-
-    Attributes:
-        shifts: Whether the label of position i + 1 is for the logits of position i; None to do as the caller says. The
-            Trainer says it by the name of the model's class, which a subclass need not have, so the model is asked.
     """
 
+    # Whether the label of position i + 1 is for the logits of position i; None to do as the caller says. The Trainer
+    # says it by the name of the model's class, which a subclass need not have, so the model is asked.
     shifts: bool | None = None
     _asked: bool = field(default=False, init=False, repr=False)
     _shifted: torch.Tensor | None = field(default=None, init=False, repr=False)

@@ -29,23 +29,14 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class PairForward:
-    """Statistics of B pairs padded to a common length L, the chosen sequences before the rejected ones.
+    """Statistics of B pairs padded to a common length L, the chosen sequences before the rejected ones."""
 
-    Attributes:
-        log_probs: `(2B, L - 1)`, fp32, of the token after each position; differentiable.
-        mean_logits: `(2B, L)`, fp32, mean over the vocabulary at each position; 0 at padding.
-        counts: `(2B, L)`, 1 for a token, 0 for padding.
-        is_token: `(2B, L - 1)`, bool, whether the position after this one is not padding.
-        is_completion: `(2B, L - 1)`, bool, whether it is part of the completion.
-        aux_loss: The load-balancing loss, if the model is a mixture of experts that computes one.
-    """
-
-    log_probs: torch.Tensor
-    mean_logits: torch.Tensor
-    counts: torch.Tensor
-    is_token: torch.Tensor
-    is_completion: torch.Tensor
-    aux_loss: torch.Tensor | None
+    log_probs: torch.Tensor  # `(2B, L - 1)`, fp32, of the token after each position; differentiable
+    mean_logits: torch.Tensor  # `(2B, L)`, fp32, mean over the vocabulary at each position; 0 at padding
+    counts: torch.Tensor  # `(2B, L)`, 1 for a token, 0 for padding
+    is_token: torch.Tensor  # `(2B, L - 1)`, bool, whether the position after this one is not padding
+    is_completion: torch.Tensor  # `(2B, L - 1)`, bool, whether it is part of the completion
+    aux_loss: torch.Tensor | None  # the load-balancing loss, if the model is a mixture of experts that computes one
 
     def completion_log_probs(self, average: bool) -> torch.Tensor:
         """Log-probability of each completion, `(2B,)`: the sum over its tokens, or their average."""

@@ -39,17 +39,11 @@ _TOLERANCE, _TOLERANCE_OF_HALF = 1e-4, 2**-5
 
 @dataclasses.dataclass(frozen=True)
 class TriedAdapters:
-    """What was found of the layers of a model's adapters.
+    """What was found of the layers of a model's adapters."""
 
-    Args:
-        mixing: Why its batches cannot be packed; empty if they can.
-        drawing: The class of a layer that draws random numbers in training; empty if none does.
-        always: Whether one draws in evaluation too.
-    """
-
-    mixing: str = ""
-    drawing: str = ""
-    always: bool = False
+    mixing: str = ""  # why its batches cannot be packed; empty if they can
+    drawing: str = ""  # the class of a layer that draws random numbers in training; empty if none does
+    always: bool = False  # whether one draws in evaluation too
 
     def __or__(self, other: TriedAdapters) -> TriedAdapters:
         return TriedAdapters(self.mixing or other.mixing, self.drawing or other.drawing, self.always or other.always)

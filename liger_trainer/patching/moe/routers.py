@@ -32,22 +32,15 @@ _FP32 = torch.float32
 
 
 class RouterFormula(NamedTuple):
-    """What a router computes.
+    """What a router computes."""
 
-    Args:
-        project: Computes the logits from hidden states, weight and bias.
-        route: Computes the results of the forward from the module, the hidden states, the logits and the correction
-            bias, (experts,) or None.
-        kernel: The operator inside, for the report.
-        reads: The attributes of the module that `route` reads at each call.
-        mixed: Whether `project` equals the model's own product if hidden states and weight differ in dtype.
-    """
-
-    project: Callable
+    project: Callable  # computes the logits from hidden states, weight and bias
+    # Computes the results of the forward from the module, the hidden states, the logits and the correction bias,
+    # (experts,) or None.
     route: Callable
-    kernel: str
-    reads: tuple[str, ...]
-    mixed: bool = False
+    kernel: str  # the operator inside, for the report
+    reads: tuple[str, ...]  # the attributes of the module that `route` reads at each call
+    mixed: bool = False  # whether `project` equals the model's own product if hidden states and weight differ in dtype
 
 
 def _in_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

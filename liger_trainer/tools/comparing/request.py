@@ -55,21 +55,13 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to compare.
+    """What to compare."""
 
-    Args:
-        recipe: A recipe's file or name, or a model's folder or name on the Hub.
-        options: Command-line options, which win over the recipe.
-        steps: Optimizer steps of each run.
-        smoke: Whether to shrink the recipe, as ``train --smoke`` does.
-        folder: Where results go.
-    """
-
-    recipe: str
-    options: tuple[str, ...]
-    steps: int
-    smoke: bool
-    folder: Path
+    recipe: str  # a recipe's file or name, or a model's folder or name on the Hub
+    options: tuple[str, ...]  # command-line options, which win over the recipe
+    steps: int  # optimizer steps of each run
+    smoke: bool  # whether to shrink the recipe, as ``train --smoke`` does
+    folder: Path  # where results go
 
     @property
     def work(self) -> Path:

@@ -42,33 +42,21 @@ SIDES = (STOCK, AGAIN, OURS)
 
 @dataclasses.dataclass
 class Measured:
-    """What a run leaves.
+    """What a run leaves."""
 
-    Args:
-        weights: A digest of the weights that it started from.
-        loss: The loss of each step.
-        grad_norm: The norm of each step's gradients before they are clipped, summed in fp32 whatever their dtype.
-        tokens: Tokens of each step, without padding.
-        seconds: Time of each step, without generation.
-        peak_memory_gib: Peak memory of the accelerator or, on a CPU, of the process.
-        device: Where it ran.
-        gradients: For each part of a layer, norm and difference of [`compare_gradients`]; empty for the stock run.
-        dropped: Arguments of ours that the stock run does not have.
-        generated: How often it asked for completions.
-        kernels: Patched parts, as rows of component, target, count and kernel; empty for the stock runs.
-    """
-
-    weights: str
-    loss: list[float]
+    weights: str  # a digest of the weights that it started from
+    loss: list[float]  # the loss of each step
+    # The norm of each step's gradients before they are clipped, summed in fp32 whatever their dtype.
     grad_norm: list[float]
-    tokens: list[int]
-    seconds: list[float]
-    peak_memory_gib: float
-    device: str
+    tokens: list[int]  # tokens of each step, without padding
+    seconds: list[float]  # time of each step, without generation
+    peak_memory_gib: float  # peak memory of the accelerator or, on a CPU, of the process
+    device: str  # where it ran
+    # For each part of a layer, norm and difference of [`compare_gradients`]; empty for the stock run.
     gradients: dict[str, dict[str, float]]
-    dropped: dict[str, Any]
-    generated: int
-    kernels: list[list[str]]
+    dropped: dict[str, Any]  # arguments of ours that the stock run does not have
+    generated: int  # how often it asked for completions
+    kernels: list[list[str]]  # patched parts, as rows of component, target, count and kernel; empty for the stock runs
 
     @classmethod
     def read(cls, work: Path, side: str) -> Measured:

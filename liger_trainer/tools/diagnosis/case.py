@@ -24,15 +24,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Trap:
-    """A mistake that training would not report.
+    """A mistake that training would not report."""
 
-    Args:
-        what: The mistake, and why nothing shows it.
-        fix: Keys of a recipe that correct it.
-    """
-
-    what: str
-    fix: str
+    what: str  # the mistake, and why nothing shows it
+    fix: str  # keys of a recipe that correct it
 
     def __str__(self) -> str:
         return f"{self.what}. Fix: {self.fix}."
@@ -44,19 +39,13 @@ class CannotCheckError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A recipe, or a model that is going to be fine-tuned.
+    """A recipe, or a model that is going to be fine-tuned."""
 
-    Args:
-        source: The recipe's file, or the model, for messages.
-        values: All keys of the recipe, checked; for a model, those of ``trainer: "sft"`` with that model.
-        config: The configuration of the model.
-        is_model: Whether a model was given, and no recipe.
-    """
-
-    source: Path
+    source: Path  # the recipe's file, or the model, for messages
+    # All keys of the recipe, checked; for a model, those of ``trainer: "sft"`` with that model.
     values: Mapping[str, Any]
-    config: PreTrainedConfig
-    is_model: bool
+    config: PreTrainedConfig  # the configuration of the model
+    is_model: bool  # whether a model was given, and no recipe
 
     @property
     def kind(self) -> TrainerKind:

@@ -58,27 +58,18 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The first rows of the data.
+    """The first rows of the data."""
 
-    Args:
-        processor: The tokenizer or processor, as the trainer has changed it.
-        template: The chat template that the trainer uses in place of the processor's; None for that one.
-        is_chat: Whether the rows, or without data the prompts to come, are conversations.
-        rows: Number of rows; 0 without data.
-        dropped: How many of them the trainer leaves out, with `max_length`.
-        empty: How many it would leave out without `max_length`, since they have no label.
-        whole: Sequences of the rows without `max_length`; a pair has two. Empty if answers are generated.
-        cut: Sequences that are trained on, with `max_length`.
-    """
-
-    processor: Any
+    processor: Any  # the tokenizer or processor, as the trainer has changed it
+    # The chat template that the trainer uses in place of the processor's; None for that one.
     template: str | None = None
-    is_chat: bool = False
-    rows: int = 0
-    dropped: int = 0
-    empty: int = 0
+    is_chat: bool = False  # whether the rows, or without data the prompts to come, are conversations
+    rows: int = 0  # number of rows; 0 without data
+    dropped: int = 0  # how many of them the trainer leaves out, with `max_length`
+    empty: int = 0  # how many it would leave out without `max_length`, since they have no label
+    # Sequences of the rows without `max_length`; a pair has two. Empty if answers are generated.
     whole: tuple[Sequence, ...] = ()
-    cut: tuple[Sequence, ...] = ()
+    cut: tuple[Sequence, ...] = ()  # sequences that are trained on, with `max_length`
 
     @property
     def tokenizer(self) -> Any:

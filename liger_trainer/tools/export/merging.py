@@ -46,19 +46,12 @@ class MergeError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """How far the merged model's logits are from the adapted model's, relative to the size of the logits.
+    """How far the merged model's logits are from the adapted model's, relative to the size of the logits."""
 
-    Attributes:
-        merged: The largest distance of a position, with the merged weights in fp32.
-        saved: The median distance of the positions, with the model loaded from the folder.
-        limit: The largest `saved` that rounding to the saved dtype explains.
-        effect: The median distance of the adapted model from its base.
-    """
-
-    merged: float
-    saved: float
-    limit: float
-    effect: float
+    merged: float  # the largest distance of a position, with the merged weights in fp32
+    saved: float  # the median distance of the positions, with the model loaded from the folder
+    limit: float  # the largest `saved` that rounding to the saved dtype explains
+    effect: float  # the median distance of the adapted model from its base
 
 
 def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Callable[[str], Any] = print) -> Proof:

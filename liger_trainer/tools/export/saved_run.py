@@ -32,23 +32,15 @@ _PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_prepro
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """The folder with a run's model or adapters, and the base of the adapters.
+    """The folder with a run's model or adapters, and the base of the adapters."""
 
-    Attributes:
-        folder: The output folder of the run, or a checkpoint in it.
-        adapter: PEFT's configuration; None for a whole model.
-        base: The name or folder of the base model; for a whole model, `folder`.
-        revision: The revision of `base` on the Hub.
-        quantization: How the base was quantised while it was loaded for training; None if it was not.
-        trust_remote_code: Whether to run code that comes with the model.
-    """
-
-    folder: Path
-    adapter: PeftConfig | None
-    base: str
-    revision: str = "main"
+    folder: Path  # the output folder of the run, or a checkpoint in it
+    adapter: PeftConfig | None  # PEFT's configuration; None for a whole model
+    base: str  # the name or folder of the base model; for a whole model, `folder`
+    revision: str = "main"  # the revision of `base` on the Hub
+    # How the base was quantised while it was loaded for training; None if it was not.
     quantization: BaseQuantization | None = None
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # whether to run code that comes with the model
 
     @property
     def given(self) -> str:

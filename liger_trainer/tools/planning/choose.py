@@ -30,19 +30,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The compared settings.
+    """The compared settings."""
 
-    Args:
-        rows: A row for each strategy and way, with the fastest batch that fits, or the smallest if none does.
-        best: The fastest row that fits; None if none does.
-        written: The recipe as written, split as it says; as DDP if it does not say, or in a way that is not planned.
-        room: Bytes of a GPU that a plan may use.
-    """
-
+    # A row for each strategy and way, with the fastest batch that fits, or the smallest if none does.
     rows: tuple[Row, ...]
-    best: Row | None
-    written: Row
-    room: float
+    best: Row | None  # the fastest row that fits; None if none does
+    written: Row  # the recipe as written, split as it says; as DDP if it does not say, or in a way that is not planned
+    room: float  # bytes of a GPU that a plan may use
 
 
 def room_of(gpu_memory: float, run: Run) -> float:

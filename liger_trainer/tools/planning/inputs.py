@@ -41,22 +41,14 @@ _ADAMS = ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "a
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A recipe as a plan sees it.
+    """A recipe as a plan sees it."""
 
-    Args:
-        source: The recipe's file.
-        values: All its keys.
-        run: Model and work.
-        notes: Assumptions, and memory that is not counted.
-        shared_experts: Experts per layer that GPUs can share; 0 if there are none or they cannot be split.
-        activation_memory: Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
-    """
-
-    source: Path
-    values: Mapping[str, Any]
-    run: Run
-    notes: tuple[str, ...]
-    shared_experts: int = 0
+    source: Path  # the recipe's file
+    values: Mapping[str, Any]  # all its keys
+    run: Run  # model and work
+    notes: tuple[str, ...]  # assumptions, and memory that is not counted
+    shared_experts: int = 0  # experts per layer that GPUs can share; 0 if there are none or they cannot be split
+    # Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
     activation_memory: int | Literal["auto"] = 0
 
 

@@ -23,19 +23,12 @@ class BatchError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class CheckedCollator:
-    """Runs a collator and checks its batch; an id out of range would end in a device-side assert later.
-
-    Args:
-        collator: The collator.
-        num_labels: Size of the vocabulary that labels index; None not to check labels.
-        num_tokens: Size of the embedding that `input_ids` index; None not to check them.
-        reads: Whether to add what a training step need not ask the device (`trainers/step.py`).
-    """
+    """Runs a collator and checks its batch; an id out of range would end in a device-side assert later."""
 
     collator: Callable
-    num_labels: int | None
-    num_tokens: int | None
-    reads: bool = False
+    num_labels: int | None  # size of the vocabulary that labels index; None not to check labels
+    num_tokens: int | None  # size of the embedding that `input_ids` index; None not to check them
+    reads: bool = False  # whether to add what a training step need not ask the device (`trainers/step.py`)
 
     def __call__(self, features: list[Any]) -> Any:
         """Collates `features`."""
