@@ -216,11 +216,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
             )
 
     def check_before_save(self, model: nn.Module, args: TrainingArguments, state: TrainerState, alike: bool) -> None:
-        """Checks the parameters before they are saved; `alike`, if all processes call this and have to decide alike.
-
-        Raises:
-            NonFiniteError: naming the first parameter that is not finite, and the last checkpoint.
-        """
+        """Checks the parameters before they are saved; `alike`, if all processes call this and have to decide alike."""
         found = first_bad_parameter(model, args, alike)
         if found is not None:
             raise NonFiniteError(f"Stopped at step {state.global_step}{found} is not finite. {_nothing_saved(args)}")

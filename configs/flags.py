@@ -260,11 +260,7 @@ def retained_bytes_of(args: Any) -> int | None:
 
 
 def activation_memory_of(args: Any) -> int | Literal["auto"] | None:
-    """`activation_memory` of any training arguments: bytes, ``"auto"``, or None if it is not set.
-
-    Raises:
-        ValueError: if it is neither a size, 0 or more, nor ``"auto"``.
-    """
+    """`activation_memory` of any training arguments: bytes, ``"auto"``, or None if it is not set."""
     value = getattr(args, "activation_memory", None)
     if value is None or value == "auto":
         return value

@@ -36,11 +36,7 @@ def optim_of_transformers(args: Any) -> Iterator[None]:
 
 
 def liger_adamw_options(args: Any) -> dict[str, Any]:
-    """The options of `LigerAdamW` in `optim_args`, such as `"states=bf16,master=none"`, with the run's `seed`.
-
-    Raises:
-        ValueError: for another option, or a value that is not allowed.
-    """
+    """The options of `LigerAdamW` in `optim_args`, such as `"states=bf16,master=none"`, with the run's `seed`."""
     from liger_trainer.optim.adamw import LigerAdamW
 
     options: dict[str, Any] = {"seed": args.seed}

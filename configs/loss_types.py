@@ -63,11 +63,7 @@ def known_loss_types(config_class: Any) -> list[str]:
 
 
 def check_loss_type(args: Any) -> None:
-    """Checks `args.loss_type`, which TRL checks in the first step, long after the data are prepared.
-
-    Raises:
-        ValueError: for a loss type that TRL does not state, naming those that it does.
-    """
+    """Checks `args.loss_type`, which TRL checks in the first step, long after the data are prepared."""
     config_class: Any = type(args)
     known = known_loss_types(config_class)
     given = getattr(args, "loss_type", None)

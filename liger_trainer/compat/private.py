@@ -55,12 +55,7 @@ class Private:
         return self.path.replace(":", ".")
 
     def find(self) -> Any:
-        """The object itself.
-
-        Raises:
-            ImportError: if its module cannot be imported.
-            AttributeError: if the module has no such name.
-        """
+        """The object itself."""
         module, _, qualified_name = self.path.partition(":")
         return functools.reduce(getattr, qualified_name.split("."), importlib.import_module(module))
 
@@ -142,9 +137,6 @@ def require(feature: Feature) -> list[Any]:
 
     Returns:
         The objects that the names stand for, in order.
-
-    Raises:
-        ImportError: naming the library, its installed version, the name, the feature and the version to install.
     """
     message = _message(feature)
     if message is not None:

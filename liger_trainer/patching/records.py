@@ -78,11 +78,7 @@ _Found = tuple[_Part, list[Attribute], Inside]
 
 
 def arrays_read(module: nn.Module, forward: Callable) -> list[str]:
-    """The names of the tensors that `forward`, run on `module`, reads which are neither parameters nor buffers.
-
-    Raises:
-        SideEffectError: If it reads too much.
-    """
+    """The names of the tensors that `forward`, run on `module`, reads which are neither parameters nor buffers."""
     insides = _found(module, [], (forward,), ())[1]
     if any(inside.is_full for inside in insides):
         raise SideEffectError(f"its forward reads more than {FEW} objects, too many to compare at each call")

@@ -69,11 +69,7 @@ class Parameters:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a model: the list of modules with the most parameters.
-
-    Raises:
-        ValueError: if the model has no list of modules.
-    """
+    """The decoder layers of a model: the list of modules with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of layers, so its memory cannot be planned.")

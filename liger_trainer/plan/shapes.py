@@ -45,11 +45,7 @@ class LayerShape:
 
 
 def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: bool = True) -> LayerShape:
-    """The [`LayerShape`] of a model on any device; the flags say whether adapters and experts run in our operators.
-
-    Raises:
-        ValueError: if its configuration lacks a size that decoders have.
-    """
+    """The [`LayerShape`] of a model on any device; the flags say whether adapters and experts run in our operators."""
     config = model.config.get_text_config()
     for needed in ("hidden_size", "num_attention_heads"):
         if not isinstance(getattr(config, needed, None), int):

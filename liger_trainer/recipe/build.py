@@ -33,11 +33,7 @@ logger = logging.getLogger(__name__)
 def build_trainer(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
 ) -> Trainer:
-    """Builds the trainer of `recipe`, ready to train, and checks it.
-
-    Raises:
-        RecipeError: for anything in the recipe, the model or the data that the trainer or the checks refuse.
-    """
+    """Builds the trainer of `recipe`, ready to train, and checks it."""
     build = _build_causal_lm if recipe.recipe.trainer == "causal_lm" else _build_trl
     try:
         trainer = build(recipe, tokenizer, train, evaluation, resumed)

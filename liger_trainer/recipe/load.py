@@ -65,9 +65,6 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = F
         name: Its path or name.
         overrides: Command-line options, which win over the file.
         smoke: Whether to shrink it to a few steps of a tiny random model of the same family on generated data, offline.
-
-    Raises:
-        RecipeError: for any mistake; the message names the key, the file and what is allowed.
     """
     source = find_recipe(name)
     values, given = check_values(read_recipe(source), overrides, source)
@@ -189,11 +186,7 @@ def _switch(text: str) -> bool | str:
 
 
 def _convert(value: Any, hint: Any, action: Action) -> Any:
-    """`value` as its field needs it; text is read as on the command line.
-
-    Raises:
-        ValueError: saying what the field takes, if `value` does not fit.
-    """
+    """`value` as its field needs it; text is read as on the command line."""
     if action.nargs == "+" and value is not None and not isinstance(value, (list, dict)):
         value = [value]
     unset = value is None and type(None) in _alternatives(hint)

@@ -111,11 +111,7 @@ def _resume(asked: str | Literal[True], folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def room_for(folder: str) -> Iterator[None]:
-    """Reports a full disk, in code that writes to `folder`, as one error that says how to continue.
-
-    Raises:
-        TrainingError: for every library's error of a full disk; checkpoint formats have errors of their own.
-    """
+    """Reports a full disk, in code that writes to `folder`, as one error that says how to continue."""
     try:
         yield
     except RecipeError:

@@ -76,11 +76,7 @@ class RecipeArguments:
 
 
 def mapping(name: str, value: Any) -> dict[str, Any] | None:
-    """The value of the key `name` as a mapping; it may be JSON text, or None.
-
-    Raises:
-        ValueError: if it is neither, or a ``model_config`` without a ``model_type``.
-    """
+    """The value of the key `name` as a mapping; it may be JSON text, or None."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -310,11 +310,7 @@ def _dummy(module: nn.Module, weight: torch.Tensor, biases: dict[str, torch.Tens
 
 
 def _by_expert(result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Logits, and weights of all experts, so that the order of the chosen ones does not matter.
-
-    Raises:
-        ValueError: If the ids of the experts are not int64.
-    """
+    """Logits, and weights of all experts, so that the order of the chosen ones does not matter."""
     if len(result) != 3:
         return result
     logits, weights, index = result

@@ -53,11 +53,7 @@ class SavedRun:
 
 
 def find_run(run: str, base_model: str | None = None, trust_remote_code: bool = False) -> SavedRun:
-    """The model that a training run has left in the folder `run`, or in the last complete checkpoint there.
-
-    Raises:
-        UserError: if `run` is no folder, holds no model, or holds adapters that name no base model.
-    """
+    """The model that a training run has left in the folder `run`, or in the last complete checkpoint there."""
     folder = _folder_of(Path(run))
     if not (folder / ADAPTER_CONFIG).is_file():
         if base_model is not None:
