@@ -82,12 +82,7 @@ def _(hidden, weight, target, bias, options, logits_memory, retain, shard):
 
 
 @operator("liger_trainer::logits_partials")
-def logits_partials(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    options: LossOptions,
-    shard: Shard,
-) -> torch.Tensor:
+def logits_partials(logits: torch.Tensor, target: torch.Tensor, options: LossOptions, shard: Shard) -> torch.Tensor:
     """The `(N, 8)` partials of a shard of the logits."""
     partials = logits.new_empty(target.numel(), 8, dtype=torch.promote_types(logits.dtype, torch.float32))
     row_partials_(logits, target, partials, options, shard)
@@ -151,12 +146,7 @@ class VocabGroup(NamedTuple):
 def resolve_group(
     group: ProcessGroup | None, columns: int, vocab_start: int | None, vocab_size: int | None
 ) -> VocabGroup:
-    """The group, and where this process's `columns` lie in the vocabulary.
-
-    Raises:
-        RuntimeError: Without a process group.
-        ValueError: If the columns do not fit into the vocabulary.
-    """
+    """The group, and where this process's `columns` lie in the vocabulary."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "A vocab-parallel operator needs a process group: call torch.distributed.init_process_group first, "

@@ -25,13 +25,7 @@ BUILT_IN: dict[str, Callable[[], Any]] = {
     **{f"smoke_{kind}": partial(smoke.smoke_data, kind) for kind in smoke.ROW_KINDS},
 }
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # files that `Dataset.save_to_disk` writes
-_BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".txt": "text",
-}
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 SPOKEN = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns that hold text or turns."""
 
@@ -45,11 +39,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what each column holds; o
 
 
 def load_data(recipe: Recipe) -> tuple[Any, Any]:
-    """Training and evaluation data of a recipe; evaluation data is None for ``eval_strategy: "no"``.
-
-    Raises:
-        RecipeError: if the source cannot be loaded, is empty, lacks a column, or has no rows to evaluate on.
-    """
+    """Training and evaluation data of a recipe; evaluation data is None for ``eval_strategy: "no"``."""
     train, evaluation = _load_splits(recipe)
     evaluated = recipe.training.eval_strategy != "no"
     if recipe.recipe.eval_data_files:
@@ -161,9 +151,7 @@ def _prepared(rows: Any, recipe: Recipe) -> Any:
 def renamed(rows: Any, columns: Mapping[str, str]) -> Any:
     """Renames columns of `rows`; a column that already has one of the new names is dropped.
 
-    Args:
-        rows: A dataset.
-        columns: New names, each with the present name.
+    `columns` has the new names, each with the present one.
     """
     if not columns:
         return rows
@@ -190,7 +178,8 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
             f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
             f"{_advice(columns, wanted[0], text)}"
         )
-    needed = [name for name in _reward_columns(recipe) if name not in columns]
+    functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
+    needed = sorted({name for function in functions for name in needed_columns(function)} - {*columns})
     if needed:
         raise RecipeError(
             f"The data has the columns {', '.join(columns)}; a function in `reward_funcs` needs `{needed[0]}`. Rename "
@@ -218,11 +207,6 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
     missing = next(name for name in wanted if name not in columns)
     start = "Set `dataset_text_field` to the column that holds the text, or rename" if text else "Rename"
     return f'{start} one with `columns`, such as {{"{missing}": "{others[0]}"}}.'
-
-
-def _reward_columns(recipe: Recipe) -> list[str]:
-    functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
-    return sorted({name for function in functions for name in needed_columns(function)})
 
 
 def _check_column(rows: Dataset, name: str, trainer: str) -> None:
@@ -299,11 +283,7 @@ def with_system_prompt(rows: Any, system_prompt: str | None) -> Any:
 
 
 def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that a recipe names, or one trained on its text; a resumed run uses the one in its checkpoint.
-
-    Raises:
-        RecipeError: if there is no such tokenizer, or the recipe names none.
-    """
+    """The tokenizer that a recipe names, or one trained on its text; a resumed run uses the one in its checkpoint."""
     ours = recipe.recipe
     if ours.tokenizer_vocab_size and not ours.tokenizer_name_or_path:
         if checkpoint and (Path(checkpoint) / "tokenizer_config.json").is_file():
@@ -342,9 +322,6 @@ def text_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -
 
     Returns:
         A dataset with the columns ``input_ids`` and ``labels``, which are the same: every token is a target.
-
-    Raises:
-        RecipeError: if the text does not fill one block.
     """
     length, field = recipe.get("max_length"), recipe.get("dataset_text_field")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -217,9 +217,6 @@ def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_
 
     Without `num_tiles` it is as large as `tile_memory` allows, assuming that a token needs the input and the output of
     every linear layer or matrix in the module, which is about what the backward of a gated MLP holds.
-
-    Raises:
-        ValueError: If `num_tiles` or `tile_memory` is not positive, or the module has no matrices to estimate from.
     """
     tokens = x.numel() // max(x.shape[-1], 1)
     if num_tiles is not None:

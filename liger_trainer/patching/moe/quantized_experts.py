@@ -34,9 +34,6 @@ class FourBits(nn.Module):
     """The parametrisation of one stacked weight: it dequantises the 4 bits.
 
     The scales of the blocks are frozen parameters, because DDP would broadcast buffers at every forward.
-
-    Args:
-        state: bitsandbytes' quantisation state.
     """
 
     code: torch.Tensor
@@ -172,11 +169,7 @@ def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractCo
 
 
 def check_adapted(model: nn.Module) -> None:
-    """Checks that no adapter targets experts that were in 4 bits already when it was created: PEFT skips those.
-
-    Raises:
-        ValueError: naming the adapter.
-    """
+    """Checks that no adapter targets experts that were in 4 bits already when it was created: PEFT skips those."""
     _, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     experts = {path.replace(".base_layer", ""): four_bits(module) for path, module in model.named_modules()}
     wrapped = {

@@ -66,10 +66,7 @@ def add_parser(commands: Any) -> None:
         help="sequences or pairs in a step on one GPU; default: 4, 1; with --group, two groups",
     )
     training.add_argument(
-        "--length",
-        type=counts,
-        metavar="N[,...]",
-        help="their tokens; default: 4096, 16384 (the first length to try)",
+        "--length", type=counts, metavar="N[,...]", help="their tokens; default: 4096, 16384 (the first length to try)"
     )
     training.add_argument(
         "--lengths",
@@ -146,14 +143,7 @@ def add_parser(commands: Any) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Measures the requested operations, or lists all of them; returns the exit code.
-
-    Args:
-        arguments: The parsed command line; `argv`, as it was written, is recorded with the results.
-
-    Raises:
-        BenchmarkError: for a mistake in the arguments.
-    """
+    """Measures the requested operations, or lists all of them; returns the exit code."""
     from liger_trainer.benchmarks.registry import BenchmarkError, load_operations
 
     load_operations(arguments.provider_file)

@@ -46,12 +46,7 @@ _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
 def measure_training(arguments: argparse.Namespace, command: str) -> int:
     """Measures training steps, or looks for the longest sequence; each provider in its own processes.
 
-    Args:
-        arguments: The parsed command line.
-        command: The command line as it was typed, which is recorded with the results.
-
-    Raises:
-        BenchmarkError: for an unknown provider, model, device or configuration.
+    The command line as it was typed is recorded with the results.
     """
     if arguments.operations == ["longest"]:
         _check_longest(arguments)
