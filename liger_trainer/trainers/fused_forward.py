@@ -206,25 +206,24 @@ def packed_statistics(
         return found, getattr(outputs, "aux_loss", None)
 
     found = each_row(of, rows, model)
-    fields = {
-        name: _scattered([getattr(each, name) for each, _ in found], rows, shape)
-        for name, value in found[0][0]._asdict().items()
-        if value is not None
-    }
-    return TokenStatistics(**fields), found[-1][1]
+    statistics, losses = zip(*found)
+    return _scattered(statistics, rows, shape), losses[-1]
 
 
-def _scattered(values: list[torch.Tensor], rows: Sequence[PackedRow], shape: torch.Size) -> torch.Tensor:
-    """The values of the tokens that each packed row has scored, at their places in zeros of `shape`."""
-    batch = values[0].new_zeros(shape.numel())
-    for value, row in zip(values, rows):
+def _scattered(found: Sequence[TokenStatistics], rows: Sequence[PackedRow], shape: torch.Size) -> TokenStatistics:
+    """The statistics of the tokens that each packed row has scored, at their places in zeros of `shape`."""
+    batch: dict[str, torch.Tensor] = {}
+    for statistics, row in zip(found, rows):
         scored = row.scored
-        if value.is_floating_point():
+        for name, value in statistics._asdict().items():
+            if value is None:
+                continue
             # A row without labels adds no value, but has a backward, as it has on the other processes.
-            batch = batch.index_copy(0, scored.places, copied_rows(value, scored.copies))
-        else:
-            batch = batch.index_copy(0, scored.places, value[scored.copies.index])
-    return batch.view(shape)
+            differentiable = value.is_floating_point()
+            copied = copied_rows(value, scored.copies) if differentiable else value[scored.copies.index]
+            before = batch[name] if name in batch else value.new_zeros(shape.numel())
+            batch[name] = before.index_copy(0, scored.places, copied)
+    return TokenStatistics(**{name: value.view(shape) for name, value in batch.items()})
 
 
 def fused_output(
