@@ -24,7 +24,7 @@ RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that deferred logits may have."""
 
 _RECORDABLE = frozenset(RECORDABLE_DTYPES)
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,11 +52,12 @@ class HeadCall:
         self.parameters = (self.weight, self.bias)  # which get the gradients
         self.vocab_size: int = getattr(self.weight, "ds_shape", self.weight.shape)[0]  # ds_shape: split by ZeRO-3
         self._versions = (version_of(self.weight), version_of(self.bias))
+        self.sharded = is_sharded(self.head)
 
     @property
     def owns_parameters(self) -> bool:
         """Whether `weight` and `bias` are the parameters themselves, not gathered for the call by FSDP or ZeRO-3."""
-        return type(self.head.weight) in _PLAIN and not is_sharded(self.head)
+        return type(self.head.weight) in PLAIN and not self.sharded
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters`."""
@@ -123,16 +124,6 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """``nn.Linear``'s product in `dtype`, with autocast off."""
     with torch.autocast(hidden.device.type, enabled=False):
         return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def call_dtype(hidden: torch.Tensor, head: nn.Linear, in_fp32: bool = False) -> torch.dtype | None:
-    """The dtype that `head` computes in; None where its logits cannot be deferred and its own forward has to run."""
-    weight, bias = head.weight, head.bias
-    # FSDP gathers a weight for this forward; one that is still a DTensor is split by tensor parallelism.
-    for tensor in (hidden, weight, bias):
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return None
-    return product_dtype(hidden, weight, bias, in_fp32)
 
 
 def product_dtype(
@@ -212,7 +203,7 @@ def whole_parameter(parameter: Any, in_forward: torch.Tensor) -> torch.Tensor:
             f"{tuple(parameter.shape)}. Use FSDP version 2, read `logits` inside the forward, or set "
             "`liger_kernel_config={'linear_cross_entropy': false, 'cross_entropy': false}`."
         )
-    if type(parameter) in _PLAIN:
+    if type(parameter) in PLAIN:
         return parameter
     from torch.distributed.tensor import DTensor, Partial
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -96,6 +97,7 @@ class RecordedChain:
             logits = step(logits)
         return logits
 
+    @functools.cached_property
     def fused_form(self) -> FusedForm | None:
         """The chain as a soft-cap and a scale; None if it is anything else.
 
@@ -123,6 +125,11 @@ class RecordedChain:
         return FusedForm(after, before * after) if after > 0 else None
 
 
+NOTHING_DONE = RecordedChain()
+"""The chain of the logits that a head returns."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class Recorded:
     """The value of a `DeferredLogits`, ``chain(head(hidden))``; operations in place replace the chain.
 
@@ -130,18 +137,13 @@ class Recorded:
         call: The call of the head.
         hidden: `(..., H)`.
         chain: The operations on the logits since.
-        origin: The logits that these were derived from, if any; a change of their hidden states is a change of these.
+        version: How often `hidden` had been changed in place at the call; None where torch does not count.
     """
 
-    __slots__ = ("call", "chain", "hidden", "version")
-
-    def __init__(
-        self, call: HeadCall | ModuleCall, hidden: torch.Tensor, chain: RecordedChain, origin: Recorded | None = None
-    ) -> None:
-        self.call, self.hidden, self.chain = call, hidden, chain
-        self.version = version_of(hidden)
-        if origin is not None and self.version is not None and origin.version is not None:
-            self.version -= (version_of(origin.hidden) or 0) - origin.version
+    call: HeadCall | ModuleCall
+    hidden: torch.Tensor
+    chain: RecordedChain
+    version: int | None
 
     def check(self) -> None:
         """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""

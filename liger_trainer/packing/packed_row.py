@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
+from liger_trainer.head.deferred_logits import build, recordable
 from liger_trainer.head.step import Pass, current_step, running
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
@@ -221,9 +221,9 @@ def rows_of(logits: torch.Tensor, tokens: Copies) -> torch.Tensor:
     A token's gradients are summed in a fixed order, in fp32: the last token of a prompt predicts the first of every
     answer.
     """
-    logits = without_owner(logits)
-    if not isinstance(logits, DeferredLogits) or not logits.recordable:
+    deferred = recordable(logits)
+    if deferred is None:
         return copied_rows(build(logits).flatten(0, 1), tokens)
-    hidden = copied_rows(logits.recorded.hidden.flatten(0, 1), tokens)
-    meta = torch.empty(len(hidden), logits.meta.shape[-1], dtype=logits.meta.dtype, device="meta")
-    return logits.derive(meta, hidden)
+    hidden = copied_rows(deferred.recorded.hidden.flatten(0, 1), tokens)
+    meta = torch.empty(len(hidden), deferred.meta.shape[-1], dtype=deferred.meta.dtype, device="meta")
+    return deferred.derive(meta, hidden)

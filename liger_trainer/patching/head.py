@@ -19,17 +19,19 @@ from liger_trainer.head.chunked_module import ModuleCall, module_call
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.forward import never_a_frame, pause_compiler
 from liger_trainer.head.lm_head import (
+    PLAIN,
     HeadCall,
     adapts_tied_weight,
-    call_dtype,
     check_logits_memory,
     find_lm_heads,
     is_plain_linear,
     is_sharded,
     is_split,
+    product_dtype,
+    version_of,
     without_adapters,
 )
-from liger_trainer.head.recorded import Recorded, RecordedChain
+from liger_trainer.head.recorded import NOTHING_DONE, Recorded
 from liger_trainer.head.step import Forward, current_step, running
 from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
 from liger_trainer.head.warn_once import warn_once
@@ -138,10 +140,11 @@ def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = Fals
     def call_of(self: Any, hidden: torch.Tensor) -> tuple[HeadCall | ModuleCall | None, torch.Tensor]:
         if whole_module:
             return module_call(self, hidden, in_fp32, logits_memory)
-        dtype = call_dtype(hidden, self, in_fp32)
-        if dtype is None:
-            return None, hidden
-        return HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory), hidden
+        weight, bias = self.weight, self.bias
+        # FSDP gathers a weight for this forward; one that is still a DTensor is split by tensor parallelism.
+        plain = type(hidden) in PLAIN and type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
+        dtype = product_dtype(hidden, weight, bias, in_fp32) if plain else None
+        return (None if dtype is None else HeadCall(self, weight, bias, dtype, fused, logits_memory)), hidden
 
     def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         return type(self).forward(self, *args, **kwargs)
@@ -181,7 +184,7 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
         call, hidden = call_of(self, input)
         if call is not None:
             meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
-            return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
+            return DeferredLogits.create(Recorded(call, hidden, NOTHING_DONE, version_of(hidden)), meta)
         if self.training and is_split(self):
             warn_once(
                 "split head",
