@@ -1,9 +1,9 @@
 """Logits that are not built until a function needs them.
 
 A `DeferredLogits` has the shape `(..., V)`, dtype and device of the logits, but no storage. It refers to the hidden
-states and the head, and records the operations on the logits (`recorded.py`, `recorded_ops.py`). `F.cross_entropy` of
-it runs as one linear cross entropy (`fused_loss.py`). Any other function gets the real logits, which are built once,
-with the same values and gradients.
+states and the head (`lm_head.py`), and records the operations on the logits (`recorded.py`, `recorded_ops.py`).
+`F.cross_entropy` of it runs as one linear cross entropy (`fused_loss.py`). Any other function gets the real logits,
+which are built once, with the same values and gradients.
 
 Gradients flow in three ways, all exact. The fused loss and the built logits are functions of the hidden states and the
 head's parameters. Code that bypasses ``__torch_function__`` (an ``autograd.Function``, a C++ extension) finds the
@@ -23,8 +23,8 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEFERRED_LOGITS
 from liger_trainer.head.chunked_module import ModuleCall, chunked_rows
 from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built, own_function, tree_leaves, tree_map
-from liger_trainer.head.lm_head import through_owner, version_of
-from liger_trainer.head.recorded import Recorded, RecordedChain
+from liger_trainer.head.lm_head import Recorded, through_owner, version_of
+from liger_trainer.head.recorded import RecordedChain
 from liger_trainer.head.warn_once import warn_once
 
 require(DEFERRED_LOGITS)

@@ -1,4 +1,7 @@
-"""The language-model head: which module it is, one call of it, and its weight when the loss needs it."""
+"""The language-model head: which module it is, one call of it, and its weight when the loss needs it.
+
+What deferred logits hold is here too: the hidden states, the call, and the operations on the logits since.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from liger_trainer.compat.deepspeed import PARTITIONED_HEAD
 from liger_trainer.compat.peft import HEAD_COPIES, TIED_ADAPTERS
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import CHANGED_IN_PLACE, FSDP_HEAD
+from liger_trainer.head.recorded import RecordedChain
 from liger_trainer.kernels.runtime import is_dtensor
 
 require(CHANGED_IN_PLACE)
@@ -98,21 +102,33 @@ class HeadCall:
         return not self.owns_parameters or self._versions == (version_of(self.weight), version_of(self.bias))
 
 
-def check_logits_memory(logits_memory: int, vocab: int) -> None:
-    """Checks that a chunk holds the logits of one token.
+@dataclasses.dataclass(eq=False, slots=True)
+class Recorded:
+    """The value of a `DeferredLogits`, ``chain(head(hidden))``; operations in place replace the chain.
 
     Args:
-        logits_memory: Bytes of a chunk of logits.
-        vocab: Size V of the vocabulary; 0 where it is not known.
-
-    Raises:
-        ValueError: if it does not.
+        call: The call of the head, a `HeadCall` or the `ModuleCall` of a head that is no plain linear layer.
+        hidden: `(..., H)`.
+        chain: The operations on the logits since.
+        version: How often `hidden` had been changed in place at the call; None where torch does not count.
     """
-    if logits_memory < 2 * vocab:
-        raise ValueError(
-            f"`logits_memory` is {logits_memory} bytes, but the logits of one token are {vocab} numbers of 2 bytes or "
-            "more. Give a size with its unit, such as '512MiB'."
-        )
+
+    call: Any
+    hidden: torch.Tensor
+    chain: RecordedChain
+    version: int | None
+
+    def check(self) -> None:
+        """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""
+        changed = "the hidden states" if version_of(self.hidden) != self.version else ""
+        changed = changed if self.call.unchanged else "the head's parameters"
+        if changed:
+            raise RuntimeError(
+                f"The logits of a training forward are needed only now, but {changed} have since been changed in place "
+                "(by an optimizer step, say), so they would be other logits. Read what you need of `outputs.logits` "
+                "before the change, or train with `liger_kernel_config={'linear_cross_entropy': false, "
+                "'cross_entropy': false}`, which builds them in the forward."
+            )
 
 
 def version_of(tensor: torch.Tensor | None) -> int | None:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from liger_trainer.head.chunked_module import ModuleCall
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.lm_head import HeadCall, version_of
-from liger_trainer.head.recorded import NOTHING_DONE, Recorded, RecordedChain
+from liger_trainer.head.lm_head import HeadCall, Recorded, version_of
+from liger_trainer.head.recorded import NOTHING_DONE, RecordedChain
 
 
 @dataclasses.dataclass(eq=False)

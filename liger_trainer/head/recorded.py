@@ -1,4 +1,4 @@
-"""The contents of deferred logits: hidden states, a call of the head, and the operations on the logits since."""
+"""The operations on logits that are deferred, as far as they are recorded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-
-from liger_trainer.head.chunked_module import ModuleCall
-from liger_trainer.head.lm_head import HeadCall, version_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,32 +124,3 @@ class RecordedChain:
 
 NOTHING_DONE = RecordedChain()
 """The chain of the logits that a head returns."""
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Recorded:
-    """The value of a `DeferredLogits`, ``chain(head(hidden))``; operations in place replace the chain.
-
-    Args:
-        call: The call of the head.
-        hidden: `(..., H)`.
-        chain: The operations on the logits since.
-        version: How often `hidden` had been changed in place at the call; None where torch does not count.
-    """
-
-    call: HeadCall | ModuleCall
-    hidden: torch.Tensor
-    chain: RecordedChain
-    version: int | None
-
-    def check(self) -> None:
-        """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""
-        changed = "the hidden states" if version_of(self.hidden) != self.version else ""
-        changed = changed if self.call.unchanged else "the head's parameters"
-        if changed:
-            raise RuntimeError(
-                f"The logits of a training forward are needed only now, but {changed} have since been changed in place "
-                "(by an optimizer step, say), so they would be other logits. Read what you need of `outputs.logits` "
-                "before the change, or train with `liger_kernel_config={'linear_cross_entropy': false, "
-                "'cross_entropy': false}`, which builds them in the forward."
-            )

@@ -212,7 +212,7 @@ def is_plain_linear(module: Any, x: torch.Tensor | None, classes: tuple[type, ..
 
     Args:
         module: The layer.
-        x: What it multiplies; None asks for the code that a call runs, whatever its parameters are.
+        x: Input of the layer; None asks only for the code that a call runs, whatever its parameters are.
         classes: The classes of linear layers that it may be of.
     """
     if type(module) not in classes or nn.Linear.forward is not _LINEAR_FORWARD or not is_unhooked(module):

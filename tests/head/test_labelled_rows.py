@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from liger_trainer.head import divergence, fused_loss, lm_head
 from liger_trainer.head.chunked_module import ModuleCall, chunked_log_probs
+from liger_trainer.head.forward import make_head_forward
 from liger_trainer.head.fused_loss import head_log_probs
 from liger_trainer.head.labelled_rows import LabelledRows, labelled_rows
 from liger_trainer.head.step import Forward
 from liger_trainer.kernels.head import linear_log_probs_gradients as gradients_of_log_probs
 from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.head import make_head_forward
 from tests.calls import saved_tensors
 from tests.steps import step_with
 
