@@ -50,7 +50,7 @@ def deferred_cross_entropy(
         The loss, in the dtype of torch's; NotImplemented if this is not the cross entropy over the last dimension with
         class ids, or if the model does more to its logits than a soft-cap and a scale.
     """
-    form = input.recorded.chain.fused_form()
+    form = input.recorded.chain.fused_form
     is_ours = (
         input.meta.dim() == 2
         and isinstance(target, torch.Tensor)
@@ -83,12 +83,13 @@ def deferred_cross_entropy(
         options["class_weights"] = weight
     target = target.to(hidden.device)
     with input.operands() as (hidden, matrix, bias):
-        rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
-        hidden, target = rows.gathered(hidden), rows.target
+        rows, memory = labelled_rows(hidden, target, ignore_index, call.logits_memory), call.logits_memory
+        if rows is not None:
+            hidden, target, memory = rows.gathered(hidden), rows.target, rows.logits_memory
         if isinstance(call, VocabParallelCall):
-            loss = vocab_parallel_loss(call, hidden, matrix, bias, target, rows.logits_memory, **options)
+            loss = vocab_parallel_loss(call, hidden, matrix, bias, target, memory, **options)
         elif call.fused:
-            options |= {"logits_memory": rows.logits_memory, "expected_grad": expected_gradient(reduction)}
+            options |= {"logits_memory": memory, "expected_grad": expected_gradient(reduction)}
             with saved_as_is():
                 loss = linear_cross_entropy(hidden, matrix, target, bias=bias, **options)
         else:
@@ -96,7 +97,8 @@ def deferred_cross_entropy(
             with saved_as_is():
                 loss = cross_entropy(built, target, **options)
     loss = _observed(loss, target, ignore_index)
-    loss = rows.scattered(loss) if reduction == "none" else loss
+    if rows is not None and reduction == "none":
+        loss = rows.scattered(loss)
     call.has_loss = call.has_loss or loss.requires_grad
     return through_owner(call.head, loss).to(dtype)
 
@@ -140,7 +142,7 @@ def head_log_probs(
     Returns:
         As `linear_log_probs`.
     """
-    call, form = logits.recorded.call, logits.recorded.chain.fused_form()
+    call, form = logits.recorded.call, logits.recorded.chain.fused_form
     assert form is not None
     assert not isinstance(call, ModuleCall)
     options: dict[str, Any] = {
@@ -150,12 +152,14 @@ def head_log_probs(
         "logit_scale": form.logit_scale,
         "outputs": outputs,
         "retain_memory": 0 if recomputed else retain_memory,
+        "logits_memory": call.logits_memory,
     }
     loss = LossOptions(ignore_index, 0.0, 0.0, form.softcap, form.logit_scale, temperature)
     target = target.to(logits.recorded.hidden.device)
     with logits.operands() as (hidden, weight, bias), contextlib.nullcontext() if recomputed else saved_as_is():
         rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
-        hidden, target, options["logits_memory"] = rows.gathered(hidden), rows.target, rows.logits_memory
+        if rows is not None:
+            hidden, target, options["logits_memory"] = rows.gathered(hidden), rows.target, rows.logits_memory
         if isinstance(call, VocabParallelCall):
             result = vocab_parallel_linear_log_probs(
                 hidden, weight, target, bias_shard=bias, **call.group_options, **options
@@ -167,7 +171,7 @@ def head_log_probs(
             and target.shape == hidden.shape[:-1]
             and weight.device == hidden.device
         ):  # all else was proved when the logits were deferred, and `operands` has cast
-            budgets = rows.logits_memory, options["retain_memory"]
+            budgets = options["logits_memory"], options["retain_memory"]
             result = log_probs_of_head(hidden, weight, target, bias, loss, outputs, *budgets, expected_grad)
         else:  # which says what is wrong
             result = linear_log_probs(hidden, weight, target, bias, expected_grad=expected_grad, **options)
@@ -176,5 +180,7 @@ def head_log_probs(
     found: dict[str, Any] = {}
     for field in dataclasses.fields(result):
         values = getattr(result, field.name)
-        found[field.name] = None if values is None else through_owner(call.head, rows.scattered(values))
+        if values is not None:
+            values = values if rows is None else rows.scattered(values)
+            found[field.name] = through_owner(call.head, values)
     return LogProbsOutput(**found)

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from liger_trainer.head import divergence, fused_loss, lm_head
 from liger_trainer.head.chunked_module import ModuleCall, chunked_log_probs
+from liger_trainer.head.forward import make_head_forward
 from liger_trainer.head.fused_loss import head_log_probs
-from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_rows
+from liger_trainer.head.labelled_rows import LabelledRows, labelled_rows
 from liger_trainer.head.step import Forward
 from liger_trainer.kernels.head import linear_log_probs
 from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.head import make_head_forward
 from tests.calls import saved_tensors
 from tests.steps import step_with
 
@@ -281,7 +281,7 @@ def test_what_more_than_half_of_the_rows_take_comes_out_of_the_logits(count, dif
         assert isinstance(rows, LabelledRows)
         assert rows.logits_memory == big - 4096 + memory
         # Where that is more than half, all rows are multiplied.
-        assert type(labelled_rows(hidden, labels, -100, 1024)) is (LabelledRows if memory == 4096 else AllRows)
+        assert (labelled_rows(hidden, labels, -100, 1024) is not None) == (memory == 4096)
 
 
 def test_a_teacher_takes_memory_too():
@@ -294,18 +294,18 @@ def test_a_teacher_takes_memory_too():
 
 def test_all_rows_without_a_bound_and_for_few_tokens():
     hidden, labels = make_hidden(), make_labels(10)
-    assert type(labelled_rows(hidden, labels, -100, 2**20)) is AllRows
+    assert labelled_rows(hidden, labels, -100, 2**20) is None
     asked = []
     with step_with(labelled=lambda: asked.append(1) or 10):
-        assert type(labelled_rows(hidden[:1, :560], labels[:1, :560], -100, 2**20)) is AllRows
+        assert labelled_rows(hidden[:1, :560], labels[:1, :560], -100, 2**20) is None
         assert not asked, "a count may have to be waited for"
-        assert type(labelled_rows(hidden, labels, -100, 2**20)) is LabelledRows
+        assert labelled_rows(hidden, labels, -100, 2**20) is not None
 
 
 def test_not_while_tracing(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with step_with(labelled=lambda: 10):
-        assert type(labelled_rows(make_hidden(), make_labels(10), -100, 2**20)) is AllRows
+        assert labelled_rows(make_hidden(), make_labels(10), -100, 2**20) is None
 
 
 def test_chunks_of_labelled_rows(multiplied):

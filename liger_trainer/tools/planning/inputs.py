@@ -15,9 +15,9 @@ from liger_trainer.attention.config_names import NAME
 from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
-from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.parallel.sequences import reason_of_sizes
 from liger_trainer.patching.attention import find_attention
+from liger_trainer.patching.head import check_logits_memory
 from liger_trainer.patching.probe import Probe
 from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
