@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -29,17 +29,15 @@ from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.evidence.results import Evidence, Value, source
 from liger_trainer.benchmarks.evidence.training import fp8_at_any_size
 from liger_trainer.benchmarks.plots import draw_fp8, draw_if_installed
-from liger_trainer.benchmarks.records import setting
 from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.report import markdown
 from liger_trainer.benchmarks.small_llama import (
     Sizes,
     build,
+    command,
     corpus,
     cut,
-    deterministic,
     log_probs_of_all,
-    parse_arguments,
     pretrain,
 )
 from liger_trainer.kernels.fp8.linear import has_fp8
@@ -54,7 +52,6 @@ VARIANTS: dict[str, tuple[str | None, int]] = {
 }
 """The value of `fp8` of each, and the micro-batches of a step."""
 _LR = 6e-4
-_RECORDED = ("hidden", "layers", "rows", "length", "steps", "held_out")
 LARGE = Sizes(hidden=1024, layers=8, rows=8, length=512, steps=300, held_out=16, seeds=3)
 SMALL = Sizes(hidden=256, layers=3, rows=4, length=64, steps=60, held_out=4, seeds=2)
 
@@ -186,21 +183,13 @@ def _sentence(found: Evidence) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
-    arguments = parse_arguments("fp8", __doc__, LARGE, SMALL, argv)
-    file = arguments.plot
-    if file is None:
-        file = arguments.output / "fp8.csv"
-        sizes = {name: str(getattr(arguments.sizes, name)) for name in _RECORDED}
-        if not has_fp8(arguments.device):
-            raise SystemExit(f"error: {Device(arguments.device).name()} has no matmuls in fp8; NVIDIA's Hopper has")
-        try:
-            begun = Evidence.resume(file, sizes | setting("fp8", arguments.device, argv))
-        except BenchmarkError as error:
-            raise SystemExit(f"error: {error}") from None
-        with deterministic():
-            for so_far in compare(arguments.sizes, arguments.device, begun, tell=lambda line: print(line, flush=True)):
-                so_far.write(file)  # what is there is not lost with a run that is cut off
-    found = Evidence.read(file)
+
+    def compared(sizes: Sizes, device: torch.device, *more: Any) -> Iterator[Evidence]:
+        if not has_fp8(device):
+            raise BenchmarkError(f"{Device(device).name()} has no matmuls in fp8; NVIDIA's Hopper has")
+        return compare(sizes, device, *more)
+
+    found, file = command("fp8", __doc__, (LARGE, SMALL), argv, compared)
     print(section(file))
     draw_if_installed(lambda image: draw_fp8(found, last_steps(found.setting["steps"]), image), file)
 

@@ -8,8 +8,6 @@ The floor is the time of moving what a step must: weights and states, read and w
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ from liger_trainer.benchmarks.device import Device, find_device
 from liger_trainer.benchmarks.measure import explain, summary
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.optimizers import bitsandbytes_8bit, torchao_8bit
-from liger_trainer.benchmarks.records import OPTIMIZER_STEP, Machine, Record, Run
+from liger_trainer.benchmarks.records import OPTIMIZER_STEP, Machine, Record, Run, command_line
 from liger_trainer.benchmarks.report import make_console, make_table, milliseconds, number, percentage
 from liger_trainer.optim import LigerAdamW
 
@@ -87,8 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         model = AutoModelForCausalLM.from_config(model_config(MODELS[arguments.model], arguments.layers))
     shapes = [parameter.shape for parameter in model.parameters()]
     title = f"{sum(shape.numel() for shape in shapes) / 1e9:.2f}B weights"
-    command = shlex.join(["python", "-m", "liger_trainer.benchmarks.optimizer_step", *(argv or sys.argv[1:])])
-    run = Run.begin(command, Machine.measure(device, torch.bfloat16))
+    run = Run.begin(command_line("optimizer_step", argv), Machine.measure(device, torch.bfloat16))
     table = make_table(f"{OPTIMIZER_STEP} · {arguments.model}, {title} · {run.machine}", "ms", "of the floor", "GiB")
     for name, (dtype, _) in PROVIDERS.items():
         kind = str(dtype).removeprefix("torch.")

@@ -20,13 +20,10 @@ steps most have not come half of the way to the next, and their bf16 values lag 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,19 +31,18 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
+from liger_trainer.benchmarks.evidence.results import Evidence, Value
 from liger_trainer.benchmarks.measure import explain
 from liger_trainer.benchmarks.plots import draw_if_installed, draw_optimizers
-from liger_trainer.benchmarks.records import Point, setting
 from liger_trainer.benchmarks.report import make_console, make_table, number
 from liger_trainer.benchmarks.small_llama import (
     Sizes,
     build,
+    command,
     corpus,
     cut,
-    deterministic,
     log_probs,
     log_probs_of_all,
-    parse_arguments,
     pretrain,
 )
 from liger_trainer.optim import LigerAdamW
@@ -175,8 +171,8 @@ class Bench:
         self.measuring = build(sizes, torch.float32, device)
         self._starts: dict[Any, Tensor] = {}
 
-    def run(self, task: Task, name: str, seed: int) -> tuple[list[Point], Tensor]:
-        """One fine-tuning; returns its points and, flat and in fp32, the weights that it trained."""
+    def run(self, task: Task, name: str, seed: int) -> tuple[dict[int, dict[str, Tensor]], Tensor]:
+        """One fine-tuning; returns what was measured by steps and, flat and in fp32, the weights that it trained."""
         dtype, optimizer_of = OPTIMIZERS[name]
         model = self.models[dtype]
         self._copy(self.start, model)
@@ -194,18 +190,16 @@ class Bench:
             optimizer.zero_grad()
             if step in measured:
                 found[step] = self._measure(task, _in_bf16(model), held_out_at_start)
-        points = [
-            Point(task.name, name, seed, step, **{key: value.item() for key, value in metrics.items()})
-            for step, metrics in found.items()
-        ]
         trained = [weight.detach().float() for weight in model.parameters()]
         if isinstance(optimizer, LigerAdamW):
             trained = [optimizer.fp32_weight(weight) for weight in model.parameters()]
-        start, weights, last = _flat(self.start), _flat(trained), points[-1]
-        last.changed = _flat(model.parameters()).bfloat16().ne(start).float().mean().item()
-        last.changed_fp32 = weights.ne(start).float().mean().item()
-        last.trained_loss = self._measure(task, trained, held_out_at_start)["loss"].item()
-        return points, weights
+        start, weights = _flat(self.start), _flat(trained)
+        found[len(steps)] |= {
+            "changed": _flat(model.parameters()).bfloat16().ne(start).float().mean(),
+            "changed_fp32": weights.ne(start).float().mean(),
+            "trained_loss": self._measure(task, trained, held_out_at_start)["loss"],
+        }
+        return found, weights
 
     @torch.no_grad()
     def _copy(self, weights: Iterable[Tensor], model: torch.nn.Module) -> None:
@@ -228,23 +222,22 @@ class Bench:
 
 
 def compare(
-    sizes: Sizes,
-    device: torch.device,
-    tell: Callable[[str], object] = print,
-) -> Iterator[list[Point]]:
+    sizes: Sizes, device: torch.device, begun: Evidence, tell: Callable[[str], object] = print
+) -> Iterator[Evidence]:
     """Runs both tasks with every optimizer that is installed, for each seed.
 
     Args:
         sizes: Sizes of the model and the runs.
         device: Where.
+        begun: The setting.
         tell: Gets a line on each optimizer, and on each that is left out.
 
     Yields:
-        After each optimizer, the points of all runs so far.
+        After each optimizer, the values of all runs so far.
     """
     begin, text = time.perf_counter(), corpus()
     start, loss = pretrained(text["pretraining"], sizes, device)
-    bench, points = Bench(sizes, start, device), []
+    bench, values = Bench(sizes, start, device), begun.values
     count = sum(weight.numel() for weight in start)
     tell(f"{count / 1e6:.1f} M parameters, pretrained to {loss:.3f} in {time.perf_counter() - begin:.0f} s")
     with torch.no_grad():
@@ -265,104 +258,79 @@ def compare(
             for seed, (found, trained) in enumerate(runs):
                 other = (seed + 1) % sizes.seeds if name == FP32 else seed
                 away, moved = trained - aims[other], aims[seed] - before
-                found[-1].distance = (away.norm() / moved.norm()).item()
-                found[-1].largest_distance = (away.abs().max() / moved.abs().max()).item()
-                points += found
+                found[sizes.steps] |= {
+                    "distance": away.norm() / moved.norm(),
+                    "largest_distance": away.abs().max() / moved.abs().max(),
+                }
+                values = [*values, *_values(task.name, name, seed, found)]
             tell(f"{task.name}, {name}: {time.perf_counter() - begin:.0f} s")
-            yield points
+            yield Evidence(values)
 
 
-def _spread(values: Iterable[float | None], form: str) -> str:
+# After the last step, `changed` is the share of the weights that differ from the start in bf16, `changed_fp32` that of
+# the trained weights, with what their bf16 values lack, and `trained_loss` their held-out loss. `distance` is how far
+# they are from the trained weights of fp32 weights, by how far those are from the start; `largest_distance` is the same
+# with the largest difference of a weight in place of the norm.
+def _values(task: str, name: str, seed: int, found: dict[int, dict[str, Tensor]]) -> Iterator[Value]:
+    for step, measures in found.items():
+        for measure, value in measures.items():
+            yield Value(name, seed, f"{task} {measure}", step, value.item())
+
+
+def _spread(values: Sequence[float], form: str) -> str:
     """Mean and standard deviation."""
-    known = [value for value in values if value is not None]
-    if not known:
+    if not values:
         return ""
-    deviation = f" ± {statistics.stdev(known):{form.lstrip('+')}}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):{form}}{deviation}"
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{deviation}"
 
 
-def summary(points: Sequence[Point], task: str) -> Table:
+def summary(found: Evidence, task: str) -> Table:
     """A row per optimizer: means over the seeds at the end of a task, with their standard deviations.
 
     `over fp32` is the held-out loss less that of fp32 weights and the same seed; `gain` is how much the loss
     fell, by how much it fell with fp32 weights, both in the mean: of the weights in bf16, and as they are trained.
     """
-    of_task = [point for point in points if point.task == task]
-    start, steps = of_task[0].loss, max(point.step for point in of_task)
-    last = {(point.optimizer, point.seed): point for point in of_task if point.step == steps}
+
+    def at_end(name: str, measure: str) -> list[float]:
+        """Of each seed; empty if it was not measured."""
+        series = (found.of(name, seed, f"{task} {measure}") for seed in found.seeds)
+        return [values[-1] for values in series if values]
+
+    losses = found.by_index(FP32, found.seeds[0], f"{task} loss")
     headings = ["held-out loss", "over fp32", "gain, %", "as trained, %", "accuracy, %", "margin", "changed, %"]
     headings += ["as trained, %", "distance, %", "largest, %"]
-    table = make_table(f"{task}, {steps} steps, from a loss of {start:.4f}", *headings, remark=False)
+    title = f"{task}, {max(losses)} steps, from a loss of {losses[0]:.4f}"
+    table = make_table(title, *headings, remark=False)
     fell: dict[str, list[float]] = {}
-    for name in dict.fromkeys(point.optimizer for point in of_task):
-        own = {seed: point for (optimizer, seed), point in last.items() if optimizer == name}
-        ends = [(point.loss, point.trained_loss or math.nan) for point in own.values()]
-        fell[name] = [start - statistics.mean(losses) for losses in zip(*ends)]
+    for name in (name for name in found.variants if at_end(name, "loss")):
+        fell[name] = [losses[0] - statistics.mean(at_end(name, measure)) for measure in ("loss", "trained_loss")]
         table.add_row(
             name,
-            _spread([point.loss for point in own.values()], ".4f"),
-            _spread([point.loss - last[FP32, seed].loss for seed, point in own.items()], "+.4f"),
+            _spread(at_end(name, "loss"), ".4f"),
+            _spread([loss - aim for loss, aim in zip(at_end(name, "loss"), at_end(FP32, "loss"))], "+.4f"),
             *(_percent([gain / aim] if aim > 0 else []) for gain, aim in zip(fell[name], fell[FP32])),
-            _percent([point.accuracy for point in own.values()]),
-            _spread([point.margin for point in own.values()], ".4f"),
+            _percent(at_end(name, "accuracy")),
+            _spread(at_end(name, "margin"), ".4f"),
             *(
-                _percent([getattr(point, field) for point in own.values()])
-                for field in ("changed", "changed_fp32", "distance", "largest_distance")
+                _percent(at_end(name, measure))
+                for measure in ("changed", "changed_fp32", "distance", "largest_distance")
             ),
         )
     return table
 
 
-def _percent(shares: Iterable[float | None]) -> str:
-    known = [share for share in shares if share is not None]
-    return number(100 * statistics.mean(known) if known else None, ".1f")
-
-
-def write(points: Sequence[Point], file: Path, setting: dict[str, str]) -> None:
-    """Writes one line per point, each with what holds for all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, [field.name for field in dataclasses.fields(Point)] + list(setting))
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(point) | setting for point in points)
-
-
-def read(file: Path) -> tuple[list[Point], str]:
-    """The points of a file that `write` has written, and the device they were measured on."""
-    points, device = [], ""
-    with file.open(newline="", encoding="utf-8") as stream:
-        for row in csv.DictReader(stream):
-            device = row["device"]
-            numbers = {field.name: row[field.name] for field in dataclasses.fields(Point)[4:]}
-            points.append(
-                Point(
-                    row["task"],
-                    row["optimizer"],
-                    int(row["seed"]),
-                    int(row["step"]),
-                    **{name: float(value) if value else None for name, value in numbers.items()},  # type: ignore[arg-type]
-                )
-            )
-    return points, device
+def _percent(shares: Sequence[float]) -> str:
+    return number(100 * statistics.mean(shares) if shares else None, ".1f")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
-    arguments = parse_arguments("optimizers", __doc__, LARGE, SMALL, argv)
-    if arguments.plot:
-        points, device = read(arguments.plot)
-        file = arguments.plot
-    else:
-        file = arguments.output / "optimizers.csv"
-        known = setting("optimizers", arguments.device, argv)
-        device = known["device"]
-        with deterministic():
-            for points in compare(arguments.sizes, arguments.device, tell=lambda line: print(line, flush=True)):
-                write(points, file, known)  # what is there is not lost with a run that is cut off
-    console = make_console()
-    for task in dict.fromkeys(point.task for point in points):
-        console.print(summary(points, task))
-    draw_if_installed(lambda image: draw_optimizers(points, device, image), file)
+    found, file = command("optimizers", __doc__, (LARGE, SMALL), argv, compare, resume=False)
+    console, names = make_console(), list(dict.fromkeys(measure.split()[0] for measure in found.measures))
+    for task in names:
+        console.print(summary(found, task))
+    draw_if_installed(lambda image: draw_optimizers(found, names, image), file)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Point, Record, Run, TrainingRecord
+from liger_trainer.benchmarks.records import ACTIVATION_MEMORY, PADDED, UNSHARED, Record, Run, TrainingRecord, grouped
 from liger_trainer.benchmarks.registry import family
 
 if TYPE_CHECKING:
@@ -42,13 +41,10 @@ def draw(run: Run, folder: Path, mode: str = "both") -> list[Path]:
     Returns:
         The files.
     """
-    series: defaultdict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in run.records:
-        if getattr(record, mode) is not None:
-            series[record.operation, record.model, record.variant].append(record)
+    measured = [record for record in run.records if getattr(record, mode) is not None]
     files = []
-    for (operation, model, variant), records in series.items():
-        name = "-".join(filter(None, (operation, model, variant)))
+    for names, records in grouped(measured, lambda record: (record.operation, record.model, record.variant)).items():
+        name = "-".join(filter(None, names))
         if len({record.tokens for record in records}) > 1:
             files.append(over_tokens(records, folder / f"{name}-tokens.png", mode, run.machine.device))
         settings = [record for record in records if record.provider != family(record.provider)]
@@ -91,18 +87,11 @@ def draw_if_installed(draw_picture: Callable[[Path], object], file: Path) -> Non
         print(f"No picture: {error.name} is not installed. Where it is, run this with --plot {file}.")
 
 
-def _by_provider(records: Iterable[Record]) -> dict[str, list[Record]]:
-    found: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        found[record.provider].append(record)
-    return found
-
-
 def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -> Path:
     """Time and peak memory over the token count, one line per provider, with the floor."""
     first = records[0]
     figure, (left, right) = _axes(2, " · ".join(filter(None, (first.operation, first.variant, first.model, device))))
-    for provider, own in _by_provider(records).items():
+    for provider, own in grouped(records, lambda record: record.provider).items():
         own = sorted(own, key=lambda record: record.tokens)
         style = {"marker": "o", "markersize": 4, "label": provider, "color": _COLOURS.get(family(provider))}
         style["linestyle"] = "-" if provider == family(provider) else ":"
@@ -127,11 +116,13 @@ def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: s
     first = records[0]
     title = " · ".join(filter(None, (first.operation, first.variant, first.model, first.shape, device)))
     figure, (axis,) = _axes(1, title)
-    for provider, (record,) in _by_provider(records).items():
+    for record in records:
         if record.peak_gibibytes is not None:
             time = getattr(record, mode)
-            axis.scatter(record.peak_gibibytes, time, color=_COLOURS.get(family(provider)), s=28)
-            axis.annotate(provider, (record.peak_gibibytes, time), (4, 4), textcoords="offset points", fontsize=6)
+            axis.scatter(record.peak_gibibytes, time, color=_COLOURS.get(family(record.provider)), s=28)
+            axis.annotate(
+                record.provider, (record.peak_gibibytes, time), (4, 4), textcoords="offset points", fontsize=6
+            )
     if mode == "both" and first.floor:
         axis.axhline(first.floor, color="black", linestyle="--", linewidth=1)
     axis.set_xlabel("peak above the inputs, GiB")
@@ -196,11 +187,10 @@ def draw_alignment(records: Iterable[TrainingRecord], device: str, file: Path) -
     """
     from liger_trainer.benchmarks.training_tables import UNEVEN_LIBRARIES, task_title
 
-    tasks: defaultdict[tuple, list[TrainingRecord]] = defaultdict(list)
-    for record in records:
-        if record.lengths and not record.accelerate_config and record.provider in UNEVEN_LIBRARIES:
-            tasks[record.group].append(record)
-    measured = {record.provider for found in tasks.values() for record in found if record.tokens_per_second}
+    uneven = [record for record in records if record.lengths and not record.accelerate_config]
+    shown = [record for record in uneven if record.provider in UNEVEN_LIBRARIES]
+    tasks = grouped(shown, lambda record: record.group)
+    measured = {record.provider for record in shown if record.tokens_per_second}
     if not measured:
         return None
     labels = {name: label for name, label in UNEVEN_LIBRARIES.items() if name in measured}
@@ -230,10 +220,8 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
     from liger_trainer.benchmarks.training import ALIGNMENT
     from liger_trainer.benchmarks.training_tables import task_title
 
-    tasks: defaultdict[tuple, list[TrainingRecord]] = defaultdict(list)
-    for record in records:
-        if record.tokens_per_second is not None and record.peak_gibibytes is not None:
-            tasks[dataclasses.replace(record, checkpointing=True).group].append(record)
+    known = [record for record in records if None not in (record.tokens_per_second, record.peak_gibibytes)]
+    tasks = grouped(known, lambda record: dataclasses.replace(record, checkpointing=True).group)
     shown = [found for found in tasks.values() if any(record.activation_memory for record in found)]
     if not shown:
         return None
@@ -244,7 +232,7 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
         sizes = "" if first.trainer in ALIGNMENT else f"{first.batch} × {first.length}"
         title = ", ".join(filter(None, (task, sizes, f"{first.gpus} GPUs" if first.gpus > 1 else "")))
         axis.set_title(title, fontsize=10)
-        for library, own in _by_library(found).items():
+        for library, own in grouped(found, lambda record: family(record.provider)).items():
             own.sort(key=lambda record: record.peak_gibibytes or 0)
             points = [(record.peak_gibibytes, record.tokens_per_second) for record in own]
             style = {"marker": "o", "markersize": 4, "label": library, "color": _COLOURS.get(library)}
@@ -260,49 +248,42 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
     return _save(figure, file)
 
 
-def _by_library(records: Iterable[TrainingRecord]) -> dict[str, list[TrainingRecord]]:
-    found: defaultdict[str, list[TrainingRecord]] = defaultdict(list)
-    for record in records:
-        found[family(record.provider)].append(record)
-    return dict(found)
-
-
 def _setting(record: TrainingRecord) -> str:
     """What sets a record apart from its library with every layer checkpointed."""
     setting = record.provider.removeprefix(family(record.provider)).replace(ACTIVATION_MEMORY, " ").strip()
     return setting if record.checkpointing else f"{setting} no checkpointing".strip()
 
 
-def draw_optimizers(points: Sequence[Point], device: str, file: Path) -> Path:
+def draw_optimizers(found: Evidence, tasks: Sequence[str], file: Path) -> Path:
     """Held-out loss of each task over its steps, and the share of bf16 weights that changed; means over the seeds.
 
     A curve has the color of its optimizer's name.
     """
-    losses: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    changed: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for point in points:
-        losses[point.task, point.optimizer][point.step].append(point.loss)
-        if point.changed is not None:
-            changed[point.task][point.optimizer].append(100 * point.changed)
-    figure, axes = _axes(len(changed) + 1, f"Fine-tuning from one bf16 checkpoint, {device}")
-    names = list(dict.fromkeys(point.optimizer for point in points))
-    for place, (task, shares) in enumerate(changed.items()):
-        for name in shares:
-            curve = losses[task, name]
-            style = {"linewidth": 4, "alpha": 0.5} if name == names[0] else {"linewidth": 1.2}  # others lie on it
-            line = [*map(mean, curve.values())]
-            axes[place].plot(list(curve), line, label=name, color=f"C{names.index(name)}", **style)
+    figure, axes = _axes(len(tasks) + 1, f"Fine-tuning from one bf16 checkpoint, {found.setting['device']}")
+    names = found.variants
+    for place, task in enumerate(tasks):
+        places, shares = [], []
+        for number, name in enumerate(names):
+            runs = [run for seed in found.seeds if (run := found.by_index(name, seed, f"{task} loss"))]
+            if not runs:
+                continue
+            style = {"linewidth": 1.2} if number else {"linewidth": 4, "alpha": 0.5}  # others lie on it
+            line = [*map(mean, zip(*(run.values() for run in runs)))]
+            axes[place].plot(list(runs[0]), line, label=name, color=f"C{number}", **style)
+            places.append(number + (place + 0.5) * 0.8 / len(tasks) - 0.4)
+            shares.append(
+                mean(100 * share for seed in found.seeds for share in found.of(name, seed, f"{task} changed"))
+            )
         axes[place].set_xlabel("steps")
         axes[place].set_title(f"{task}: held-out loss", fontsize=10)
-        places = [names.index(name) + (place + 0.5) * 0.8 / len(changed) - 0.4 for name in shares]
-        bars = axes[-1].barh(places, [*map(mean, shares.values())], 0.36, label=task, color=f"{0.35 + 0.35 * place}")
+        bars = axes[-1].barh(places, shares, 0.36, label=task, color=f"{0.35 + 0.35 * place}")
         axes[-1].bar_label(bars, fmt="{:.1f}", fontsize=7)
     axes[-1].set_yticks(range(len(names)), names)
     for number, label in enumerate(axes[-1].get_yticklabels()):
         label.set_color(f"C{number}")  # the legend of the curves
     axes[-1].invert_yaxis()
     axes[-1].set_title("bf16 weights that changed, %", fontsize=10)
-    axes[-1].legend(frameon=False, fontsize=7, ncols=len(changed), loc="upper right", bbox_to_anchor=(1, -0.06))
+    axes[-1].legend(frameon=False, fontsize=7, ncols=len(tasks), loc="upper right", bbox_to_anchor=(1, -0.06))
     return _save(figure, file)
 
 

@@ -11,7 +11,7 @@ import platform
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,33 +139,40 @@ def compare_with_eager(records: list[Record]) -> None:
 
 
 @dataclasses.dataclass
-class TrainingRecord:
-    """Training steps of one provider; see `training.Task` for what was trained."""
+class Work:
+    """What is trained, and how; the same for every provider."""
 
-    model: str
-    layers: int
-    trainer: str
-    batch: int
-    length: int
-    checkpointing: bool
-    provider: str
+    model: str  # name in `models.MODELS`
+    layers: int = 0  # of the model; 0 for all
+    trainer: str = "causal_lm"  # with the Trainer, or TRL's "sft", or one of `training.ALIGNMENT`
+    batch: int = 4  # sequences in a step on one GPU, or pairs for `training.PAIRS`
+    length: int = 4096  # tokens in a sequence, to which `GROUPS` add a prompt of an eighth; with `lengths`, the most
+    checkpointing: bool = True  # whether every layer is recomputed in the backward pass
+    _: dataclasses.KW_ONLY
+    lora: int = 0  # rank of adapters on all linear layers; 0 to train all weights
+    gpus: int = 1  # processes, one per GPU
+    accelerate_config: str = ""  # file for `accelerate launch`, in a record its name; empty for one process without it
+    quantize: str = ""  # "nf4" for a base that bitsandbytes has quantised, doubly; empty for bf16
+    documents: int = 0  # tokens of each document packed into the rows; 0 for rows of one document
+    padding: float = 0.0  # share of a step's tokens that is padding, on the right, which do not count; 0 for none
+    labelled: float = 1.0  # share of each document's tokens, the last ones, that has a label
+    dtype: str = "bfloat16"  # of the weights; those in float32 are trained under bf16 autocast
+    lengths: str = ""  # "64:1024" draws each completion's tokens, "512" fixes them; empty for `length`
+    prompt: int = 0  # tokens before each completion; 0 with `lengths` of whole sequences, and without `lengths`
+    group_size: int = 0  # completions of a prompt for `GROUPS` with `lengths`; 0 for a prompt of its own each
+
+
+@dataclasses.dataclass
+class TrainingRecord(Work):
+    """Training steps of one provider on its work."""
+
+    provider: str = ""
     tokens_per_second: float | None = None  # of one GPU in the median step
     mfu: float | None = None  # of the device's published peak, if that is known
     peak_gibibytes: float | None = None  # of the fullest GPU
     losses: list[float] = dataclasses.field(default_factory=list)  # of each warm-up step, and the others' mean
     failure: str = ""  # why there is no result
-    lora: int = 0
     weights_gibibytes: float | None = None  # allocated before the first step
-    gpus: int = 1
-    accelerate_config: str = ""  # its name
-    quantize: str = ""
-    documents: int = 0  # tokens of each packed document
-    padding: float = 0.0  # share of padding, whose tokens do not count
-    labelled: float = 1.0  # share of the tokens, without padding, that has a label
-    dtype: str = "bfloat16"  # of the weights
-    lengths: str = ""  # from which completions were drawn; their padding counts among the tokens
-    prompt: int = 0  # tokens before each of those; 0 if `lengths` are of whole sequences
-    group_size: int = 0  # completions of a prompt
     kept_gibibytes: float | None = None  # of activations, in the last step, where `activation_memory` is set
 
     @property
@@ -188,7 +195,7 @@ class TrainingRecord:
 
 @dataclasses.dataclass
 class LongestRecord:
-    """The longest sequence that one provider trains on, to within an eighth; see `longest.search`."""
+    """The longest sequence that one provider trains on, to within an eighth; see `training.search`."""
 
     model: str
     layers: int
@@ -206,24 +213,6 @@ class LongestRecord:
     def group(self) -> tuple[str, int, str, int, int, str]:
         """The task and the provider, whose record a newer one replaces; providers are not measured in turns here."""
         return self.model, self.layers, self.trainer, self.batch, self.lora, self.provider
-
-
-@dataclasses.dataclass
-class Point:
-    """A run of `optimizers` after some steps. Its last point has all the fields, others those that were measured."""
-
-    task: str
-    optimizer: str
-    seed: int
-    step: int
-    loss: float  # held-out, as all three
-    accuracy: float | None = None  # DPO: share of the pairs with a positive margin
-    margin: float | None = None  # DPO: mean margin of the rewards
-    changed: float | None = None  # share of the weights that differ from the start, in bf16
-    changed_fp32: float | None = None  # the same of the trained weights, with what their bf16 values lack
-    trained_loss: float | None = None  # held-out, of the trained weights
-    distance: float | None = None  # to the trained weights of fp32 weights, by how far those are from the start
-    largest_distance: float | None = None  # the same with the largest difference of a weight in place of the norm
 
 
 @dataclasses.dataclass
@@ -310,11 +299,14 @@ def setting(module: str, device: torch.device, argv: Sequence[str] | None) -> di
     return {
         "device": Device(device).name(),
         "date": _now(),
-        "command": shlex.join(
-            ["python", "-m", f"liger_trainer.benchmarks.{module}", *(sys.argv[1:] if argv is None else argv)]
-        ),
+        "command": command_line(module, argv),
         **versions(),
     }
+
+
+def command_line(module: str, argv: Sequence[str] | None) -> str:
+    """How a command of `liger_trainer.benchmarks` was called, with these arguments or those of this process."""
+    return shlex.join(["python", "-m", f"liger_trainer.benchmarks.{module}", *(sys.argv[1:] if argv is None else argv)])
 
 
 def _now() -> str:
@@ -325,7 +317,15 @@ _SHOWN_PACKAGES = (  # versions shown below a table
     *("torch", "triton", "transformers", "trl", "bitsandbytes"),
     *("liger-kernel", "unsloth", "quack-kernels", "cut-cross-entropy"),
 )
-_Grouped = TypeVar("_Grouped", Record, TrainingRecord)
+_Grouped = TypeVar("_Grouped")
+
+
+def grouped(records: Iterable[_Grouped], key: Callable[[_Grouped], Any]) -> dict[Any, list[_Grouped]]:
+    """The records with each value of `key`, in the order in which they come."""
+    groups: defaultdict[Any, list[_Grouped]] = defaultdict(list)
+    for record in records:
+        groups[key(record)].append(record)
+    return dict(groups)
 
 
 class Results:
@@ -338,7 +338,8 @@ class Results:
         self.longest: dict[tuple, LongestRecord] = {}
         self._run_of: dict[tuple, Run] = {}
         for run in self.runs:
-            cases, tasks = _by_group(run.records), _by_group(run.training)
+            cases = grouped(run.records, lambda record: record.group)
+            tasks = grouped(run.training, lambda record: record.group)
             longest = {record.group: record for record in run.longest}
             self.cases |= cases
             self.tasks |= tasks
@@ -363,10 +364,3 @@ class Results:
             known = ", ".join(f"{name} {run.versions[name]}" for name in _SHOWN_PACKAGES if name in run.versions)
             lines.append(f"{run.machine.device}, {known}: `{run.command}`")
         return "<sub>" + "<br>".join(lines) + "</sub>"
-
-
-def _by_group(records: Iterable[_Grouped]) -> dict[tuple, list[_Grouped]]:
-    groups: defaultdict[tuple, list[_Grouped]] = defaultdict(list)
-    for record in records:
-        groups[record.group].append(record)
-    return dict(groups)

@@ -19,8 +19,10 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -156,25 +158,45 @@ def provider(operation: str, name: str, **settings: Any) -> Callable[[Function],
     return register
 
 
-def library(operation: str, name: str, path: str, **settings: Any) -> None:
-    """Registers a library's function as a provider; it gets the case's arguments by position, in the case's order.
+_USUAL_PLACES = {
+    "liger-kernel": "liger_kernel.transformers.functional:liger_{}",
+    "liger_trainer": "liger_trainer.functional:{}",
+    "quack": "quack:{}",
+}
+
+
+def library(
+    operation: str,
+    *names: str,
+    path: str = "",
+    by_name: Iterable[str] = (),
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> None:
+    """Registers functions of libraries as providers; they get the case's arguments by position, in the case's order.
 
     Args:
         operation: Name of the operation.
-        name: The library, as for [`provider`].
-        path: ``"module:function"``, imported when the provider is called.
+        names: The libraries, as for [`provider`].
+        path: ``"module:function"``, imported when the provider is called; by default the operation's name, where the
+            library has such functions.
+        by_name: The arguments that are passed by name instead.
+        fixed: Further keyword arguments of the function.
         settings: Keyword arguments of the function, added to the name of the provider.
 
     Raises:
         BenchmarkError: if there is no such operation.
     """
-    module, _, function = path.partition(":")
+    for name in names:
+        module, _, function = (path or _USUAL_PLACES[name].format(operation)).partition(":")
+        register = provider(operation, name, **settings)
+        register(functools.partial(_call, module, function, tuple(by_name), {**fixed, **settings}))
 
-    def call(**arguments: Any) -> Any:
-        inputs = [value for key, value in arguments.items() if key not in settings]
-        return getattr(importlib.import_module(module), function)(*inputs, **settings)
 
-    provider(operation, name, **settings)(call)
+def _call(module: str, function: str, by_name: tuple[str, ...], options: dict[str, Any], **arguments: Any) -> Any:
+    options = options | {name: arguments[name] for name in by_name}
+    inputs = [value for name, value in arguments.items() if name not in options]
+    return operator.attrgetter(function)(importlib.import_module(module))(*inputs, **options)
 
 
 def reference(operation: str) -> Callable[[Function], Function]:

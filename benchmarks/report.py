@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from liger_trainer.benchmarks.records import Record, TrainingRecord
+from liger_trainer.benchmarks.records import LongestRecord, Record, TrainingRecord
 from liger_trainer.benchmarks.registry import family
 from liger_trainer.benchmarks.training import OUT_OF_MEMORY, parse_lengths
 
@@ -225,3 +225,20 @@ def _title(record: TrainingRecord, gpus: bool = True) -> str:
     parts += [f"{record.gpus} GPU{'s' * (record.gpus > 1)}"] if gpus and record.accelerate_config else []
     parts += [record.accelerate_config] if record.accelerate_config else []
     return " · ".join([*parts, "every layer checkpointed" if record.checkpointing else "nothing checkpointed"])
+
+
+def longest_table(records: list[LongestRecord]) -> Table:
+    """A table with a row for each provider of a task."""
+    first = records[0]
+    lora = f" · LoRA r={first.lora}" if first.lora else ""
+    title = f"{first.model} · {first.trainer}{lora} · batch {first.batch} · the longest that trains"
+    result = make_table(title, "tokens", "too long", "tokens/s", "peak GiB", remark=False)
+    for record in records:
+        result.add_row(*longest_cells(record))
+    return result
+
+
+def longest_cells(record: LongestRecord, missing: str = "") -> list[str]:
+    """Provider, longest sequence that trains, shortest that does not, tokens/s and peak."""
+    measured = number(record.tokens_per_second, ",.0f", missing), number(record.peak_gibibytes, ".1f", missing)
+    return [record.provider, f"{record.length:,}", number(record.too_long, ",", missing), *measured]

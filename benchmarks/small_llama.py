@@ -1,4 +1,4 @@
-"""A small Llama on the bytes of Python's standard library: what `optimizers` and `fp8` train, and their arguments."""
+"""A small Llama on the bytes of Python's standard library: what `optimizers` and `fp8` train, and their commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import dataclasses
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_trainer.benchmarks.device import find_device
+from liger_trainer.benchmarks.evidence.results import Evidence
+from liger_trainer.benchmarks.records import setting
 from liger_trainer.benchmarks.registry import BenchmarkError
+
+_RECORDED = ("hidden", "layers", "rows", "length", "steps", "held_out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,14 +142,29 @@ def deterministic() -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
 
 
-def parse_arguments(
-    name: str, description: str | None, large: Sizes, small: Sizes, argv: Sequence[str] | None
-) -> argparse.Namespace:
-    """The arguments of a benchmark's command. Ends the process with a message if they are wrong.
+def command(
+    name: str,
+    description: str | None,
+    sizes: tuple[Sizes, Sizes],
+    argv: Sequence[str] | None,
+    compare: Callable[..., Iterator[Evidence]],
+    resume: bool = True,
+) -> tuple[Evidence, Path]:
+    """Runs a benchmark's command: measures, or reads the file of an earlier run. Ends the process for a mistake.
+
+    Args:
+        name: The benchmark's.
+        description: Shown as help.
+        sizes: The large and the small ones.
+        argv: Arguments of the command; None for those of this process.
+        compare: Yields the values of all runs so far, from the sizes, the device, the values that there are, and a
+            function that tells a line.
+        resume: Whether the values of a file that is there are kept, and passed on.
 
     Returns:
-        `plot`, a file or None; without one, `output`, the `device` and the `sizes`.
+        The values, and their file.
     """
+    large, small = sizes
     parser = argparse.ArgumentParser(
         f"python -m liger_trainer.benchmarks.{name}",
         description=description,
@@ -163,11 +182,21 @@ def parse_arguments(
         parser.error("give either --output, a folder for the results, or --plot, the results of an earlier run")
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps is {arguments.steps}; it must be 1 or more")
-    sizes = small if arguments.small else large
-    arguments.sizes = dataclasses.replace(sizes, steps=arguments.steps or sizes.steps)
-    if not arguments.plot:
-        try:
-            arguments.device = find_device(arguments.device)
-        except BenchmarkError as error:
-            parser.error(str(error))
-    return arguments
+    if arguments.plot:
+        return Evidence.read(arguments.plot), arguments.plot
+    chosen = small if arguments.small else large
+    chosen = dataclasses.replace(chosen, steps=arguments.steps or chosen.steps)
+    try:
+        device = find_device(arguments.device)
+    except BenchmarkError as error:
+        parser.error(str(error))
+    file = arguments.output / f"{name}.csv"
+    known = {size: str(getattr(chosen, size)) for size in _RECORDED} | setting(name, device, argv)
+    try:
+        begun = Evidence.resume(file, known) if resume else Evidence.begin(known)
+        with deterministic():
+            for so_far in compare(chosen, device, begun, lambda line: print(line, flush=True)):
+                so_far.write(file)  # what is there is not lost with a run that is cut off
+    except BenchmarkError as error:
+        raise SystemExit(f"error: {error}") from None
+    return Evidence.read(file), file

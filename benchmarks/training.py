@@ -1,4 +1,7 @@
-"""What `bench training` and `bench longest` train, and the processes that train it, one provider at a time."""
+"""What `bench training` and `bench longest` train, and the processes that train it, one provider at a time.
+
+Every attempt at the longest sequence runs in a new process, so that one that runs out of memory cannot affect the next.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from liger_trainer.benchmarks.records import TrainingRecord
+from liger_trainer.benchmarks.records import LongestRecord, TrainingRecord, Work
 from liger_trainer.recipe.schema import TRAINERS
 
 OUT_OF_MEMORY = "out of memory"
@@ -36,30 +39,13 @@ _PROMPT_FRACTION = 8  # a prompt is one eighth as long as its sequence,
 _SHORT_PROMPT = 4  # or has at most this many tokens where `Task.lengths` are those of whole sequences
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What is trained, and how; the same for every provider."""
+@dataclasses.dataclass
+class Task(Work):
+    """The work, and how it is measured."""
 
-    model: str  # name in `models.MODELS`
-    layers: int = 0  # of the model; 0 for all
-    trainer: str = "causal_lm"  # with the Trainer, or TRL's "sft", or one of `ALIGNMENT`
-    batch: int = 4  # sequences in a step on one GPU, or pairs for `PAIRS`
-    length: int = 4096  # tokens in a sequence, to which `GROUPS` add a prompt of an eighth; with `lengths`, the most
     steps: int = 6
-    checkpointing: bool = True  # whether every layer is recomputed in the backward pass
     device: str = ""  # where to train; empty for the accelerator
-    lora: int = 0  # rank of adapters on all linear layers; 0 to train all weights
     warmup: int = 2  # steps at the start that are not timed
-    gpus: int = 1  # processes, one per GPU
-    accelerate_config: str = ""  # file for `accelerate launch`; empty to start one process without it
-    quantize: str = ""  # "nf4" for a base that bitsandbytes has quantised, doubly; empty for bf16
-    documents: int = 0  # tokens of each document packed into the rows; 0 for rows of one document
-    padding: float = 0.0  # share of a step's tokens that is padding, on the right; 0 for rows of one length
-    labelled: float = 1.0  # share of each document's tokens, the last ones, that has a label
-    dtype: str = "bfloat16"  # of the weights; those in float32 are trained under bf16 autocast
-    lengths: str = ""  # "64:1024" draws each completion's tokens, "512" fixes them; empty for `length`
-    prompt: int = 0  # tokens before each completion; 0 with `lengths` of whole sequences, and without `lengths`
-    group_size: int = 0  # completions of a prompt for `GROUPS` with `lengths`; 0 for a prompt of its own each
 
     @property
     def samples(self) -> int:
@@ -263,7 +249,78 @@ def run_provider(
 
 
 def _record(task: Task, provider: str) -> TrainingRecord:
-    known = {field.name for field in dataclasses.fields(TrainingRecord)}
-    own = {name: value for name, value in dataclasses.asdict(task).items() if name in known}
-    own["accelerate_config"] = Path(task.accelerate_config).stem
-    return TrainingRecord(**own, provider=provider)
+    work = {field.name: getattr(task, field.name) for field in dataclasses.fields(Work)}
+    return TrainingRecord(**work | {"accelerate_config": Path(task.accelerate_config).stem}, provider=provider)
+
+
+def search(trains: Callable[[int], bool], start: int) -> None:
+    """Searches for the longest length for which `trains` is true, to within an eighth.
+
+    From `start`, lengths are doubled or halved until one trains and twice that does not; bisection follows.
+
+    Args:
+        trains: Tries a length. An exception ends the search.
+        start: The first length, in tokens.
+    """
+    good, bad = start, start
+    if trains(start):
+        while trains(bad := 2 * good):
+            good = bad
+    else:
+        while (good := bad // 2) and not trains(good):
+            bad = good
+    while bad - good > max(good // 8, 1):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if trains(middle) else (good, middle)
+
+
+class OutOfTime(Exception):
+    """Ends the search; results so far are kept."""
+
+
+def find_longest(
+    task: Task,
+    provider: str,
+    provider_file: Path | None = None,
+    seconds: float = 540.0,
+    tell: Callable[[str], None] = print,
+) -> LongestRecord:
+    """Searches for one provider.
+
+    Args:
+        task: The work; its length is tried first.
+        provider: Name of the provider.
+        provider_file: A Python file that registers more providers.
+        seconds: Time limit of all attempts together; the attempt that reaches it is ended and not counted.
+        tell: Called with the outcome of every attempt.
+    """
+    record = LongestRecord(task.model, task.layers, task.trainer, task.batch, task.lora, provider)
+    deadline = time.monotonic() + seconds
+
+    def trains(length: int) -> bool:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise OutOfTime
+        begun = time.monotonic()
+        found = run_provider(dataclasses.replace(task, length=length), provider, provider_file, left)
+        record.tries[str(length)] = outcome = _outcome(found)
+        tell(f"{provider}: {length} tokens, {outcome} ({time.monotonic() - begun:.0f} s)")
+        if not found.failure:
+            record.length = length
+            record.tokens_per_second, record.peak_gibibytes = found.tokens_per_second, found.peak_gibibytes
+        elif found.failure == OUT_OF_MEMORY:
+            record.too_long = length
+        else:  # this does not show what would fit
+            raise OutOfTime
+        return not found.failure
+
+    try:
+        search(trains, task.length)
+    except OutOfTime:
+        tell(f"{provider}: ended early")
+    return record
+
+
+def _outcome(found: TrainingRecord) -> str:
+    memory = "" if found.peak_gibibytes is None else f", {found.peak_gibibytes:.1f} GiB"
+    return found.failure or f"trains, {found.tokens_per_second:,.0f} tokens/s{memory}"

@@ -111,19 +111,13 @@ class Setup:
     def dataset(self) -> RandomTokens:
         """The sequences of all steps."""
         task = self.task
-        row_tokens = task.row_tokens if task.padding else ()
-        return self.tokens(task.samples, task.length, task.documents, row_tokens, task.labelled)
-
-    def tokens(
-        self, size: int, length: int, documents: int = 0, row_tokens: Sequence[int] = (), labelled: float = 1.0
-    ) -> RandomTokens:
-        """Random sequences of the model's vocabulary."""
-        return RandomTokens(size, length, self.model.config.vocab_size, documents, row_tokens, labelled)
+        row_tokens, vocab = task.row_tokens if task.padding else (), self.model.config.vocab_size
+        return RandomTokens(task.samples, task.length, vocab, task.documents, row_tokens, task.labelled)
 
     def answers(self) -> list[tuple[list[int], list[int]]]:
         """Prompt and completion of each sequence of all steps and GPUs."""
         prompt, counts = self.task.prompt_tokens, list(itertools.chain(*self.task.completion_tokens))
-        rows = self.tokens(len(counts), prompt + max(counts)).tokens.tolist()
+        rows = RandomTokens(len(counts), prompt + max(counts), self.model.config.vocab_size).tokens.tolist()
         return [(row[:prompt], row[prompt : prompt + count]) for row, count in zip(rows, counts)]
 
     def pairs(self) -> list[tuple[list[int], list[int], list[int]]]:
@@ -238,17 +232,11 @@ def _with_reference(
     return Tokenised(setup.model, reference, arguments, train_dataset=_dataset(rows), **setup.trl)
 
 
-def orpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
-    """TRL's ORPOTrainer on tokenised pairs."""
-    return _without_reference(*_classes("ORPO", ours, "trl.experimental.orpo"), setup, settings)
+def _without_reference(name: str, setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
+    """TRL's ORPOTrainer or CPOTrainer on tokenised pairs."""
+    base: Any
+    base, config = _classes(name, ours, f"trl.experimental.{name.lower()}")
 
-
-def cpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
-    """TRL's CPOTrainer on tokenised pairs."""
-    return _without_reference(*_classes("CPO", ours, "trl.experimental.cpo"), setup, settings)
-
-
-def _without_reference(base: Any, config: Any, setup: Setup, settings: dict[str, Any]) -> Trainer:
     class Tokenised(base):
         @staticmethod
         def tokenize_row(feature: dict[str, Any]) -> dict[str, Any]:
@@ -273,11 +261,6 @@ def reward(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     return trainer(setup.model, config(**settings, max_length=None), train_dataset=_dataset(rows), **setup.trl)
 
 
-def grpo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
-    """TRL's GRPOTrainer with given completions and old log-probabilities; nothing is generated."""
-    return _completed(*_classes("GRPO", ours), setup, settings)
-
-
 def rloo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     """TRL's RLOOTrainer with given completions; nothing is generated.
 
@@ -285,7 +268,7 @@ def rloo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     step's own forward, plus what `completions` gives.
     """
     settings |= {"beta": 0.0}  # the reference is for rewards, which are given
-    trainer = _completed(*_classes("RLOO", ours), setup, settings)
+    trainer = _completed("RLOO", setup, ours, settings)
 
     def are_old(model: Any, args: Any, outputs: Any) -> None:
         trainer.given["old_logps"] += outputs.log_probs.detach().sum(-1)
@@ -294,7 +277,10 @@ def rloo(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     return trainer
 
 
-def _completed(base: Any, config: Any, setup: Setup, settings: dict[str, Any]) -> Any:
+def _completed(name: str, setup: Setup, ours: bool, settings: dict[str, Any]) -> Any:
+    """TRL's GRPOTrainer or RLOOTrainer with given completions and old log-probabilities; nothing is generated."""
+    base: Any
+    base, config = _classes(name, ours)
     task, vocab, steps = setup.task, setup.model.config.vocab_size, itertools.count()
 
     class Completed(base):
@@ -345,10 +331,10 @@ TRAINERS: dict[str, Callable[[Setup, bool, dict[str, Any]], Trainer]] = {
     "sft": sft,
     "dpo": dpo,
     "kto": kto,
-    "orpo": orpo,
-    "cpo": cpo,
+    "orpo": functools.partial(_without_reference, "ORPO"),
+    "cpo": functools.partial(_without_reference, "CPO"),
     "reward": reward,
-    "grpo": grpo,
+    "grpo": functools.partial(_completed, "GRPO"),
     "rloo": rloo,
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from liger_trainer.benchmarks.models import MODELS
-from liger_trainer.benchmarks.records import PADDED, UNSHARED, Results, TrainingRecord
+from liger_trainer.benchmarks.records import PADDED, UNSHARED, Results, TrainingRecord, grouped
 from liger_trainer.benchmarks.registry import family
-from liger_trainer.benchmarks.report import markdown, number, outcome, rows_in_words, sweep, with_settings
+from liger_trainer.benchmarks.report import longest_cells, markdown, outcome, rows_in_words, sweep, with_settings
 from liger_trainer.benchmarks.training import ALIGNMENT, PAIRS
 
 Tasks = list[list[TrainingRecord]]
@@ -94,16 +95,13 @@ def lora_table(results: Results) -> str:
 
 def several_gpus_section(results: Results) -> str:
     """The section on several GPUs, with a table for each sweep over lengths; empty without results."""
-    sweeps: dict[tuple, Tasks] = {}
-    for records in results.tasks.values():
-        if records[0].accelerate_config:
-            sweeps.setdefault(records[0].sweep, []).append(records)
-    made = [_sweep_table(results, tasks) for tasks in sweeps.values()]
+    records = itertools.chain(*results.tasks.values())
+    sweeps = grouped((record for record in records if record.accelerate_config), lambda record: record.sweep)
+    made = [_sweep_table(results, found) for found in sweeps.values()]
     return "\n\n".join([_SEVERAL_GPUS_TEXT, *made]) if made else ""
 
 
-def _sweep_table(results: Results, tasks: Tasks) -> str:
-    records = [record for records in tasks for record in records]
+def _sweep_table(results: Results, records: list[TrainingRecord]) -> str:
     first = records[0]
     lengths, rows = sweep(records)
     gpus = " and ".join(str(count) for count in sorted({record.gpus for record in records}))
@@ -111,7 +109,7 @@ def _sweep_table(results: Results, tasks: Tasks) -> str:
     title = _title(first.model, first.layers, first.trainer, _adapters(first), *more)
     header = ["provider", *(f"{length:,}" for length in lengths)]
     table = markdown(header, [[name, *cells] for name, cells in rows])
-    return f"{title}:\n\n{table}\n\n{_source(results, tasks)}"
+    return f"{title}:\n\n{table}\n\n{results.source(record.group for record in records)}"
 
 
 def alignment_table(results: Results) -> str:
@@ -194,11 +192,7 @@ def longest_table(results: Results) -> str:
     rows = [
         [
             _title(record.model, record.layers, record.trainer, _rank(record.lora), f"batch {record.batch}"),
-            record.provider,
-            f"{record.length:,}",
-            number(record.too_long, ",", "–"),
-            number(record.tokens_per_second, ",.0f", "–"),
-            number(record.peak_gibibytes, ".1f", "–"),
+            *longest_cells(record, "–"),
         ]
         for record in results.longest.values()
     ]

@@ -36,21 +36,12 @@ class LogLinesCallback(ProgressCallback):
 
 
 def log_line(logs: Mapping[str, Any], step: int, width: int) -> str:
-    """One line for `logs`: the step, and the most important numbers that fit into `width` characters.
-
-    Args:
-        logs: Names and values, as the Trainer passes them to callbacks.
-        step: The step of the log.
-        width: Characters in a line; the step is written in any case.
-    """
+    """One line for `logs`: the step, and the most important numbers that fit into `width` characters."""
     line = f"step {step}"
     for name in _WATCHED:
         for key in (name, f"eval_{name}", f"train_{name}"):
             if isinstance(logs.get(key), int | float):
-                more = f"  {key} {_short(logs[key])}"
+                large = math.isfinite(logs[key]) and abs(logs[key]) >= 1000
+                more = f"  {key} {logs[key]:{',.0f' if large else '.4g'}}"
                 line += more if len(line) + len(more) < width else ""
     return line
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"

@@ -37,8 +37,8 @@ def remember_peak(device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> int:
     """Bytes: the peak of the allocator of `device`; on a CPU, that of the resident memory of the process."""
-    backend = _allocator(device)
-    if backend is not None:
+    backend: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if hasattr(backend, "max_memory_allocated"):
         return max(_remembered.get(device, 0), backend.max_memory_allocated(device))
     try:
         import resource
@@ -46,10 +46,3 @@ def peak_memory(device: torch.device) -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _allocator(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return None
-    backend = torch.get_device_module(device)
-    return backend if hasattr(backend, "max_memory_allocated") else None

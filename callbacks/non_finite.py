@@ -50,11 +50,8 @@ def observe(
 ) -> Observation | None:
     """What this process has observed, with a flag that all processes agree on; None if there is nothing to observe.
 
-    Args:
-        step: The optimizer step, from 1.
-        losses: The losses of its micro-batches, 0-d.
-        gradients: Names of parameters and the norms of their gradients; None if they are not observed.
-        device: The device of the flag if there are neither losses nor gradients.
+    The losses are those of the micro-batches, the gradients names of parameters and the norms of their gradients, None
+    if they are not observed. Without either, the flag is on `device`.
     """
     names, norms = gradients if gradients is not None else ([], None)
     stacked = torch.stack(losses) if losses else None
@@ -219,17 +216,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
             )
 
     def check_before_save(self, model: nn.Module, args: TrainingArguments, state: TrainerState, alike: bool) -> None:
-        """Checks the parameters before they are saved.
-
-        Args:
-            model: The model.
-            args: The training arguments, for the device and the folder with the checkpoints.
-            state: The Trainer's state, for the step.
-            alike: Whether all processes make this call and have to decide alike.
-
-        Raises:
-            NonFiniteError: naming the first parameter that is not finite, and the last checkpoint.
-        """
+        """Checks the parameters before they are saved; `alike`, if all processes call this and have to decide alike."""
         found = first_bad_parameter(model, args, alike)
         if found is not None:
             raise NonFiniteError(f"Stopped at step {state.global_step}{found} is not finite. {_nothing_saved(args)}")

@@ -96,11 +96,6 @@ def expected_share(rate: float, std: float, dtype: torch.dtype) -> float:
     above 2^e s / 2, so those with a magnitude below the first power of two that is no less than 2 r / s:
 
         share = erf(2^ceil(log2(2 r / s)) / (sqrt(2) std))
-
-    Args:
-        rate: The learning rate, above 0.
-        std: The standard deviation, above 0.
-        dtype: Dtype of the weights.
     """
     least = 2.0 ** math.ceil(math.log2(2 * rate / torch.finfo(dtype).eps))
     return math.erf(least / (math.sqrt(2) * std))
@@ -110,13 +105,7 @@ def expected_share(rate: float, std: float, dtype: torch.dtype) -> float:
 def changed_share(groups: list[dict[str, Any]]) -> float | None:
     """The share of weights that an update as large as the learning rate changes, in at least one direction.
 
-    It is exact for a sample that is spread evenly over all weights of this process.
-
-    Args:
-        groups: Parameter groups of an optimizer, with floating parameters of any shapes.
-
-    Returns:
-        Between 0 and 1; None if there are no weights.
+    It is exact for a sample that is spread evenly over all weights of this process. None if there are no weights.
     """
     weights = [(local_part(weight), _rate(group)) for group in groups for weight in group["params"]]
     stride = max(sum(weight.numel() for weight, _ in weights) // SAMPLE, 1)

@@ -64,11 +64,7 @@ class RouterBalanceCallback(LoggedMetricsCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Adds the hooks.
-
-        Raises:
-            ValueError: for a model without experts whose weights are stacked.
-        """
+        """Adds the hooks."""
         self._release()
         self.layers, self.history, self._num_experts, self._pending = [], [], [], {}
         model = kwargs["model"]

@@ -59,14 +59,7 @@ class RunReportCallback(TrainerCallback):
         self.write_again(args, state, kwargs.get("model"))
 
     def write(self, args: TrainingArguments, state: TrainerState, model: Any = None, ended: str = "") -> None:
-        """Writes it, on the main process.
-
-        Args:
-            args: The run's arguments.
-            state: The Trainer's state.
-            model: The trained model, to name it.
-            ended: Why training has stopped before its last step, if it has.
-        """
+        """Writes it, on the main process."""
         if not state.is_world_process_zero or state.is_hyper_param_search:
             return
         path = Path(str(args.output_dir), REPORT)

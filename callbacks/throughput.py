@@ -62,9 +62,6 @@ def flops_per_token(model: nn.Module) -> float:
     counts only the share of a mixture of experts that a token is routed to. The attention scores and the recomputation
     of gradient checkpointing are not counted, so the utilisation computed from it is a lower bound if all tokens have
     labels. The LM head is counted for every token, although ours leaves out those without one.
-
-    Args:
-        model: The model before it is sharded.
     """
     share = _expert_share(model)
     embedding = _weight(model, "get_input_embeddings")
@@ -188,17 +185,14 @@ class ThroughputCallback(LoggedMetricsCallback):
         """Reads the counted tokens; the Trainer has just waited for the device to read the loss."""
         self._tick(training=True)
         if self._counts_batches:
-            tokens = self._gathered(args)
+            pending = torch.as_tensor(self._pending, dtype=torch.int64, device=args.device)
+            self._pending = 0
+            tokens = summed_over_processes(pending.clone()).item() / self.replicas_per_batch
         else:
             tokens = float(state.num_input_tokens_seen - (self._seen_by_trainer or 0))
             self._seen_by_trainer = state.num_input_tokens_seen
         self._window_tokens += tokens
         self._run_tokens += tokens
-
-    def _gathered(self, args: TrainingArguments) -> float:
-        pending = torch.as_tensor(self._pending, dtype=torch.int64, device=args.device)
-        self._pending = 0
-        return summed_over_processes(pending.clone()).item() / self.replicas_per_batch
 
     def _rate(self, args: TrainingArguments, tokens: float, seconds: float) -> dict[str, float]:
         if tokens <= 0 or seconds <= 0:

@@ -125,8 +125,7 @@ class KernelFlags:
         },
     )
     fp8: Fp8Mode | None = field(
-        default=None,
-        metadata={"help": "Has the decoder's linear layers multiply in fp8, on NVIDIA's Hopper or newer."},
+        default=None, metadata={"help": "Has the decoder's linear layers multiply in fp8, on NVIDIA's Hopper or newer."}
     )
     fp8_base: bool = field(
         default=False,
@@ -135,8 +134,7 @@ class KernelFlags:
         },
     )
     strict_kernels: bool = field(
-        default=False,
-        metadata={"help": "Whether a requested kernel that cannot be applied is an error."},
+        default=False, metadata={"help": "Whether a requested kernel that cannot be applied is an error."}
     )
     kernel_report: bool = field(default=True, metadata={"help": "Whether to print what was patched and what was not."})
     non_finite: Literal["stop", "skip", "off"] = field(
@@ -150,16 +148,13 @@ class KernelFlags:
         metadata={"help": "Whether a loss that is not finite is logged as the mean of the losses before it, or 0."},
     )
     router_z_loss_coef: float = field(
-        default=0.0,
-        metadata={"help": "Weight of the z-loss of a mixture of experts' routers in the training loss."},
+        default=0.0, metadata={"help": "Weight of the z-loss of a mixture of experts' routers in the training loss."}
     )
     activation_offloading: bool = field(
-        default=False,
-        metadata={"help": "Whether tensors saved for backward wait in host memory, for long sequences."},
+        default=False, metadata={"help": "Whether tensors saved for backward wait in host memory, for long sequences."}
     )
     activation_offloading_fraction: float = field(
-        default=1.0,
-        metadata={"help": "Fraction of the bytes saved for backward that is offloaded: above 0, up to 1."},
+        default=1.0, metadata={"help": "Fraction of the bytes saved for backward that is offloaded: above 0, up to 1."}
     )
     activation_memory: str | None = field(
         default=None,
@@ -265,11 +260,7 @@ def retained_bytes_of(args: Any) -> int | None:
 
 
 def activation_memory_of(args: Any) -> int | Literal["auto"] | None:
-    """`activation_memory` of any training arguments: bytes, ``"auto"``, or None if it is not set.
-
-    Raises:
-        ValueError: if it is neither a size, 0 or more, nor ``"auto"``.
-    """
+    """`activation_memory` of any training arguments: bytes, ``"auto"``, or None if it is not set."""
     value = getattr(args, "activation_memory", None)
     if value is None or value == "auto":
         return value

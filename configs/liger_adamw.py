@@ -18,12 +18,7 @@ _OPTIONS = ("states", "master", "seed")
 
 @contextlib.contextmanager
 def optim_of_transformers(args: Any) -> Iterator[None]:
-    """Around the `__post_init__` of transformers' arguments, which refuses our name.
-
-    Raises:
-        ValueError: for a name that neither we nor transformers have, for `liger_adamw` with DeepSpeed, and as
-            [`liger_adamw_options`].
-    """
+    """Around the `__post_init__` of transformers' arguments, which refuses our name."""
     if args.optim not in NAMES:
         raise ValueError(f"`optim` is {args.optim!r}; it must be one of {', '.join(map(repr, NAMES))}.")
     if args.optim != LIGER_ADAMW:
@@ -41,11 +36,7 @@ def optim_of_transformers(args: Any) -> Iterator[None]:
 
 
 def liger_adamw_options(args: Any) -> dict[str, Any]:
-    """The options of `LigerAdamW` in `optim_args`, such as `"states=bf16,master=none"`, with the run's `seed`.
-
-    Raises:
-        ValueError: for another option, or a value that is not allowed.
-    """
+    """The options of `LigerAdamW` in `optim_args`, such as `"states=bf16,master=none"`, with the run's `seed`."""
     from liger_trainer.optim.adamw import LigerAdamW
 
     options: dict[str, Any] = {"seed": args.seed}

@@ -14,17 +14,12 @@ logger = logging.getLogger("liger_trainer")
 
 
 class PolicyLossType(NamedTuple):
-    """A loss type of GRPO, apart from its formula (`liger_trainer/liger/operators/grpo_loss.py`).
+    """A loss type of GRPO, apart from its formula (`liger_trainer/liger/operators/grpo_loss.py`)."""
 
-    Args:
-        divided_by: The divisor of the sum of the token losses.
-        clips_ratio: Whether it clips the ratio to the old policy, on one side or two, by tokens or by sequences.
-        couples_tokens: Whether the loss of a token depends on the other tokens of its completion.
-    """
-
+    # The divisor of the sum of the token losses.
     divided_by: Literal["completion", "completions", "longest completion", "micro-batch", "step"]
-    clips_ratio: bool
-    couples_tokens: bool = False
+    clips_ratio: bool  # whether it clips the ratio to the old policy, on one side or two, by tokens or by sequences
+    couples_tokens: bool = False  # whether the loss of a token depends on the other tokens of its completion
 
 
 POLICY_LOSS_TYPES = {
@@ -50,10 +45,8 @@ def divided_by(loss_type: str | None) -> str:
 def known_loss_types(config_class: Any) -> list[str]:
     """The loss types of a TRL configuration: its field's `choices`, or those that its help lists.
 
-    They are TRL's to add to, so this package has no list of them. Warns, once, where the field states none.
-
-    Returns:
-        The names; empty where the configuration has no `loss_type`, or states none.
+    They are TRL's to add to, so this package has no list of them. None where there is no `loss_type`; where the field
+    states none, it warns, once.
     """
     field = {field.name: field for field in dataclasses.fields(config_class)}.get("loss_type")
     if field is None:
@@ -70,11 +63,7 @@ def known_loss_types(config_class: Any) -> list[str]:
 
 
 def check_loss_type(args: Any) -> None:
-    """Checks `args.loss_type`, which TRL checks in the first step, long after the data are prepared.
-
-    Raises:
-        ValueError: for a loss type that TRL does not state, naming those that it does.
-    """
+    """Checks `args.loss_type`, which TRL checks in the first step, long after the data are prepared."""
     config_class: Any = type(args)
     known = known_loss_types(config_class)
     given = getattr(args, "loss_type", None)

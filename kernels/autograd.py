@@ -1,4 +1,4 @@
-"""What the operators share for autograd: errors for second derivatives, hooks of saved tensors, expanded gradients.
+"""What the operators share for autograd: errors for second derivatives, expanded gradients.
 
 Most backwards here are operators of their own without a derivative. Where the first gradient is computed in the
 backward, it stays available with ``create_graph=True`` and only differentiating it is an error
@@ -8,17 +8,10 @@ silently give wrong second derivatives, so there the backward itself raises (`re
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-
-from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import SAVED_AS_IS
-
-require(SAVED_AS_IS)
 
 
 def refuse_double_backward(function: str = "this operator") -> None:
@@ -61,16 +54,28 @@ def where_needed(needs: Sequence[bool], *gradients: torch.Tensor | None) -> tupl
     return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs))
 
 
-def saved_as_is() -> contextlib.AbstractContextManager:
-    """A context in which no outer hooks change saved tensors.
+def differentiate_norm(operator: Any, backward: Any, function: str, places: Sequence[int]) -> None:
+    """Gives the operator of a norm its derivative.
 
-    Activation offloading installs hooks for a whole step. They would needlessly move tensors that the backward needs at
-    once, such as a tile's intermediates or the gradients of the LM head.
+    Args:
+        operator: Returns the result, and statistics of the rows after it if the backward needs them.
+        backward: The operator that takes the gradient of the result, the tensors at `places`, the statistics, and which
+            gradients of these tensors are needed.
+        function: Name of the public function.
+        places: Which arguments of `operator` have gradients.
     """
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    if not enabled:  # inside torch.func, which disables such hooks
-        return contextlib.nullcontext()
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        statistics = output[1:] if isinstance(output, tuple) else ()
+        ctx.save_for_backward(*(inputs[place] for place in places), *statistics)
+
+    def gradients(ctx: Any, dy: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+        needed = [ctx.needs_input_grad[place] for place in places]
+        found = dict(zip(places, where_needed(needed, *backward(dy, *ctx.saved_tensors, needed))))
+        return tuple(found.get(place) for place in range(len(ctx.needs_input_grad)))
+
+    operator.register_autograd(gradients, setup_context=setup_context)
+    refuse_second_derivative(backward, function)
 
 
 def one_number(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -4,8 +4,8 @@
 tensor subclasses. Its way to the function takes the host longer than an autograd function's, in every call, and with
 a small model the GPU waits for the host. So the function is called at once when none of these has to see it.
 
-Autograd functions do not look into lists. So theirs is given all arguments as one, which it passes on, and beside it
-the tensors among them, those of lists too, for which it returns the gradients.
+Autograd functions do not look into lists. So theirs is given all arguments as one, which it passes on, those that torch
+knows as another, and beside them the tensors among them, those of lists too, for which it returns the gradients.
 
 Arguments that travel together are one argument of the function, a named tuple. torch knows its fields as so many
 arguments: function, fake and `setup_context` get the tuple, a backward returns the gradients of the fields.
@@ -50,8 +50,7 @@ class Operator(Generic[R]):
         self.records = {place: kind for place, kind in kinds if hasattr(kind, "_fields")}
         flat = self._flat_function(function)
         self.custom = torch.library.custom_op(name, flat, mutates_args=mutates)
-        if signature.return_annotation is None:
-            self.custom.register_fake(lambda *values: None)
+        self.custom.register_fake((lambda *values: None) if signature.return_annotation is None else flat)
         self.name = name
         self.function = function
         self.derivative: type[torch.autograd.Function] | None = None
@@ -91,17 +90,11 @@ class Operator(Generic[R]):
             arguments[place:stop] = [kind(*arguments[place:stop])]
         return tuple(arguments)
 
-    def of_schema(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of the schema out of those of the function."""
-        if not self.records:
-            return arguments
-        values = list(arguments)
-        for place in reversed(self.records):
-            values[place : place + 1] = arguments[place]
-        return tuple(values)
-
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives the operator its function for tensors without memory, as `torch.library.register_fake`."""
+        """Gives the operator its function for tensors without memory, as `torch.library.register_fake`.
+
+        Without one that is the operator's own, which allocates its results, and launches where `has_elements` says so.
+        """
         return self.custom.register_fake(lambda *values: fake(*self._grouped(values)))
 
     def register_autograd(
@@ -135,35 +128,43 @@ class Operator(Generic[R]):
 
         self.custom.register_autograd(guarded, setup_context=setup_of_schema)
 
-        def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor | None) -> Any:
+        def forward(ctx: Any, arguments: tuple[Any, ...], values: list[Any], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
             # Autograd lets nobody write to a view that was made in here.
             one = isinstance(output, torch.Tensor)
             output = _no_view(output) if one else type(output)(map(_no_view, output))
-            ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[1:], self.of_schema(arguments))
+            ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[2:], values)
             setup(ctx, arguments, output)
             return tuple(output) if self.returns_list else output
 
         def flat_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             results = guarded(ctx, list(gradients)) if self.returns_list else guarded(ctx, *gradients)
-            return None, *self._flat(results if isinstance(results, tuple) else (results,))
+            results = results if isinstance(results, tuple) else (results,)
+            lists = (results[place] for place in self.lists)
+            return None, None, *(results[place] for place in self.tensors), *itertools.chain.from_iterable(lists)
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
         self.derivative = type(self.name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """The function's result, recorded for autograd if an input needs a gradient."""
+        values = list(args)  # which become those of the schema
+        for place in reversed(self.records):
+            values[place : place + 1] = args[place]
         if kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            return self.custom(*self.of_schema(args), **kwargs)
+            return self.custom(*values, **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"`{self.name}` was called inside a transform of torch.func, such as grad or vmap, which it does not "
                 "support. For a patched model call liger_trainer.revert_liger_kernel(model) first; a function of "
                 "liger_trainer.functional has a `_reference`."
             )
-        arguments = args + self.defaults[len(args) :]
-        values = self.of_schema(arguments)
-        tensors = self._flat(values)
+        values += self.defaults[len(args) :]  # of which none is a named tuple
+        tensors: list[torch.Tensor | None] = []
+        for place in self.tensors:
+            tensors.append(values[place])
+        for place in self.lists:
+            tensors += values[place]
         recorded = False
         for tensor in tensors:
             if tensor is None:
@@ -171,10 +172,11 @@ class Operator(Generic[R]):
             if type(tensor) not in _PLAIN or tensor.is_meta:
                 return self.custom(*values)
             recorded = recorded or tensor.requires_grad
+        arguments = args + self.defaults[len(args) :]
         if recorded and torch.is_grad_enabled():
             if self.derivative is None:
                 return self.custom(*values)  # whose backward is an error
-            output: Any = self.derivative.apply(arguments, *tensors)
+            output: Any = self.derivative.apply(arguments, values, *tensors)
             if self.returns_list:
                 output = list(output)
             return output
@@ -183,15 +185,8 @@ class Operator(Generic[R]):
             _note_change(values[place])
         return result
 
-    def _flat(self, values: Sequence[Any]) -> list[Any]:
-        """Out of one value for each argument: those of tensors, then those of the tensors in lists."""
-        flat = [values[place] for place in self.tensors]
-        for place in self.lists:
-            flat += values[place]
-        return flat
-
     def _in_places(self, flags: Iterable[bool], arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The inverse of `_flat`, with False for the arguments that are no tensors."""
+        """Flags of the tensors, then of those in lists, in the places of `arguments`; False for what is no tensor."""
         rest = iter(flags)
         values: list[Any] = [False] * len(arguments)
         for place in self.tensors:

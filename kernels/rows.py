@@ -1,4 +1,4 @@
-"""What kernels over rows share: checks, rows of tensors of any layout, launch limits, sums of weight gradients.
+"""What kernels over rows share: rows of tensors of any layout, launch limits, sums of weight gradients.
 
 A norm treats each row of `hidden_size` elements on its own, so the order of the rows does not matter. Tensors whose
 leading dimensions are permuted (queries transposed to `(batch, heads, tokens, head_dim)`, say) are therefore read and
@@ -18,10 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.runtime import cdiv, is_dtensor, next_power_of_2, num_sms, tl, triton, use_triton
-
-MAX_HIDDEN_SIZE = 65536
-"""Longest row that one program can hold; longer rows run the torch reference."""
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, tl, triton
 
 _COLUMN_SUM_TILE = 4096
 
@@ -124,84 +121,11 @@ def backward_tiles(
     return programs, {**config.options(hidden_size), "NUM_STAGES": config.num_stages}
 
 
-def runs_on_triton(x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
-    """Whether a norm of `x` with these parameters runs as a Triton kernel."""
-    for parameter in parameters:
-        if parameter is not None and not use_triton(parameter):
-            return False
-    return use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE
-
-
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     """fp32 under autocast, where torch runs its own norms in fp32 (except on a CPU), else the dtype of `x`."""
     device = x.device.type
     low_precision = x.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if low_precision and device != "cpu" and torch.is_autocast_enabled(device) else x.dtype
-
-
-def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
-    """Checks a norm's input and its per-column parameters (given by their argument names).
-
-    Raises:
-        ValueError: If `x` is not a floating point tensor of shape (..., hidden_size) with hidden_size >= 1, or a
-            parameter is not a floating point tensor of shape (hidden_size,) on the device of `x`.
-    """
-    if not x.is_floating_point():
-        raise ValueError(f"`x` of {name} has dtype {x.dtype}; give a floating point tensor, such as `x.float()`.")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"`x` of {name} has shape {tuple(x.shape)}; give (..., hidden_size) with hidden_size >= 1.")
-    check_all_dtensors(name, x, **parameters)
-    for argument, parameter in parameters.items():
-        if parameter is None:
-            continue
-        if parameter.dim() != 1 or parameter.shape[0] != x.shape[-1]:
-            raise ValueError(
-                f"`{argument}` of {name} has shape {tuple(parameter.shape)}, but the last dimension of `x` is "
-                f"{x.shape[-1]}; give a tensor of shape ({x.shape[-1]},), or None."
-            )
-        if not parameter.is_floating_point():
-            raise ValueError(f"`{argument}` of {name} has dtype {parameter.dtype}; give a floating point tensor.")
-        if parameter.device != x.device:
-            raise ValueError(
-                f"`{argument}` of {name} is on {parameter.device}, but `x` is on {x.device}; move one to the other."
-            )
-
-
-def check_all_dtensors(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raises ValueError if `x` is a DTensor and one of the other arguments is not, or the other way round."""
-    for argument, other in others.items():
-        if other is None or is_dtensor(other) == is_dtensor(x):
-            continue
-        plain, split = (argument, "x") if is_dtensor(x) else ("x", argument)
-        raise ValueError(
-            f"`{split}` of {name} is a DTensor, but `{plain}` is a plain tensor; make both DTensors, such as by "
-            f"`distribute_tensor({plain}, {split}.device_mesh)` if every process holds the whole tensor."
-        )
-
-
-def check_like(name: str, x: torch.Tensor, what: Sequence[str], **others: torch.Tensor) -> None:
-    """Checks tensors that lie beside a norm's input, such as a residual (given by their argument names).
-
-    Args:
-        name: The norm.
-        x: Its input.
-        what: Which of shape, dtype and device must agree.
-        others: The tensors.
-
-    Raises:
-        ValueError: If one of them does not agree with `x`, is not a floating point tensor, or is a DTensor where `x` is
-            none, or the other way round.
-    """
-    check_all_dtensors(name, x, **others)
-    for argument, other in others.items():
-        for each in what:
-            if getattr(other, each) != getattr(x, each):
-                raise ValueError(
-                    f"`{argument}` of {name} has {each} {getattr(other, each)}, but `x` has {getattr(x, each)}; the "
-                    "two must agree, so expand, cast or move one of them."
-                )
-        if not other.is_floating_point():
-            raise ValueError(f"`{argument}` of {name} has dtype {other.dtype}; give a floating point tensor.")
 
 
 def memory_order(x: torch.Tensor) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Where kernels can run (Triton, its interpreter, the devices that Triton drives), and helpers for every launch.
+"""Where kernels can run (Triton, its interpreter, the devices that Triton drives), and what every operator needs.
 
 Every kernel file imports ``triton`` and ``tl`` from here, so that the package also imports without Triton; its
 operators then run their plain torch references.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, RELEASED_GRAPHS, SHARED_MEMORY
+from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, RELEASED_GRAPHS, SAVED_AS_IS, SHARED_MEMORY
 
 require(SHARED_MEMORY)
 require(FUNCTION_TRANSFORMS)
+require(SAVED_AS_IS)
 
 try:
     import triton
@@ -43,15 +46,32 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
 
+MAX_HIDDEN_SIZE = 65536
+"""Longest row that one program can hold; longer rows run the torch reference."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def reference_of(function: F) -> Callable[[Callable[..., Any]], F]:
+    """Gives a reference in plain torch, which has the parameters of `function`, their defaults and annotations."""
+
+    def like(reference: Any) -> F:
+        reference.__defaults__, reference.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        reference.__annotations__ = function.__annotations__
+        return reference
+
+    return like
+
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether operators on `tensor` run as Triton kernels rather than the torch reference.
 
     DTensors and the tensors inside a transform of `torch.func` run as the reference.
     """
-    half_or_single = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    plain = not is_dtensor(tensor) and not torch._C._are_functorch_transforms_active()
-    return half_or_single and triton_drives(tensor.device) and plain
+    if not triton_drives(tensor.device) or is_dtensor(tensor) or torch._C._are_functorch_transforms_active():
+        return False
+    return tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -69,12 +89,109 @@ def triton_drives(device: torch.device) -> bool:
     return HAS_TRITON and (device.type in _TRITON_DEVICES or (INTERPRETED and device.type == "cpu"))
 
 
+def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> bool:
+    """Checks a norm's input and its per-column parameters (given by their argument names).
+
+    Returns:
+        Whether the norm runs as a Triton kernel, if these are all its tensors.
+
+    Raises:
+        ValueError: If `x` is not a floating point tensor of shape (..., hidden_size) with hidden_size >= 1, or a
+            parameter is not a floating point tensor of shape (hidden_size,) on the device of `x`.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"`x` of {name} has dtype {x.dtype}; give a floating point tensor, such as `x.float()`.")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"`x` of {name} has shape {tuple(x.shape)}; give (..., hidden_size) with hidden_size >= 1.")
+    on_triton, split = use_triton(x) and x.shape[-1] <= MAX_HIDDEN_SIZE, is_dtensor(x)
+    for argument, parameter in parameters.items():
+        if parameter is None:
+            continue
+        if is_dtensor(parameter) != split:
+            raise _mixture(name, argument, split)
+        if parameter.dim() != 1 or parameter.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"`{argument}` of {name} has shape {tuple(parameter.shape)}, but the last dimension of `x` is "
+                f"{x.shape[-1]}; give a tensor of shape ({x.shape[-1]},), or None."
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"`{argument}` of {name} has dtype {parameter.dtype}; give a floating point tensor.")
+        if parameter.device != x.device:
+            raise ValueError(
+                f"`{argument}` of {name} is on {parameter.device}, but `x` is on {x.device}; move one to the other."
+            )
+        on_triton = on_triton and use_triton(parameter)
+    return on_triton
+
+
+def check_all_dtensors(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raises ValueError if `x` is a DTensor and one of the other arguments is not, or the other way round."""
+    for argument, other in others.items():
+        if other is not None and is_dtensor(other) != is_dtensor(x):
+            raise _mixture(name, argument, is_dtensor(x))
+
+
+def _mixture(name: str, argument: str, x_is_split: bool) -> ValueError:
+    """The error where one of `x` and `argument` is a DTensor and the other is not."""
+    plain, split = (argument, "x") if x_is_split else ("x", argument)
+    return ValueError(
+        f"`{split}` of {name} is a DTensor, but `{plain}` is a plain tensor; make both DTensors, such as by "
+        f"`distribute_tensor({plain}, {split}.device_mesh)` if every process holds the whole tensor."
+    )
+
+
+def check_like(name: str, x: torch.Tensor, what: Sequence[str], **others: torch.Tensor) -> None:
+    """Checks tensors that lie beside a norm's input, such as a residual (given by their argument names).
+
+    Args:
+        name: The norm.
+        x: Its input.
+        what: Which of shape, dtype and device must agree.
+        others: The tensors.
+
+    Raises:
+        ValueError: If one of them does not agree with `x`, is not a floating point tensor, or is a DTensor where `x` is
+            none, or the other way round.
+    """
+    check_all_dtensors(name, x, **others)
+    for argument, other in others.items():
+        for each in what:
+            if getattr(other, each) != getattr(x, each):
+                raise ValueError(
+                    f"`{argument}` of {name} has {each} {getattr(other, each)}, but `x` has {getattr(x, each)}; the "
+                    "two must agree, so expand, cast or move one of them."
+                )
+        if not other.is_floating_point():
+            raise ValueError(f"`{argument}` of {name} has dtype {other.dtype}; give a floating point tensor.")
+
+
+def has_elements(tensor: torch.Tensor) -> bool:
+    """Whether there is something to launch a kernel on: elements, in memory, which a fake tensor has not."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    fake = tensor.is_meta or (not plain and tensor.untyped_storage().device.type == "meta")
+    return not fake and tensor.numel() > 0
+
+
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements of `tensor` share memory, as in an expanded dimension; it then cannot be written to."""
     for size, stride in zip(tensor.shape, tensor.stride()):
         if stride == 0 and size > 1:
             return tensor.numel() > 0  # empty ones may have strides of 0
     return False
+
+
+@overload
+def as_autocast(x: torch.Tensor) -> torch.Tensor: ...
+@overload
+def as_autocast(x: None) -> None: ...
+def as_autocast(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` as autocast, which does not know our operators, would pass it to a linear layer; float64 is unchanged."""
+    if x is None or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # asking about the meta device is an error
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 @functools.cache
@@ -104,6 +221,18 @@ def graph_is_kept() -> bool:
     if not available(RELEASED_GRAPHS):
         return True
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+
+
+def saved_as_is() -> contextlib.AbstractContextManager:
+    """A context in which no outer hooks change saved tensors.
+
+    Activation offloading installs hooks for a whole step. They would needlessly move tensors that the backward needs at
+    once, such as a tile's intermediates or the gradients of the LM head.
+    """
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if not enabled:  # inside torch.func, which disables such hooks
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def cdiv(numerator: int, denominator: int) -> int:

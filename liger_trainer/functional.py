@@ -5,7 +5,8 @@ from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_jsd import DivergenceOutput, linear_cosine_distance, linear_jsd, linear_kl
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
-from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
+from liger_trainer.kernels.head.log_probs import log_probs
+from liger_trainer.kernels.head.token_statistics import LogProbsOutput
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer, lora_linear, lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
@@ -24,8 +25,7 @@ from liger_trainer.kernels.rope.rope import rope
 from liger_trainer.liger.operators.clamped_swiglu import clamped_swiglu
 from liger_trainer.liger.operators.dyt import dyt
 from liger_trainer.liger.operators.embedding import embedding, embedding_backward_, tied_embedding
-from liger_trainer.liger.operators.fused_add_layer_norm import fused_add_layer_norm
-from liger_trainer.liger.operators.fused_add_rms_norm import fused_add_rms_norm
+from liger_trainer.liger.operators.fused_add_norms import fused_add_layer_norm, fused_add_rms_norm
 from liger_trainer.liger.operators.fused_ce_tvd import fused_ce_tvd
 from liger_trainer.liger.operators.group_norm import group_norm
 from liger_trainer.liger.operators.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_log_probs

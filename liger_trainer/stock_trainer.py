@@ -123,9 +123,6 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
 
     Returns:
         The report of what was patched; None if a Liger trainer, or the `liger-kernel` package, is in charge.
-
-    Raises:
-        ValueError: for an unknown key, or if `nn.DataParallel` is about to wrap the model.
     """
     trainer = _in_charge.get()
     if trainer is not None and trainer.model is model:

@@ -11,8 +11,7 @@ from liger_trainer import functional
 from liger_trainer.kernels.norms import gated_rms_norm, layer_norm, rms_norm
 from liger_trainer.liger.operators import (
     dyt,
-    fused_add_layer_norm,
-    fused_add_rms_norm,
+    fused_add_norms,
     group_norm,
     modulated_rms_norm,
     poly_norm,
@@ -63,7 +62,7 @@ def _in_groups(function: Callable[..., torch.Tensor], *options: object, **named:
 NORMS = {
     "rms_norm": NormCase(functional.rms_norm, rms_norm.rms_norm_reference, lambda s: [s[-1:]]),
     "fused_add_rms_norm": NormCase(
-        functional.fused_add_rms_norm, fused_add_rms_norm.fused_add_rms_norm_reference, lambda s: [s, s[-1:]]
+        functional.fused_add_rms_norm, fused_add_norms.fused_add_rms_norm_reference, lambda s: [s, s[-1:]]
     ),
     "layer_norm": NormCase(functional.layer_norm, layer_norm.layer_norm_reference, lambda s: [s[-1:], s[-1:]]),
     "layer_norm of groups": NormCase(
@@ -81,7 +80,7 @@ NORMS = {
     ),
     "fused_add_layer_norm": NormCase(
         functional.fused_add_layer_norm,
-        fused_add_layer_norm.fused_add_layer_norm_reference,
+        fused_add_norms.fused_add_layer_norm_reference,
         lambda s: [s, s[-1:], s[-1:]],
     ),
     "modulated_rms_norm": NormCase(

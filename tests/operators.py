@@ -14,9 +14,9 @@ from liger_trainer import functional as ops
 from liger_trainer.kernels.copied_rows import copied_rows, copies_of
 from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear
-from liger_trainer.kernels.head.log_probs import LOG_PROBS_OUTPUTS
+from liger_trainer.kernels.head.token_statistics import LOG_PROBS_OUTPUTS
 from liger_trainer.kernels.lora.lora_products import Weight
-from liger_trainer.liger.operators.row_softmax import causal_softmax
+from liger_trainer.liger.operators.row_softmax import row_softmax
 
 Argument = Callable[[torch.Generator, torch.dtype], torch.Tensor]
 
@@ -342,6 +342,14 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad) if x.dim() > 1 else x
 
 
+def of_schema(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the `custom` of one of our operators: named tuples among `arguments` as their fields."""
+    values: list[Any] = []
+    for place, argument in enumerate(arguments):
+        values += argument if place in operator.records else [argument]
+    return tuple(values)
+
+
 def _changed(name: str, change: Callable[[torch.Tensor], torch.Tensor], *positions: int) -> Operator:
     """The row `name`, with its arguments at `positions`, or all, changed."""
     row = OPERATORS[name]
@@ -425,7 +433,7 @@ VARIANTS: dict[str, Operator] = {
         _with(ops.modulated_rms_norm, 1, None), (leaf(9, 32), leaf(9, 32))
     ),
     "group_norm, no bias": Operator(_with(ops.group_norm, 1, 2), (leaf(2, 6, 10), leaf(6))),
-    "causal_softmax": Operator(lambda x: causal_softmax(x.mT.bfloat16()), (leaf(2, 5, 5),)),
+    "causal_softmax": Operator(lambda x: row_softmax(x.mT.bfloat16(), False, True), (leaf(2, 5, 5),)),
     "fused_ce_tvd, bf16": Operator(
         lambda x, *rest: ops.fused_ce_tvd(x.bfloat16(), *rest), OPERATORS["fused_ce_tvd"].arguments
     ),

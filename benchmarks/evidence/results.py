@@ -34,7 +34,7 @@ class Value:
     """A number: `measure` of a step, of a held-out item, or of a whole run; of a setting, `value` is a word.
 
     `measure` is ``"step loss"``, ``"step grad_norm"``, ``"step reward"``, ``"step seconds"``, ``"held-out ..."`` with
-    a key of `HELD_OUT`, or ``"peak_gibibytes"``. `index` counts steps from 1 and items from 0.
+    a key of `HELD_OUT`, or ``"peak_gibibytes"``; `optimizers` says its own. `index` counts steps from 1, items from 0.
     """
 
     variant: str
@@ -49,24 +49,28 @@ class Evidence:
 
     def __init__(self, values: Sequence[Value]) -> None:
         self.values = list(values)
-        self._found: defaultdict[tuple[str, int, str], list[float]] = defaultdict(list)
+        self._found: defaultdict[tuple[str, int, str], dict[int, float]] = defaultdict(dict)
         self.setting: dict[str, str] = {}
         for value in self.values:
             if value.variant == SETTING:
                 self.setting[value.measure] = str(value.value)
             else:
-                self._found[value.variant, value.seed, value.measure].append(float(value.value))
+                self._found[value.variant, value.seed, value.measure][value.index] = float(value.value)
         keys = list(self._found)
         self.variants = list(dict.fromkeys(variant for variant, _, _ in keys if variant != START))
         runs = {(variant, seed) for variant, seed, _ in keys if variant != START}
         complete = (seed for _, seed in runs if all((variant, seed) in runs for variant in self.variants))
         self.seeds = sorted(set(complete))
-        measures = dict.fromkeys(measure for _, _, measure in keys)
-        self.held_out = [name for name in HELD_OUT if f"held-out {name}" in measures]
+        self.measures = list(dict.fromkeys(measure for _, _, measure in keys))
+        self.held_out = [name for name in HELD_OUT if f"held-out {name}" in self.measures]
 
     def of(self, variant: str, seed: int, measure: str) -> list[float]:
         """The values of a run in order; empty if it has none."""
-        return self._found.get((variant, seed, measure), [])
+        return list(self.by_index(variant, seed, measure).values())
+
+    def by_index(self, variant: str, seed: int, measure: str) -> dict[int, float]:
+        """The same, each with its step or item."""
+        return self._found.get((variant, seed, measure), {})
 
     def score(self, variant: str, seed: int, name: str) -> float:
         """A held-out measure of a run, the mean over the items."""
@@ -100,6 +104,11 @@ class Evidence:
             )
 
     @classmethod
+    def begin(cls, setting: dict[str, str]) -> Evidence:
+        """What holds for all runs to come."""
+        return cls([Value(SETTING, 0, name, 0, word) for name, word in setting.items()])
+
+    @classmethod
     def resume(cls, file: Path, setting: dict[str, str]) -> Evidence:
         """What a file has, to which runs can be added; without one, the setting alone.
 
@@ -107,7 +116,7 @@ class Evidence:
             BenchmarkError: if the file has another setting: other versions, another device or other steps.
         """
         if not file.exists():
-            return cls([Value(SETTING, 0, name, 0, word) for name, word in setting.items()])
+            return cls.begin(setting)
         found = cls.read(file)
         for name, now in setting.items():
             was = found.setting.get(name)

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,26 @@ from liger_trainer.benchmarks.operations import head
 from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, reference, wide
 from liger_trainer.configs.kernel_config import parse_bytes
 
-
-def exact_log_probs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Log-probabilities of each token, with the logits of one sequence at a time."""
-    return head.exact_log_probs(hidden, weight, target, size=1)
+exact_log_probs = partial(head.exact_log_probs, size=1)  # with the logits of one sequence at a time
 
 
 def our_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, retain_logits_memory: str | None = None) -> Any:
     """The trainers' way: TRL's formula on log-probabilities that are computed without building the logits."""
     retained = None if retain_logits_memory is None else parse_bytes(retain_logits_memory)
     return functional.linear_log_probs(hidden, weight, target, retain_memory=retained)
+
+
+def register_over_heads(
+    name: str, loss_of: Callable[..., Callable[..., Tensor]], class_of: Callable[..., Callable[..., Tensor]], kind: str
+) -> None:
+    """The providers of a loss over heads: a formula on log-probabilities, and the class `kind` for custom loops."""
+    provider(name, "torch")(loss_of(head.eager_log_probs))
+    reference(name)(loss_of(exact_log_probs))
+    provider(name, "liger-kernel")(class_of("liger_kernel.chunked_loss"))
+    provider(name, "trl")(loss_of(head.trl_log_probs))
+    provider(name, "liger_trainer")(loss_of(our_log_probs))
+    provider(name, "liger_trainer", retain_logits_memory="4GiB")(loss_of(our_log_probs))
+    provider(name, f"liger_trainer {kind}")(class_of("liger_trainer.losses"))
 
 
 @operation(
@@ -73,13 +84,7 @@ def dpo_class_of(package: str) -> Callable[..., Tensor]:
     return run
 
 
-provider("dpo_loss", "torch")(dpo_of(head.eager_log_probs))
-reference("dpo_loss")(dpo_of(exact_log_probs))
-provider("dpo_loss", "liger-kernel")(dpo_class_of("liger_kernel.chunked_loss"))
-provider("dpo_loss", "trl")(dpo_of(head.trl_log_probs))
-provider("dpo_loss", "liger_trainer")(dpo_of(our_log_probs))
-provider("dpo_loss", "liger_trainer", retain_logits_memory="4GiB")(dpo_of(our_log_probs))
-provider("dpo_loss", "liger_trainer LigerFusedLinearDPOLoss")(dpo_class_of("liger_trainer.losses"))
+register_over_heads("dpo_loss", dpo_of, dpo_class_of, "LigerFusedLinearDPOLoss")
 
 
 @operation("grpo_loss", "GRPO: the loss of each token, from given logits of the policy", tokens=8192)
@@ -119,20 +124,15 @@ def eager_grpo(
 
 
 @reference("grpo_loss")
-def exact_grpo(
-    logits: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, completion_ids: Tensor, advantages: Tensor
-) -> Tensor:
-    return head.in_parts(eager_grpo, logits, old_log_probs, ref_log_probs, completion_ids, advantages, size=1)
+def exact_grpo(**arguments: Tensor) -> Tensor:
+    return head.in_parts(eager_grpo, *arguments.values(), size=1)
 
 
 @provider("grpo_loss", "liger-kernel")
-def liger_grpo(
-    logits: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, completion_ids: Tensor, advantages: Tensor
-) -> Tensor:
+def liger_grpo(**arguments: Tensor) -> Tensor:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    arguments = logits, old_log_probs, ref_log_probs, completion_ids, advantages
-    return triton_grpo_loss(*arguments, temperature=1.0, beta=0.04, eps_low=0.2, eps_high=0.2)[0]
+    return triton_grpo_loss(*arguments.values(), temperature=1.0, beta=0.04, eps_low=0.2, eps_high=0.2)[0]
 
 
 @provider("grpo_loss", "liger_trainer", inplace_backward=True)
@@ -195,10 +195,4 @@ def grpo_class_of(package: str) -> Callable[..., Tensor]:
     return run
 
 
-provider("fused_grpo_loss", "torch")(grpo_of(head.eager_log_probs))
-reference("fused_grpo_loss")(grpo_of(exact_log_probs))
-provider("fused_grpo_loss", "liger-kernel")(grpo_class_of("liger_kernel.chunked_loss"))
-provider("fused_grpo_loss", "trl")(grpo_of(head.trl_log_probs))
-provider("fused_grpo_loss", "liger_trainer")(grpo_of(our_log_probs))
-provider("fused_grpo_loss", "liger_trainer", retain_logits_memory="4GiB")(grpo_of(our_log_probs))
-provider("fused_grpo_loss", "liger_trainer LigerFusedLinearGRPOLoss")(grpo_class_of("liger_trainer.losses"))
+register_over_heads("fused_grpo_loss", grpo_of, grpo_class_of, "LigerFusedLinearGRPOLoss")

@@ -1,5 +1,7 @@
 """Causal attention: every key, a sliding window, packed documents; with soft-capped scores (Gemma2) or sinks (GPT-OSS).
 
+Multi-token attention is here too: causal weights of given scores, convolved over queries and keys.
+
 Masks are made before the clock starts, for the libraries that need one, as a model makes them once for all layers.
 """
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.head import in_parts, soft_capped
-from liger_trainer.benchmarks.registry import Case, Data, Floor, operation, provider, reference, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, reference, wide
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan
 
@@ -237,3 +239,25 @@ def ours(q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float | None,
     offsets = layout.offsets if layout.document < layout.length else None
     plan = AttentionPlan(layout.window, offsets, layout.document)
     return attention(q, k, v, plan=plan, softcap=softcap, sinks=sinks)
+
+
+@operation(
+    "multi_token_attention", "Multi-token attention: causal weights, convolved over queries and keys", tokens=2048
+)
+def multi_token_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """One sequence; the three by three convolution has one head per group."""
+    heads = model.heads
+    scores = data.normal(1, heads, tokens, tokens)
+    parameters = {"weight": data.normal(heads, 1, 3, 3, scale=1 / 3), "bias": data.normal(heads), "groups": heads}
+    upstream, floor = (data.upstream(*scores.shape),), Floor(4 * scores.numel(), 6 * scores.numel())
+    yield Case({"scores": scores, **parameters}, f"{heads} heads, {tokens}×{tokens}", floor, upstream)
+
+
+@provider("multi_token_attention", "torch")
+def eager_multi_token(scores: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    weights = torch.softmax(wide(scores).masked_fill(future, float("-inf")), -1).to(scores.dtype)
+    return F.conv2d(weights, weight, bias, padding=1, groups=groups).masked_fill(future, 0)
+
+
+library("multi_token_attention", "liger-kernel", "liger_trainer", by_name=["groups"], fixed={"padding": 1})

@@ -1,4 +1,4 @@
-"""The LM head with what follows it: cross entropy, log-probabilities, and divergences from a teacher's head."""
+"""Embedding, and the LM head with what follows it: cross entropy, log-probabilities, divergences from a teacher's."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +14,24 @@ from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.logits import jensen_shannon
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, reference, wide
 from liger_trainer.configs.kernel_config import parse_bytes
+
+
+@operation("embedding", "Embedding: of tokens, with the gradient of the whole table")
+def embedding_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """Random tokens of the whole vocabulary; the gradient of every row is written."""
+    size, table = tokens * model.hidden, model.vocab * model.hidden
+    arguments = {"weight": data.normal(model.vocab, model.hidden), "tokens": data.integers(model.vocab, tokens)}
+    floor, upstream = Floor(2 * size, size + table), (data.upstream(tokens, model.hidden),)
+    yield Case(arguments, f"{tokens} of {model.vocab}×{model.hidden}", floor, upstream)
+
+
+@provider("embedding", "torch")
+def eager_embedding(weight: Tensor, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, weight)
+
+
+library("embedding", "liger-kernel", path="liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply")
+library("embedding", "liger_trainer", by_name=["weight"])
 
 
 def matmuls(*heads: tuple[Tensor, Tensor]) -> Callable[[], None]:
@@ -82,21 +100,19 @@ def eager_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap:
 
 @reference("linear_cross_entropy")
 def exact_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    def losses(hidden: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(head_logits(hidden, weight, softcap), target, reduction="none")
-
-    return in_parts(losses, hidden, target).mean()
+    return -exact_log_probs(hidden, weight, target, softcap).mean()
 
 
-@provider("linear_cross_entropy", "liger-kernel", chunk_mem_const=16)
-@provider("linear_cross_entropy", "liger-kernel", chunk_mem_const=8)
-@provider("linear_cross_entropy", "liger-kernel")
-def liger_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, chunk_mem_const: int = 1
-) -> Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return liger_fused_linear_cross_entropy(hidden, weight, target, softcap=softcap, chunk_mem_const=chunk_mem_const)
+liger_cross_entropy = partial(
+    library,
+    "linear_cross_entropy",
+    "liger-kernel",
+    path="liger_kernel.transformers.functional:liger_fused_linear_cross_entropy",
+    by_name=["softcap"],
+)
+liger_cross_entropy(fixed={"chunk_mem_const": 1})
+for chunk in (8, 16):
+    liger_cross_entropy(chunk_mem_const=chunk)
 
 
 @provider("linear_cross_entropy", "trl")
@@ -104,11 +120,9 @@ def trl_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: f
     return -trl_log_probs(hidden, weight, target, softcap).mean()
 
 
-@provider("linear_cross_entropy", "cut-cross-entropy")
-def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return linear_cross_entropy(hidden, weight, target, softcap=softcap)
+library(
+    *("linear_cross_entropy", "cut-cross-entropy"), path="cut_cross_entropy:linear_cross_entropy", by_name=["softcap"]
+)
 
 
 @provider("linear_cross_entropy", "quack")
@@ -216,6 +230,22 @@ def exact_divergences(
     return in_parts(some, student_hidden, teacher_hidden)
 
 
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def mean_of(divergences: Callable[..., Tensor], formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The mean divergence by a formula, which gets what is no head."""
+
+    def run(**arguments: Any) -> Tensor:
+        heads = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        return divergences(
+            **heads, of=partial(formula, **{k: v for k, v in arguments.items() if k not in heads})
+        ).mean()
+
+    return run
+
+
 def trl_divergence(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float = 0.0
 ) -> Tensor:
@@ -225,12 +255,10 @@ def trl_divergence(
     return ChunkedDivergenceFunction.apply(*heads, beta)[0].mean()
 
 
-def liger_divergence(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float = 0.0
-) -> Tensor:
+def liger_divergence(beta: float = 0.0, **heads: Tensor) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_jsd
 
-    return liger_fused_linear_jsd(student_hidden, student_weight, teacher_hidden, teacher_weight, jsd_beta=beta)
+    return liger_fused_linear_jsd(*heads.values(), jsd_beta=beta)
 
 
 @operation(
@@ -238,27 +266,6 @@ def liger_divergence(
 )
 def jsd_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield distillation_case(data, model, tokens, beta=0.5)
-
-
-@provider("linear_jsd", "torch")
-def eager_jsd(beta: float, **heads: Tensor) -> Tensor:
-    return divergences(**heads, of=partial(jensen_shannon, beta=beta)).mean()
-
-
-@reference("linear_jsd")
-def exact_jsd(beta: float, **heads: Tensor) -> Tensor:
-    return exact_divergences(**heads, of=partial(jensen_shannon, beta=beta)).mean()
-
-
-provider("linear_jsd", "liger-kernel")(liger_divergence)
-provider("linear_jsd", "trl")(trl_divergence)
-
-
-@provider("linear_jsd", "liger_trainer", logits_memory="2GiB")
-@provider("linear_jsd", "liger_trainer", logits_memory="512MiB")
-@provider("linear_jsd", "liger_trainer")
-def our_jsd(beta: float, logits_memory: str = "1GiB", **heads: Any) -> Any:
-    return functional.linear_jsd(**heads, beta=beta, logits_memory=parse_bytes(logits_memory))
 
 
 @operation(
@@ -270,20 +277,18 @@ def kl_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield distillation_case(data, model, tokens)
 
 
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    return (teacher.exp() * (teacher - student)).sum(-1)
+for name, formula in (("linear_jsd", jensen_shannon), ("linear_kl", forward_kl)):
+    provider(name, "torch")(mean_of(divergences, formula))
+    reference(name)(mean_of(exact_divergences, formula))
+    provider(name, "liger-kernel")(liger_divergence)
+    provider(name, "trl")(trl_divergence)
 
 
-@provider("linear_kl", "torch")
-def eager_kl(**heads: Tensor) -> Tensor:
-    return divergences(**heads, of=forward_kl).mean()
+@provider("linear_jsd", "liger_trainer", logits_memory="2GiB")
+@provider("linear_jsd", "liger_trainer", logits_memory="512MiB")
+@provider("linear_jsd", "liger_trainer")
+def our_jsd(beta: float, logits_memory: str = "1GiB", **heads: Any) -> Any:
+    return functional.linear_jsd(**heads, beta=beta, logits_memory=parse_bytes(logits_memory))
 
 
-@reference("linear_kl")
-def exact_kl(**heads: Tensor) -> Tensor:
-    return exact_divergences(**heads, of=forward_kl).mean()
-
-
-provider("linear_kl", "liger-kernel")(liger_divergence)
-provider("linear_kl", "trl")(trl_divergence)
-library("linear_kl", "liger_trainer", "liger_trainer.functional:linear_kl")
+library("linear_kl", "liger_trainer")

@@ -6,11 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case, wide
-
-LIGER = "liger_kernel.transformers.functional"
 
 
 @operation("cross_entropy", "Cross entropy: on given logits, mean over the tokens", tokens=8192)
@@ -29,11 +26,8 @@ def eager_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(wide(logits), target)
 
 
-library("cross_entropy", "liger-kernel", f"{LIGER}:liger_cross_entropy")
-library("cross_entropy", "quack", "quack:cross_entropy")
-# Not `inplace`: the logits are a leaf, which cannot be overwritten.
-library("cross_entropy", "liger_trainer", "liger_trainer.functional:cross_entropy")
-library("cross_entropy", "liger_trainer", "liger_trainer.functional:cross_entropy", expected_grad=1.0)
+library("cross_entropy", "liger-kernel", "quack", "liger_trainer")
+library("cross_entropy", "liger_trainer", expected_grad=1.0)  # not `inplace`: the logits are a leaf
 
 
 def divergence_case(
@@ -64,16 +58,7 @@ def eager_jsd(log_probs: Tensor, target: Tensor, beta: float) -> Tensor:
     return jensen_shannon(wide(log_probs), wide(target), beta).mean()
 
 
-@provider("jsd", "liger-kernel")
-def liger_jsd(log_probs: Tensor, target: Tensor, beta: float) -> Tensor:
-    from liger_kernel.transformers.functional import liger_jsd
-
-    return liger_jsd(log_probs, target, beta=beta)
-
-
-@provider("jsd", "liger_trainer")
-def our_jsd(log_probs: Tensor, target: Tensor, beta: float) -> Tensor:
-    return functional.jsd(log_probs, target, beta=beta)
+library("jsd", "liger-kernel", "liger_trainer", by_name=["beta"])
 
 
 @operation(
@@ -90,14 +75,8 @@ def eager_kl_div(log_probs: Tensor, target: Tensor) -> Tensor:
     return F.kl_div(wide(log_probs), wide(target), reduction="batchmean")
 
 
-@provider("kl_div", "liger-kernel")
-def liger_kl_div(log_probs: Tensor, target: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_kl_div
-
-    return liger_kl_div(log_probs, target, reduction="batchmean")
-
-
-library("kl_div", "liger_trainer", "liger_trainer.functional:kl_div")
+library("kl_div", "liger-kernel", fixed={"reduction": "batchmean"})
+library("kl_div", "liger_trainer")
 
 
 @operation("tvd", "TVD: total variation distance of given probabilities, mean over the tokens", tokens=8192)
@@ -110,14 +89,8 @@ def eager_tvd(probs: Tensor, target: Tensor) -> Tensor:
     return 0.5 * (wide(probs) - wide(target)).abs().sum(-1).mean()
 
 
-@provider("tvd", "liger-kernel")
-def liger_tvd(probs: Tensor, target: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_tvd
-
-    return liger_tvd(probs, target, reduction="batchmean")
-
-
-library("tvd", "liger_trainer", "liger_trainer.functional:tvd")
+library("tvd", "liger-kernel", fixed={"reduction": "batchmean"})
+library("tvd", "liger_trainer")
 
 
 @operation("sparsemax", "Sparsemax: over the last dimension", tokens=8192)
@@ -131,9 +104,7 @@ def eager_softmax(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)
 
 
-library("softmax", "liger-kernel", f"{LIGER}:liger_softmax")
-library("softmax", "quack", "quack:softmax")
-library("softmax", "liger_trainer", "liger_trainer.functional:softmax")
+library("softmax", "liger-kernel", "quack", "liger_trainer")
 
 
 @provider("sparsemax", "torch")
@@ -145,5 +116,4 @@ def eager_sparsemax(x: Tensor) -> Tensor:
     return torch.relu(wide(x) - threshold).to(x.dtype)  # unlike clamp's, its gradient is 0 at the threshold
 
 
-library("sparsemax", "liger-kernel", f"{LIGER}:liger_sparsemax")
-library("sparsemax", "liger_trainer", "liger_trainer.functional:sparsemax")
+library("sparsemax", "liger-kernel", "liger_trainer")

@@ -1,7 +1,6 @@
 """Gated activations, and the MLPs that they are in."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case
-
-LIGER = "liger_kernel.transformers.functional"
 
 
 @operation("geglu", "GeGLU: gelu_tanh(gate) * up, given apart")
@@ -29,19 +26,14 @@ def eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-library("swiglu", "liger-kernel", f"{LIGER}:liger_swiglu")
-library("swiglu", "liger_trainer", "liger_trainer.functional:swiglu")
-library("swiglu", "liger_trainer", "liger_trainer.functional:swiglu", inplace_backward=True)
-
-
 @provider("geglu", "torch")
 def eager_geglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-library("geglu", "liger-kernel", f"{LIGER}:liger_geglu")
-library("geglu", "liger_trainer", "liger_trainer.functional:geglu")
-library("geglu", "liger_trainer", "liger_trainer.functional:geglu", inplace_backward=True)
+for name in ("swiglu", "geglu"):
+    library(name, "liger-kernel", "liger_trainer")
+    library(name, "liger_trainer", inplace_backward=True)
 
 
 @operation("clamped_swiglu", "Clamped SwiGLU: GPT-OSS's gate, gate and up in turns")
@@ -57,7 +49,7 @@ def eager_clamped_swiglu(gate_up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-library("clamped_swiglu", "liger_trainer", "liger_trainer.functional:clamped_swiglu")
+library("clamped_swiglu", "liger_trainer")
 
 
 @operation("relu_squared", "ReLU²: the squared ReLU")
@@ -70,8 +62,7 @@ def eager_relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-library("relu_squared", "liger-kernel", f"{LIGER}:liger_relu_squared")
-library("relu_squared", "liger_trainer", "liger_trainer.functional:relu_squared")
+library("relu_squared", "liger-kernel", "liger_trainer")
 
 
 @operation(
@@ -110,7 +101,7 @@ def our_saved_product(gate: Tensor, up: Tensor, weight: Tensor, recompute: bool)
     return F.linear(functional.swiglu(gate, up), weight)
 
 
-library("swiglu_down", "liger_trainer", "liger_trainer.functional:swiglu_down")
+library("swiglu_down", "liger_trainer")
 
 
 @operation("tiled_mlp", "Tiled MLP: tiles of the sequence, recomputed in backward one by one")
@@ -158,20 +149,19 @@ class MLP(torch.nn.Module):
             self.add_module(name.replace("weight", "proj"), layer)
 
 
+def tile_of(swiglu: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The MLP on a tile, with this activation."""
+    return lambda mlp, x: mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
 @provider("tiled_mlp", "liger-kernel")
 def liger_tiled_mlp(hidden: Tensor, **weights: Tensor) -> Tensor:
     from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
     from liger_kernel.transformers.functional import liger_swiglu
 
-    def tile(mlp: Any, x: Tensor) -> Tensor:
-        return mlp.down_proj(liger_swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-
-    return apply_tiled_mlp(tile, MLP(**weights), hidden)
+    return apply_tiled_mlp(tile_of(liger_swiglu), MLP(**weights), hidden)
 
 
 @provider("tiled_mlp", "liger_trainer")
 def our_tiled_mlp(hidden: Tensor, **weights: Tensor) -> Tensor:
-    def tile(mlp: Any, x: Tensor) -> Tensor:
-        return mlp.down_proj(functional.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-
-    return functional.tiled_mlp(tile, MLP(**weights), hidden, preserve_rng_state=False)
+    return functional.tiled_mlp(tile_of(functional.swiglu), MLP(**weights), hidden, preserve_rng_state=False)

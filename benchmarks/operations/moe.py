@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,28 +92,22 @@ def _transposed(experts: Any) -> bool:
     return _see_every_token(experts) or experts.is_transposed
 
 
-def _run(experts: Any, implementation: str, inputs: tuple[Tensor, Tensor, Tensor], weights: dict) -> Tensor:
+def _run(
+    implementation: str, experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor
+) -> Tensor:
     if not _see_every_token(experts):
         assert available(EXPERTS)
         experts.config._experts_implementation = implementation
-        return torch.func.functional_call(experts, weights, inputs)
-    hidden, index, chosen = inputs
-    scores = chosen.new_zeros(len(hidden), experts.num_experts).scatter(1, index, chosen)
+        return torch.func.functional_call(experts, weights, (hidden, top_k_index, top_k_weights))
+    scores = top_k_weights.new_zeros(len(hidden), experts.num_experts).scatter(1, top_k_index, top_k_weights)
     scaled = hidden.repeat(experts.num_experts, 1) * scores.mT.reshape(-1, 1)
     return torch.func.functional_call(experts, weights, (scaled,)).view(experts.num_experts, *hidden.shape).sum(0)
 
 
-@provider("moe_experts", "torch")
-def grouped_mm(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
-    """The default of transformers, and its only implementation for Llama 4."""
-    return _run(experts, "grouped_mm", (hidden, top_k_index, top_k_weights), weights)
-
-
-@reference("moe_experts")
-@provider("moe_experts", "transformers loop")
-def loop(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **weights: Tensor) -> Tensor:
-    """One expert at a time."""
-    return _run(experts, "eager", (hidden, top_k_index, top_k_weights), weights)
+# The default of transformers, and its only implementation for Llama 4; then one expert at a time.
+provider("moe_experts", "torch")(partial(_run, "grouped_mm"))
+provider("moe_experts", "transformers loop")(partial(_run, "eager"))
+reference("moe_experts")(partial(_run, "eager"))
 
 
 @provider("moe_experts", "liger-kernel")

@@ -10,8 +10,6 @@ from torch import Tensor
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case, wide
 
-LIGER = "liger_kernel.transformers.functional"
-
 
 @operation("rms_norm", "RMSNorm: cast as Llama casts")
 def rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
@@ -28,17 +26,9 @@ def eager_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-library("rms_norm", "liger-kernel", f"{LIGER}:liger_rms_norm")
-
-
-@provider("rms_norm", "quack")
-def quack_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    from quack import rmsnorm
-
-    return rmsnorm(x, weight, eps=eps)
-
-
-library("rms_norm", "liger_trainer", "liger_trainer.functional:rms_norm")
+library("rms_norm", "liger-kernel")
+library("rms_norm", "quack", path="quack:rmsnorm", by_name=["eps"])
+library("rms_norm", "liger_trainer")
 
 
 @operation("gated_rms_norm", "RMSNorm times a gate, as in gated delta nets: heads of 128")
@@ -55,7 +45,7 @@ def eager_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) ->
     return (eager_rms_norm(x, weight, eps) * F.silu(wide(gate))).to(x.dtype)
 
 
-library("gated_rms_norm", "liger_trainer", "liger_trainer.functional:gated_rms_norm")
+library("gated_rms_norm", "liger_trainer")
 
 
 def added_cases(data: Data, rows: int, width: int, parameters: tuple[str, ...], eps: float) -> Iterator[Case]:
@@ -77,17 +67,9 @@ def eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     return eager_rms_norm(total, weight, eps), total
 
 
-library("fused_add_rms_norm", "liger-kernel", f"{LIGER}:liger_fused_add_rms_norm")
-
-
-@provider("fused_add_rms_norm", "quack")
-def quack_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from quack import rmsnorm
-
-    return rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
-
-
-library("fused_add_rms_norm", "liger_trainer", "liger_trainer.functional:fused_add_rms_norm")
+library("fused_add_rms_norm", "liger-kernel")
+library("fused_add_rms_norm", "quack", path="quack:rmsnorm", by_name=["residual", "eps"], fixed={"prenorm": True})
+library("fused_add_rms_norm", "liger_trainer")
 
 
 @operation("layer_norm", "LayerNorm: with weight and bias")
@@ -101,8 +83,7 @@ def eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Ten
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-library("layer_norm", "liger-kernel", f"{LIGER}:liger_layer_norm")
-library("layer_norm", "liger_trainer", "liger_trainer.functional:layer_norm")
+library("layer_norm", "liger-kernel", "liger_trainer")
 
 
 @operation("fused_add_layer_norm", "Residual add + LayerNorm: both results are used")
@@ -118,7 +99,7 @@ def eager_add_layer_norm(
     return eager_layer_norm(total, weight, bias, eps), total
 
 
-library("fused_add_layer_norm", "liger_trainer", "liger_trainer.functional:fused_add_layer_norm")
+library("fused_add_layer_norm", "liger_trainer")
 
 
 def image_case(data: Data, shape: tuple[int, int, int], **others: Tensor | float) -> Case:
@@ -146,7 +127,7 @@ def liger_group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: 
     return liger_group_norm(x, weight, bias, x.shape[1], groups, eps)
 
 
-library("group_norm", "liger_trainer", "liger_trainer.functional:group_norm")
+library("group_norm", "liger_trainer")
 
 
 @operation("modulated_rms_norm", "Modulated RMSNorm: a scale and a shift for each sample (adaLN)")
@@ -163,8 +144,7 @@ def eager_modulated_rms_norm(x: Tensor, weight: Tensor, scale: Tensor, shift: Te
     return eager_rms_norm(x, weight, eps) * (1 + scale) + shift
 
 
-library("modulated_rms_norm", "liger-kernel", f"{LIGER}:liger_modulated_rms_norm")
-library("modulated_rms_norm", "liger_trainer", "liger_trainer.functional:modulated_rms_norm")
+library("modulated_rms_norm", "liger-kernel", "liger_trainer")
 
 
 @operation("poly_norm", "PolyNorm: normalised cube, square and value, weighted")
@@ -183,8 +163,7 @@ def eager_poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
     return (mixed + bias).to(x.dtype)
 
 
-library("poly_norm", "liger-kernel", f"{LIGER}:liger_poly_norm")
-library("poly_norm", "liger_trainer", "liger_trainer.functional:poly_norm")
+library("poly_norm", "liger-kernel", "liger_trainer")
 
 
 @operation("dyt", "DyT: gamma * tanh(alpha * x) + beta")
@@ -198,5 +177,4 @@ def eager_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return gamma * torch.tanh(alpha * x) + beta
 
 
-library("dyt", "liger-kernel", f"{LIGER}:liger_dyt")
-library("dyt", "liger_trainer", "liger_trainer.functional:dyt")
+library("dyt", "liger-kernel", "liger_trainer")

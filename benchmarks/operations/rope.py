@@ -69,7 +69,7 @@ def eager_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     return rotated(q, cos, sin), rotated(k, cos, sin)
 
 
-library("rope", "liger-kernel", "liger_kernel.transformers.functional:liger_rope")
+library("rope", "liger-kernel")
 
 
 @provider("rope", "quack")
@@ -78,7 +78,7 @@ def quack_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     return rotated_by_quack(q, k, cos[..., :half], sin[..., :half])
 
 
-library("rope", "liger_trainer", "liger_trainer.functional:rope")
+library("rope", "liger_trainer")
 
 
 @operation("rope_half_width", "RoPE, half-width tables: one cosine and sine per pair, as in GPT-OSS")
@@ -99,7 +99,7 @@ def eager_half_width(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     return turned(q), turned(k)
 
 
-library("rope_half_width", "liger-kernel", "liger_kernel.transformers.rope:liger_rotary_pos_emb_gpt_oss")
+library("rope_half_width", "liger-kernel", path="liger_kernel.transformers.rope:liger_rotary_pos_emb_gpt_oss")
 provider("rope_half_width", "quack")(rotated_by_quack)
 
 
@@ -131,9 +131,7 @@ def quack_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     return rotated_by_quack(q, k, cos[..., ::2], sin[..., ::2], interleaved=True)
 
 
-@provider("rope_interleaved", "liger_trainer")
-def our_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    return functional.rope(q, k, cos, sin, interleaved=True)
+library("rope_interleaved", "liger_trainer", path="liger_trainer.functional:rope", fixed={"interleaved": True})
 
 
 @operation("rope_multimodal", "RoPE, multimodal: pairs of a head follow time, height or width, as in Qwen2-VL")
@@ -167,7 +165,7 @@ def liger_multimodal(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: S
     return liger_qwen2vl_mrope(q, k, cos, sin, list(sections))
 
 
-library("rope_multimodal", "liger_trainer", "liger_trainer.functional:rope_multimodal")
+library("rope_multimodal", "liger_trainer")
 
 
 @operation("rope_complex", "RoPE, complex: queries and keys as complex numbers times complex factors, as in Llama 4")
@@ -187,8 +185,8 @@ def eager_complex(q: Tensor, k: Tensor, freqs_cis: Tensor) -> Pair:
     return turned(q), turned(k)
 
 
-library("rope_complex", "liger-kernel", "liger_kernel.transformers.llama4_rope:liger_llama4_text_rotary_pos_emb")
-library("rope_complex", "liger_trainer", "liger_trainer.functional:rope_complex")
+library("rope_complex", "liger-kernel", path="liger_kernel.transformers.llama4_rope:liger_llama4_text_rotary_pos_emb")
+library("rope_complex", "liger_trainer")
 
 
 @operation(
@@ -216,8 +214,8 @@ def eager_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     return turned(q), turned(k)
 
 
-library("rope_vision", "liger-kernel", "liger_kernel.transformers.rope:liger_rotary_pos_emb_vision")
-library("rope_vision", "liger_trainer", "liger_trainer.functional:rope_vision")
+library("rope_vision", "liger-kernel", path="liger_kernel.transformers.rope:liger_rotary_pos_emb_vision")
+library("rope_vision", "liger_trainer")
 
 
 @operation("qk_norm_rope", "QK-norm + RoPE: RMSNorm of queries and keys, then their rotary embedding (Qwen3, Gemma3)")

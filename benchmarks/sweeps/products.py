@@ -10,25 +10,21 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
-import liger_trainer.liger.operators.fused_add_rms_norm  # noqa: F401 (registers its operator)
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.measure import relative_error
 from liger_trainer.benchmarks.sweeps.launch import Launch, Launches, Tensors, patched, randn, show
 from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.head import cross_entropy_kernel
-from liger_trainer.kernels.head import linear_cross_entropy as linear_cross_entropy_module
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.head_chunks import WeightGradientSum
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import RowStats
-from liger_trainer.kernels.head.weight_gradient import WeightGradientSum, hopper_launch
+from liger_trainer.kernels.head.weight_gradient import hopper_launch
 from liger_trainer.kernels.head.weight_gradient import launch as plain_launch
-from liger_trainer.kernels.matmul import matmul_into
 from liger_trainer.kernels.moe.activation import activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
@@ -182,49 +178,4 @@ def weight_gradient(device: Device, arguments: argparse.Namespace) -> Launches:
                 f"{kernel} {state}": partial(chunk, total, i) for i, state in enumerate(("first", "middle", "last"))
             }
         show(name, device, works)
-    yield from ()
-
-
-class PlainSum:
-    """Replaces `WeightGradientSum`: dW summed over the chunks in `dtype`."""
-
-    def __init__(self, dtype: torch.dtype, weight_gradient: torch.Tensor, chunks: int) -> None:
-        self.weight_gradient = weight_gradient
-        self.total = torch.zeros_like(weight_gradient, dtype=dtype)
-
-    def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-        matmul_into(self.total, logits_gradient.t(), hidden, add=True)
-
-    def finish(self) -> None:
-        self.weight_gradient.copy_(self.total)
-
-
-def accumulation(device: Device, arguments: argparse.Namespace) -> Launches:
-    """The error of dW against float64 by the number of chunks, summed in bf16 and in fp32, beside eager bf16's own."""
-    tokens, hidden_size, vocab = 8192, 2048, 32768
-    for scale in (1.0, 3.0):
-        hidden, weight = randn(tokens, hidden_size), randn(vocab, hidden_size) * (scale / hidden_size**0.5)
-        weight.requires_grad_()
-        target = torch.randint(0, vocab, (tokens,), device="cuda")
-        exact = torch.zeros(vocab, hidden_size, device="cuda", dtype=torch.float64)
-        double = weight.detach().double()
-        for part, labels in zip(hidden.split(1024), target.split(1024)):
-            gradient = torch.softmax(part.double() @ double.t(), -1)
-            gradient[torch.arange(len(labels), device="cuda"), labels] -= 1.0
-            exact += gradient.t() @ part.double() / tokens
-        (eager,) = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), target), weight)
-        base = relative_error(eager, exact)
-        print(f"\ndW of {tokens} x {hidden_size} x {vocab}, logits of deviation {scale}: eager bf16 error {base:.2e}")
-        for count, dtype in itertools.product((1, 2, 4, 8, 16, 32), (torch.bfloat16, torch.float32)):
-            with mock.patch.multiple(
-                linear_cross_entropy_module,
-                chunk_rows=mock.Mock(return_value=tokens // count),
-                plan_panels=mock.Mock(return_value=None),
-                WeightGradientSum=partial(PlainSum, dtype),
-            ):
-                loss = linear_cross_entropy(hidden, weight, target)
-                assert isinstance(loss, torch.Tensor)  # no outputs were asked for
-                (ours,) = torch.autograd.grad(loss, weight)
-            error = relative_error(ours, exact)
-            print(f"{count:3} chunks: {str(dtype)[6:]} {error:.2e} = {error / base:.3f} x eager")
     yield from ()

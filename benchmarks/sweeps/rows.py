@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-import liger_trainer.liger.operators.fused_add_rms_norm  # noqa: F401 (registers its operator)
+import liger_trainer.liger.operators.fused_add_norms  # noqa: F401 (registers its operator)
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.sweeps.launch import Launch, Launches, Tensors, patched, randn, show
 from liger_trainer.functional import qk_norm_rope as qk_norm_rope_function

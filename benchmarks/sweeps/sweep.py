@@ -22,7 +22,6 @@ from liger_trainer.benchmarks.sweeps import products, rows
 from liger_trainer.benchmarks.sweeps.launch import Launches, sweep
 
 FAMILIES: dict[str, Callable[[Device, argparse.Namespace], Launches]] = {
-    "accumulation": products.accumulation,
     "cross_entropy": products.cross_entropy,
     "fp8_casts": rows.fp8_casts,
     "gated": rows.gated,

@@ -36,11 +36,10 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import FLASH_OPERATOR
 from liger_trainer.kernels.attention import attention_launch
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.copied_rows import Copies, sum_of_copies
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import as_autocast, use_triton
 
 MAX_HEAD_DIM = 256
 _MAX_DOCUMENTS = 65535  # of the flash operator, whose grid has them in its second dimension

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.kernels.fp8.row_cast import (
@@ -45,7 +44,7 @@ from liger_trainer.kernels.fp8.row_cast import (
 )
 from liger_trainer.kernels.fp8.shared_cast import Cast, cast_input, may_share
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.kernels.runtime import as_autocast, is_dtensor
 
 
 @functools.cache

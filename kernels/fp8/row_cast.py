@@ -27,8 +27,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.rows import MAX_HIDDEN_SIZE, as_rows, forward_tiles
-from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
+from liger_trainer.kernels.rows import as_rows, forward_tiles
+from liger_trainer.kernels.runtime import MAX_HIDDEN_SIZE, cdiv, on_device, tl, triton, use_triton
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.fp8.linear import scaled_product
 from liger_trainer.kernels.fp8.row_cast import E4M3_MAX, cast_rows, cast_scaled_rows
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import as_autocast, cdiv, on_device, tl, triton, use_triton
 
 _E4M3 = torch.float8_e4m3fn
 _TILE = 128

@@ -24,20 +24,18 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.cross_entropy_torch import transformed_logits
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_, transformed_logits
+from liger_trainer.kernels.head.head_chunks import expected_gradient
 from liger_trainer.kernels.head.logit_rows import row_view
 from liger_trainer.kernels.head.loss_options import (
     LossOptions,
-    check_labels_on_cpu,
     check_logits,
     check_options,
     checked_class_weights,
-    compute_dtype,
     inverse_normalizer,
 )
-from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.token_statistics import RowStats, Shard
+from liger_trainer.kernels.head.rescale import rescaled_gradients
+from liger_trainer.kernels.head.token_statistics import RowStats, Shard, check_labels_on_cpu
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
 
@@ -317,7 +315,8 @@ def cross_entropy(
     if reduction == "none" or not in_forward:
         stats = RowStats(*_forward(rows, labels, class_weights, options, *extras, inplace))
         return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
-    scale = inverse_normalizer(target, ignore_index, reduction, num_items, compute_dtype(logits))
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    scale = inverse_normalizer(target, ignore_index, reduction, num_items, dtype)
     expected = expected_gradient(expected_grad, scale, logits.dtype, reduction == "mean" or num_items is not None)
     data = rows.detach()
     gradient = data if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -334,7 +333,8 @@ def _row_statistics(
     valid = target != options.ignore_index
     in_range = (target >= 0) & (target < vocab_size)
     label = torch.where(in_range, target, 0).unsqueeze(-1).long()
-    z = transformed_logits(logits.to(compute_dtype(logits)).masked_fill(~valid.unsqueeze(-1), 0.0), options)
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = transformed_logits(x.masked_fill(~valid.unsqueeze(-1), 0.0), options)
     log_probs = torch.log_softmax(z, dim=-1)
     nll = -log_probs.gather(-1, label).squeeze(-1)
     nll = torch.where(in_range, nll, math.nan)

@@ -1,4 +1,4 @@
-"""The row kernel of cross entropy: statistics and gradient of one row of logits, in Triton or in plain torch.
+"""The row kernel of cross entropy: statistics and gradient of one row of logits (`cross_entropy_rows` runs it).
 
 With x a row of logits (bias added), z its transform (`logit_rows`), p the softmax of z, lse = logsumexp(z), t the
 label, w the class weights (1 if absent) and e the label smoothing, a token's loss is that of
@@ -32,11 +32,6 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.head.cross_entropy_torch import (
-    row_gradient_torch_,
-    row_partials_torch_,
-    row_statistics_torch_,
-)
 from liger_trainer.kernels.head.logit_rows import (
     load_logits,
     row_config,
@@ -47,7 +42,7 @@ from liger_trainer.kernels.head.logit_rows import (
 )
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
-from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import on_device, tl, triton
 
 _LARGEST_BOUND = 60.0  # of log2(e) * |z| under a soft-cap: exp(z - cap) stays well above fp32's smallest number
 
@@ -270,7 +265,7 @@ def _cross_entropy_row_kernel(
             tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=columns < width)
 
 
-def _launch_rows(
+def launch_rows(
     logits: torch.Tensor,
     gradient: torch.Tensor | None,
     target: torch.Tensor,
@@ -349,90 +344,3 @@ def _launch_rows(
             STAGES=stages,
             num_warps=warps,
         )
-
-
-def row_statistics_(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    stats: RowStats,
-    options: LossOptions,
-    bias: torch.Tensor | None = None,
-    class_weights: torch.Tensor | None = None,
-    coefficient: torch.Tensor | None = None,
-    width: int | None = None,
-    extra: ExtraStats | None = None,
-    out: torch.Tensor | None = None,
-) -> None:
-    """Fills `stats`; with a `coefficient`, also writes the gradient times it to `out`, or over `logits` without `out`.
-
-    Args:
-        logits: `(N, V)` or `(B, S, V)`, last stride 1.
-        target: `(N,)` contiguous labels.
-        stats: Statistics of N tokens, filled; its empty fields are not computed.
-        options: The loss.
-        bias: `(V,)`, added to the logits in fp32.
-        class_weights: `(V,)` of the computing dtype.
-        coefficient: Upstream gradient of the token losses, 0-d or `(N,)`; None for statistics alone.
-        width: Columns of memory that belong to a row, at least V (the default); those from V on are overwritten.
-        extra: More statistics, filled; not together with class weights.
-        out: Shaped as `logits`, last stride 1.
-    """
-    if use_triton(logits):
-        _launch_rows(logits, out, target, stats, options, bias, class_weights, coefficient, width, True, extra)
-    else:
-        destination = logits if out is None else out.copy_(logits)
-        row_statistics_torch_(destination, target, stats, options, bias, class_weights, coefficient, extra)
-
-
-def row_gradient_(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    stats: RowStats,
-    options: LossOptions,
-    coefficient: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    class_weights: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    width: int | None = None,
-    entropy_coefficient: torch.Tensor | None = None,
-    shard: Shard | None = None,
-) -> None:
-    """Writes the gradient of `logits` to `out`, or over `logits` without `out`; reads `nll` and `lse` of `stats`.
-
-    `entropy_coefficient`, `(N,)`, is the upstream gradient of the entropies, which are then read from `stats` as well.
-    With a `shard`, the logits are that shard's columns and the statistics those of the whole vocabulary. The other
-    arguments are those of `row_statistics_`.
-    """
-    if use_triton(logits):
-        _launch_rows(
-            logits, out, target, stats, options, bias, class_weights, coefficient, width, False,
-            entropy_coefficient=entropy_coefficient, shard=shard,
-        )  # fmt: skip
-    else:
-        destination = logits if out is None else out.copy_(logits)
-        row_gradient_torch_(
-            destination, target, stats, options, bias, class_weights, coefficient, entropy_coefficient, shard
-        )
-
-
-def row_partials_(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    partials: torch.Tensor,
-    options: LossOptions,
-    shard: Shard,
-    bias: torch.Tensor | None = None,
-    width: int | None = None,
-) -> None:
-    """Fills `partials`, `(N, 8)` of the computing dtype, with the shard's `RowPartials`; ignored rows are 0.
-
-    The labels are ids of the whole vocabulary, and most lie in another shard.
-    """
-    if use_triton(logits):
-        unused = partials.new_empty(0)
-        stats = RowStats(unused, unused, unused, unused, target)
-        _launch_rows(
-            logits, None, target, stats, options, bias, None, None, width, True, partials=partials, shard=shard
-        )
-    else:
-        row_partials_torch_(logits, target, partials, options, shard, bias)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.head.loss_options import check_outputs, check_transform, compute_dtype, inverse_normalizer
+from liger_trainer.kernels.head.loss_options import check_outputs, check_transform, inverse_normalizer
 
 OUTPUTS = ("soft_loss", "hard_loss", "entropy", "token_divergence")
 _FLOOR = -1.0e30  # stands for minus infinity, so that two masked logits differ by 0
@@ -62,7 +62,7 @@ class DivergenceStats(NamedTuple):
     @classmethod
     def allocate(cls, like: torch.Tensor, tokens: int, hard: bool, entropy: bool) -> DivergenceStats:
         """Uninitialised statistics of `tokens` tokens on the device of `like`."""
-        dtype = compute_dtype(like)
+        dtype = torch.promote_types(like.dtype, torch.float32)
         return cls(*(like.new_empty(tokens if wanted else 0, dtype=dtype) for wanted in (True, hard, entropy)))
 
     def rows(self, start: int, stop: int) -> DivergenceStats:
@@ -171,7 +171,7 @@ def _valid(student: torch.Tensor, labels: torch.Tensor | None, options: Divergen
 
 def logits_reference(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The logits of a head in fp32, as the divergences take them: not rounded to half precision."""
-    dtype = compute_dtype(hidden)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
@@ -188,7 +188,7 @@ def divergence_of_logits_reference(
     vocab_size = student.shape[-1]
     flat, labels = student.reshape(-1, vocab_size), None if labels is None else labels.reshape(-1)
     valid = _valid(flat, labels, options)
-    dtype = compute_dtype(student)
+    dtype = torch.promote_types(student.dtype, torch.float32)
     ignored = ~valid.unsqueeze(-1)
     hard = options.hard_weight != 0.0
     soft, nll, _ = _token_losses(
@@ -223,7 +223,7 @@ def divergence_rows_torch_(
 
     `out` may lie in the memory of `student`.
     """
-    dtype = compute_dtype(student)
+    dtype = torch.promote_types(student.dtype, torch.float32)
     x, y = student.to(dtype), teacher.to(dtype)
     x = x if student_bias is None else x + student_bias
     y = y if teacher_bias is None else y + teacher_bias

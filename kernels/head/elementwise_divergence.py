@@ -33,7 +33,7 @@ import torch
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.fast_math import has_lg2, log2
 from liger_trainer.kernels.head.logit_rows import row_config, row_layout, row_start, row_view
-from liger_trainer.kernels.head.loss_options import check_tokens, compute_dtype, inverse_normalizer
+from liger_trainer.kernels.head.loss_options import check_tokens, inverse_normalizer
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept, on_device, tl, triton, use_triton
 
@@ -337,7 +337,7 @@ def _elements_reference(
 ) -> torch.Tensor:
     """The summands `(N, V)`, in fp32 (float64 for float64 `x`), differentiable in `x`."""
     x, y, labels, divergence, beta, eps, ignore_index = pair
-    vocab_size, dtype = x.shape[-1], compute_dtype(x)
+    vocab_size, dtype = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
     x = x.reshape(-1, vocab_size).to(dtype)
     y = y.detach().reshape(-1, vocab_size).to(dtype)
     ignored = None if labels is None else (labels == ignore_index).unsqueeze(-1)
@@ -364,7 +364,7 @@ def _row_scale(x: torch.Tensor, labels: torch.Tensor | None, reduction: str, ign
     num_items = x.numel() // x.shape[-1] if labels is None and reduction != "sum" else None
     counted = x if labels is None else labels
     name = "sum" if reduction == "sum" else "mean"
-    scale = inverse_normalizer(counted, ignore_index, name, num_items, compute_dtype(x))
+    scale = inverse_normalizer(counted, ignore_index, name, num_items, torch.promote_types(x.dtype, torch.float32))
     return scale / x.shape[-1] if reduction == "mean" else scale
 
 

@@ -1,23 +1,27 @@
-"""Chunks of tokens for the operators over an LM head: how many tokens a chunk holds, and memory for the gradients.
+"""Chunks of tokens for the operators over an LM head: how many tokens a chunk holds, and gradients summed over chunks.
 
 Shapes: N tokens, H hidden size, V vocabulary; a chunk is n of the N tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.head.loss_options import compute_dtype
-from liger_trainer.kernels.head.weight_gradient import MAX_HALF_CHUNKS, WeightGradientSum, sums_in_block_floating_point
+from liger_trainer.kernels.head import weight_gradient as weight_gradients
+from liger_trainer.kernels.head.weight_gradient import (
+    MAX_HALF_CHUNKS,
+    Launch,
+    empty_exponents,
+    sums_in_block_floating_point,
+)
 from liger_trainer.kernels.matmul import matmul_into
-from liger_trainer.kernels.runtime import cdiv
 
 COLUMN_MULTIPLE = 64  # the buffer's rows are padded to it: matmuls lose their fast path on odd strides
 ROW_MULTIPLE = 128  # tokens of a matmul tile; a chunk holds whole tiles
 MANY_ROWS = 896  # from here on a chunk fills whole waves of tiles, not only whole tiles
+_FP16_MAX_EXPECTED_GRAD = 4096.0
 _WAVE = 2**22  # elements of a matmul's result that occupy every multiprocessor, as tiles of 128 by 256
 
 
@@ -76,7 +80,8 @@ def chunk_rows(
     units, most = tokens // unit, rows // unit
     if most == 0:
         return 0
-    even = cdiv(units, max(cdiv(units, most), 1))
+    chunks = max(1, -(-units // most))
+    even = -(-units // chunks)
     whole_tiles = round_up(even, max(1, ROW_MULTIPLE // unit))
     return max(1, whole_tiles if whole_tiles <= most else even) * unit
 
@@ -115,10 +120,58 @@ def logits_buffer(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torc
     return hidden.new_empty(rows, round_up(weight.shape[0], COLUMN_MULTIPLE))
 
 
-def chunk_spans(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
-    """The first token and the one after the last of every chunk of `rows` tokens from `start` to `stop`."""
-    for first in range(start, stop, rows):
-        yield first, min(first + rows, stop)
+class WeightGradientSum:
+    """``dW = sum of dZ.T @ X`` over `chunks` calls of `add`, left in `weight_gradient`.
+
+    The representation of the sum between chunks depends on the device:
+
+    - one chunk, or fp32 and float64: in dW itself;
+    - fp16 and bf16 on NVIDIA GPUs from Hopper on: in dW's memory as block floating point, rounded once at the end;
+    - fp16 and bf16 elsewhere: in dW itself up to 8 chunks (each rounds), beyond in an fp32 tensor of its own.
+
+    Args:
+        weight_gradient: dW, (V, H), uninitialised. If it is not contiguous, as that of a transposed weight is not, it
+            is summed as on the other devices.
+        chunks: How many chunks there will be.
+    """
+
+    def __init__(self, weight_gradient: torch.Tensor, chunks: int) -> None:
+        self.weight_gradient = weight_gradient
+        self.chunks = chunks
+        self.added = 0
+        self.launch: Launch | None = None
+        self.exponents: torch.Tensor | None = None
+        self.total = weight_gradient
+        if chunks > 1 and sums_in_block_floating_point(weight_gradient):
+            self.launch = weight_gradients.launch_for(weight_gradient.device)
+        elif chunks > MAX_HALF_CHUNKS and weight_gradient.element_size() == 2:
+            self.total = torch.empty_like(weight_gradient, dtype=torch.float32)
+
+    def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, vocab_start: int = 0) -> None:
+        """Adds ``logits_gradient.T @ hidden``: (n, V) with rows at multiples of 16 bytes, and (n, H) contiguous.
+
+        The logits' gradient may come as panels of columns, in their order, each with the `vocab_start` of its first
+        column; the panel with the last column ends the chunk. A panel writes only its own rows of dW.
+        """
+        stop = vocab_start + logits_gradient.shape[1]
+        add = self.added > 0
+        if self.launch is not None:
+            if self.exponents is None:
+                self.exponents = empty_exponents(self.weight_gradient)
+            if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot read
+                hidden = hidden.clone()
+            keep = self.added + 1 < self.chunks
+            rows, exponents = self.weight_gradient[vocab_start:stop], self.exponents[:, vocab_start:stop]
+            self.launch(rows, exponents, logits_gradient, hidden, add, keep)
+        else:
+            matmul_into(self.total[vocab_start:stop], logits_gradient.t(), hidden, add=add)
+        self.added += stop == self.weight_gradient.shape[0]
+
+    def finish(self) -> None:
+        """Rounds the sum into dW, unless it is already there."""
+        assert self.added == self.chunks, "every chunk adds once"
+        if self.total is not self.weight_gradient:
+            self.weight_gradient.copy_(self.total)
 
 
 class HeadGradients:
@@ -149,7 +202,8 @@ class HeadGradients:
         self.hidden, self.weight, self.chunks = hidden, weight, chunks
         self.d_hidden = d_hidden if needs.hidden_gradient else None
         self.weight_sum = WeightGradientSum(d_weight, chunks) if needs.weight_gradient else None
-        self.bias_sum = d_bias.new_zeros(d_bias.shape, dtype=compute_dtype(hidden)) if needs.bias_gradient else None
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.bias_sum = d_bias.new_zeros(d_bias.shape, dtype=dtype) if needs.bias_gradient else None
 
     def add(self, start: int, stop: int, gradient: torch.Tensor) -> None:
         """Adds a chunk: the `gradient` of the logits of tokens `start` to `stop`, (stop - start, V)."""
@@ -171,3 +225,21 @@ class HeadGradients:
             d_weight[self.weight.shape[0] if self.chunks else 0 :].zero_()
             d_bias[self.weight.shape[0] :].zero_()
         return d_hidden, d_weight, d_bias
+
+
+@torch.no_grad()
+def expected_gradient(
+    expected_grad: float | torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype, normalised: bool
+) -> torch.Tensor:
+    """`expected_grad` as a 0-d tensor on the device of `scale`; 1 if the backward could not divide by it.
+
+    fp16 gradients of a mean lie below fp16's range. By default they are multiplied by a power of two until the
+    backward, as a gradient scaler does, but never beyond those of the sum. A sum needs no such factor and might
+    overflow with it.
+    """
+    if expected_grad is None:
+        expected_grad = 1.0
+        if dtype == torch.float16 and normalised:
+            expected_grad = torch.exp2(torch.floor(torch.log2(1.0 / scale))).clamp(1.0, _FP16_MAX_EXPECTED_GRAD)
+    expected = torch.ones_like(scale) * expected_grad
+    return torch.where(torch.isfinite(expected) & (expected != 0), expected, 1.0)

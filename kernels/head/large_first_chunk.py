@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_partials_
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_partials_
 from liger_trainer.kernels.head.head_chunks import COLUMN_MULTIPLE, ROW_MULTIPLE, HeadGradients, round_up
-from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
+from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import RowStats, Shard, combine
 from liger_trainer.kernels.matmul import matmul_into, multiplies_into_fp32
 from liger_trainer.kernels.runtime import cdiv, num_sms
@@ -65,7 +65,7 @@ def plan_panels(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> PanelP
     if ROW_MULTIPLE <= first < tokens:
         first -= first % ROW_MULTIPLE
     rows_of_16_bytes = weight.is_contiguous() and hidden_size * hidden.element_size() % 16 == 0
-    exact = compute_dtype(hidden) == hidden.dtype or multiplies_into_fp32(hidden.device)
+    exact = torch.promote_types(hidden.dtype, torch.float32) == hidden.dtype or multiplies_into_fp32(hidden.device)
     widest = rows * round_up(vocab_size, COLUMN_MULTIPLE) // first
     cut = _cut(vocab_size, hidden_size, widest, hidden.device) if rows_of_16_bytes and exact else None
     if cut is None:
@@ -181,7 +181,7 @@ def _sum_hidden_gradient(
     """Fills dX, the sum of dZ @ W over the panels, a block of tokens at a time; the sum lies in `memory` in fp32."""
     tokens, hidden_size = d_hidden.shape
     memory = memory.view(-1)
-    memory = memory[: memory.numel() // 2 * 2].view(compute_dtype(d_hidden))
+    memory = memory[: memory.numel() // 2 * 2].view(torch.promote_types(d_hidden.dtype, torch.float32))
     fit = memory.numel() // hidden_size
     block = cdiv(tokens, cdiv(tokens, fit))
     block = min(fit, round_up(block, ROW_MULTIPLE))

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
 from liger_trainer.kernels.head.cross_entropy import (
     CrossEntropyOutput,
@@ -38,30 +37,28 @@ from liger_trainer.kernels.head.cross_entropy import (
     reduced,
     with_outputs,
 )
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.head_chunks import (
     HeadGradients,
     Needs,
     allocate_gradients,
     chunk_rows,
-    chunk_spans,
+    expected_gradient,
     logits_buffer,
 )
 from liger_trainer.kernels.head.large_first_chunk import plan_panels, run_panels
 from liger_trainer.kernels.head.loss_options import (
     LossOptions,
-    check_labels_on_cpu,
     check_linear,
     check_options,
     checked_class_weights,
-    compute_dtype,
     inverse_normalizer,
 )
-from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.token_statistics import RowStats
+from liger_trainer.kernels.head.rescale import rescaled_gradients
+from liger_trainer.kernels.head.token_statistics import RowStats, check_labels_on_cpu
 from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv
+from liger_trainer.kernels.runtime import as_autocast
 
 _T = torch.Tensor
 _Gradients = tuple[_T, _T, _T]  # dX, dW and dbias, empty if not needed
@@ -104,23 +101,23 @@ def _run_chunks(
     check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
     tokens, vocab_size = hidden.shape[0], weight.shape[0]
     rows = chunk_rows(hidden, weight, logits_memory, needs.weight_gradient)
-    panels = plan_panels(hidden, weight, rows) if needs.weight_gradient and class_weights is None else None
+    several = needs.weight_gradient and class_weights is None and tokens > rows
+    panels = plan_panels(hidden, weight, rows) if several else None
     begin = 0 if panels is None else panels.tokens
-    gradients = HeadGradients(hidden, weight, bias, needs, cdiv(tokens - begin, rows) + (panels is not None))
+    starts = range(begin, tokens, rows)
+    gradients = HeadGradients(hidden, weight, bias, needs, len(starts) + (panels is not None))
     if tokens == 0:
         return gradients.finish()
     buffer = logits_buffer(hidden, weight, rows)
-
-    def upstream(start: int, stop: int) -> torch.Tensor | None:
-        return coefficient[start:stop] if coefficient is not None and coefficient.dim() else coefficient
-
     with fp32_reductions(weight):
         if panels is not None:
-            found, factor = stats.rows(0, begin), upstream(0, begin)
-            assert factor is not None
-            run_panels(panels, target[:begin], bias, options, found, factor, recompute, buffer, gradients)
-        for start, stop in chunk_spans(begin, tokens, rows):
-            labels, found, factor = target[start:stop], stats.rows(start, stop), upstream(start, stop)
+            assert coefficient is not None
+            found, first = stats.rows(0, begin), coefficient[:begin] if coefficient.dim() else coefficient
+            run_panels(panels, target[:begin], bias, options, found, first, recompute, buffer, gradients)
+        for start in starts:
+            stop = min(start + rows, tokens)
+            labels, found = target[start:stop], stats.rows(start, stop)
+            factor = coefficient[start:stop] if coefficient is not None and coefficient.dim() else coefficient
             logits = torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start, :vocab_size])
             if recompute:
                 assert factor is not None
@@ -291,7 +288,7 @@ def linear_cross_entropy(
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_options(options, reduction, num_items, outputs)
-    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     check_linear(hidden, weight, target, bias, logits_memory)
     vocab_size = weight.shape[0]
     average = reduction == "mean" and num_items is None
@@ -302,7 +299,8 @@ def linear_cross_entropy(
     if reduction == "none" or not any(needs):
         stats = RowStats(*_rows(HeadInputs(flat, weight, labels, bias, class_weights), options, logits_memory, *extras))
         return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
-    scale = inverse_normalizer(labels, ignore_index, reduction, num_items, compute_dtype(hidden))
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    scale = inverse_normalizer(labels, ignore_index, reduction, num_items, dtype)
     normalised = reduction == "mean" or num_items is not None
     expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
     loss, _, _, _, *tokens = loss_and_gradients(

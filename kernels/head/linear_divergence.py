@@ -42,18 +42,17 @@ from liger_trainer.kernels.head.head_chunks import (
     Needs,
     allocate_gradients,
     chunk_rows,
-    chunk_spans,
+    expected_gradient,
     round_up,
 )
 from liger_trainer.kernels.head.loss_options import (
-    check_labels_on_cpu,
     check_logits_memory,
     check_num_items,
     check_tokens,
-    compute_dtype,
     inverse_normalizer,
 )
-from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
+from liger_trainer.kernels.head.rescale import rescaled_gradients
+from liger_trainer.kernels.head.token_statistics import check_labels_on_cpu
 from liger_trainer.kernels.matmul import fp32_reductions, matmul_into, multiplies_into_fp32
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv
@@ -65,7 +64,7 @@ _FUNCTIONS = "linear_jsd, linear_kl, linear_kl_div and linear_cosine_distance"
 
 def _logits_dtype(hidden: torch.Tensor) -> torch.dtype:
     """The dtype of the logits: fp32 if the device multiplies half precision into fp32, else that of `hidden`."""
-    return compute_dtype(hidden) if multiplies_into_fp32(hidden.device) else hidden.dtype
+    return torch.promote_types(hidden.dtype, torch.float32) if multiplies_into_fp32(hidden.device) else hidden.dtype
 
 
 class TwoHeads(NamedTuple):
@@ -116,7 +115,8 @@ def _run_chunks(
     gradient_buffer = gradient_memory(buffer, hidden.dtype, options.divergence)
     teacher_buffer = teacher.new_empty(rows if teacher_weight is not None else 0, width, dtype=teacher_dtype)
     with fp32_reductions(head):
-        for start, stop in chunk_spans(0, tokens, rows):
+        for start in range(0, tokens, rows):
+            stop = min(start + rows, tokens)
             logits, gradient = (memory[: stop - start, :vocab_size] for memory in (buffer, gradient_buffer))
             matmul_into(logits, hidden[start:stop], head.t())
             if teacher_weight is None:
@@ -220,7 +220,7 @@ def reduced_divergence(
     hard = options.hard_weight != 0.0 or "hard_loss" in outputs
     if hard and labels is None:
         raise ValueError("`hard_weight` or `outputs` asks for the cross entropy, which needs `labels`.")
-    shape, dtype = hidden.shape[:-1], compute_dtype(hidden)
+    shape, dtype = hidden.shape[:-1], torch.promote_types(hidden.dtype, torch.float32)
     flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     target = teacher[0].detach().reshape(-1, teacher[0].shape[-1]).contiguous()
     labels = None if labels is None else labels.reshape(-1).contiguous()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.head.divergence import (
     DivergenceOptions,
     DivergenceOutput,
@@ -20,6 +19,7 @@ from liger_trainer.kernels.head.divergence import (
 )
 from liger_trainer.kernels.head.linear_divergence import reduced_divergence
 from liger_trainer.kernels.head.loss_options import check_head
+from liger_trainer.kernels.runtime import as_autocast
 
 
 def _of_two_heads(
@@ -49,8 +49,8 @@ def _of_two_heads(
     expected_grad: float | torch.Tensor | None = None,
 ) -> torch.Tensor | DivergenceOutput:
     """Any divergence of two heads; the other arguments are those of `linear_jsd`."""
-    student = head_as_autocast(student_hidden, student_weight, student_bias)
-    teacher = head_as_autocast(teacher_hidden, teacher_weight, teacher_bias)
+    student = as_autocast(student_hidden), as_autocast(student_weight), as_autocast(student_bias)
+    teacher = as_autocast(teacher_hidden), as_autocast(teacher_weight), as_autocast(teacher_bias)
     check_head(*student, "student_")
     check_head(*teacher, "teacher_")
     if student_hidden.shape[:-1] != teacher_hidden.shape[:-1] or student_hidden.device != teacher_hidden.device:

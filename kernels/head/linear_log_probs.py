@@ -14,123 +14,60 @@ preference or policy. They are known only in the backward, which is exact in the
     frozen head the gradient of each log-probability with respect to its hidden state, (N, H) in fp32, is computed in
                 the forward and multiplied by the upstream gradient in the backward: 2 matmuls
 
-The forward runs the tokens that are not retained first, in the memory that the retained logits fill last. The backward
-(`linear_log_probs_gradients`) runs the retained ones first, and then the others in their memory. So with equal budgets
-for a chunk and for retained logits, retaining costs nothing at the peak. For a loss that is expected to weigh all
-tokens alike, the gradients are those of the summed loss, computed in the forward (`log_probs_with_gradients`).
+`linear_log_probs_gradients` has these three. The forward runs the tokens that are not retained first, in the memory
+that the retained logits fill last. The backward runs the retained ones first, and then the others in their memory. So
+with equal budgets for a chunk and for retained logits, retaining costs nothing at the peak.
+
+A loss that is expected to weigh all tokens alike gives every log-probability the same upstream gradient, one number.
+The forward is then that of `linear_cross_entropy`, which computes dX, dW and dbias as well: three matmuls, two for a
+frozen head. The backward (`_ExpectedGradient`) has two cases:
+
+    one number   it returns these gradients, rescaled if the number is not the expected one (`rescale`)
+    any other    it recomputes the logits: three matmuls more, two for a frozen head
+
+An upstream gradient of the entropies is the second case, and the host knows whether there is one. The gradient of a sum
+is the first: autograd expands it, so its strides show that it is one number. For all others the values decide, and
+reading them makes the host wait for the device.
 
 Bytes moved besides the matmuls' own, b bytes an element: N*V*b for the statistics and 2*N*V*b for the gradient, and
 2*V*H*b for every chunk after the first, to accumulate dW. Saved for backward: the inputs, two to three fp32 numbers a
-token, and the retained logits or the (N, H) gradient in fp32.
+token, and the retained logits, the (N, H) gradient in fp32, or all gradients where they are expected.
 
 Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from liger_trainer.kernels.autocast import head_as_autocast
-from liger_trainer.kernels.head.cross_entropy_kernel import row_statistics_
-from liger_trainer.kernels.head.head_chunks import (
-    Needs,
-    chunk_spans,
-    logits_buffer,
-    retained_rows,
-    saturating_chunk_rows,
+from liger_trainer.kernels.autograd import input_gradients, one_number, where_needed
+from liger_trainer.kernels.head.head_chunks import Needs, expected_gradient, logits_buffer, retained_rows
+from liger_trainer.kernels.head.linear_cross_entropy import HeadInputs, loss_and_gradients
+from liger_trainer.kernels.head.linear_log_probs_gradients import (
+    HeadRows,
+    attach_gradients,
+    forward_rows,
+    recomputed_gradients,
 )
-from liger_trainer.kernels.head.linear_log_probs_gradients import HeadRows, attach_gradients, log_probs_with_gradients
-from liger_trainer.kernels.head.log_probs import (
-    LOG_PROBS_OUTPUTS,
-    LogProbsOutput,
-    log_probs_reference,
-    log_probs_with_outputs,
-)
+from liger_trainer.kernels.head.log_probs import log_probs_reference
 from liger_trainer.kernels.head.loss_options import (
     LossOptions,
-    check_labels_on_cpu,
     check_linear,
     check_options,
     check_outputs,
     check_retain_memory,
-    compute_dtype,
 )
-from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
-from liger_trainer.kernels.operator import operator
-
-_T = torch.Tensor
-_Statistics = tuple[_T, _T, _T, _T, _T, _T, _T, _T]  # all but `loss` of `RowStats`, `ExtraStats`, logits, dnll/dhidden
-
-
-def forward_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, retain: int, retained: list[torch.Tensor]
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yields (start, stop, logits) of every chunk of tokens; the last `retain` tokens come last, as one chunk.
-
-    Appends the memory of their logits to `retained`.
-    """
-    tokens, vocab_size = hidden.shape[0], weight.shape[0]
-    others = tokens - retain
-    rows = saturating_chunk_rows(hidden, weight, logits_memory, weight_gradient=False)
-    buffer = logits_buffer(hidden, weight, max(retain, min(rows, others)))
-    for start, stop in chunk_spans(0, others, rows):
-        yield start, stop, torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start, :vocab_size])
-    if buffer.shape[0] != retain:
-        del buffer
-        buffer = logits_buffer(hidden, weight, retain)
-    retained.append(buffer)
-    if retain:
-        yield others, tokens, torch.mm(hidden[others:], weight.t(), out=buffer[:, :vocab_size])
-
-
-@operator("liger_trainer::linear_log_probs_rows")
-def _rows(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: LossOptions,
-    logits_memory: int,
-    retain: int,
-    entropy: bool,
-    predicted: bool,
-    mean_logit: bool,
-    sum_squared_probs: bool,
-    unit_gradient: bool,
-) -> _Statistics:
-    """nll, lse, entropy and predicted of `RowStats`, `ExtraStats`, the retained logits and dnll/dhidden."""
-    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    extra = ExtraStats.allocate(hidden, target.numel(), mean_logit, sum_squared_probs)
-    gradient = _allocate_unit_gradient(hidden, unit_gradient)
-    check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
-    one = stats.loss.new_ones(()) if gradient.numel() else None
-    retained: list[torch.Tensor] = []
-    with fp32_reductions(weight):
-        for start, stop, logits in forward_logits(hidden, weight, logits_memory, retain, retained):
-            labels, found, more = target[start:stop], stats.rows(start, stop), extra.rows(start, stop)
-            row_statistics_(logits, labels, found, options, bias, None, one, logits.stride(0), extra=more)
-            if one is not None:
-                matmul_into(gradient[start:stop], logits, weight)
-    return stats.nll, stats.lse, stats.entropy, stats.predicted, *extra, retained[0], gradient
-
-
-def _allocate_unit_gradient(hidden: torch.Tensor, wanted: bool) -> torch.Tensor:
-    """Memory for dnll/dhidden. Not in the dtype of `hidden`: its product with the upstream gradient is rounded too."""
-    return torch.empty_like(hidden, dtype=compute_dtype(hidden)) if wanted else hidden.new_empty(0)
-
-
-@_rows.register_fake
-def _(
-    hidden, weight, target, bias, options, logits_memory, retain, entropy, predicted, mean_logit, sum_squared_probs,
-    unit_gradient,
-):  # fmt: skip
-    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
-    extra = ExtraStats.allocate(hidden, target.numel(), mean_logit, sum_squared_probs)
-    gradient = _allocate_unit_gradient(hidden, unit_gradient)
-    return (*stats[1:], *extra, logits_buffer(hidden, weight, retain), gradient)
+from liger_trainer.kernels.head.rescale import rescaled_gradients
+from liger_trainer.kernels.head.token_statistics import (
+    LOG_PROBS_OUTPUTS,
+    LogProbsOutput,
+    Shard,
+    log_probs_with_outputs,
+)
+from liger_trainer.kernels.runtime import as_autocast
 
 
 def linear_log_probs(
@@ -193,33 +130,116 @@ def linear_log_probs(
     options = LossOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
     check_options(options, "none", None, ())
     check_outputs(outputs, LOG_PROBS_OUTPUTS)
-    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     check_linear(hidden, weight, target, bias, logits_memory)
     check_retain_memory(retain_memory)
+    return log_probs_of_head(
+        hidden, weight, target, bias, options, outputs, logits_memory, retain_memory, expected_grad
+    )
+
+
+def log_probs_of_head(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: LossOptions,
+    outputs: Sequence[str],
+    logits_memory: int,
+    retain_memory: int | None,
+    expected_grad: float | torch.Tensor | None,
+) -> torch.Tensor | LogProbsOutput:
+    """`linear_log_probs` behind its checks and casts, for arguments that are known to pass them."""
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     needs = Needs.of(hidden, weight, bias)
     asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)
     in_forward = any(needs) and not any(asked[2:]) and target.numel() > 0 and not torch.compiler.is_compiling()
     if expected_grad is not None and in_forward:
-        chosen, entropy, predicted = log_probs_with_gradients(
-            flat, weight, labels, bias, options, logits_memory, *asked[:2], needs, expected_grad
+        one = torch.ones((), dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
+        with torch.no_grad():
+            expected = expected_gradient(expected_grad, one, flat.dtype, normalised=False)
+            _, *gradients, nll, lse, entropy, predicted = loss_and_gradients(
+                HeadInputs(flat, weight, labels, bias), one, expected, options, logits_memory, *asked[:2], needs
+            )
+        chosen, entropy = _ExpectedGradient.apply(
+            flat, weight, bias, labels, options, logits_memory, nll, lse, entropy, expected, *gradients
         )
-        unused = flat.new_empty(0)
-        return log_probs_with_outputs(
-            chosen, entropy, predicted, unused, unused, labels, ignore_index, outputs, target.shape
-        )
-    frozen_head = needs == (True, False, False)
-    retain = retained_rows(flat, weight, logits_memory, retain_memory) if any(needs) and not frozen_head else 0
-    with torch.no_grad():
-        nll, lse, entropy, predicted, mean_logit, squares, retained, unit_gradient = _rows(
-            flat, weight, labels, bias, options, logits_memory, retain, *asked, frozen_head
-        )
-    if any(needs):
-        rows = HeadRows(flat, weight, labels, bias, nll, lse, entropy, retained)
-        nll, entropy = attach_gradients(nll, unit_gradient, rows, options, logits_memory, Shard(0, weight.shape[0]), "")
+        mean_logit = squares = flat.new_empty(0)
+    else:
+        frozen_head = needs == (True, False, False)
+        retain = retained_rows(flat, weight, logits_memory, retain_memory) if any(needs) and not frozen_head else 0
+        with torch.no_grad():
+            nll, lse, entropy, predicted, mean_logit, squares, retained, unit_gradient = forward_rows(
+                flat, weight, labels, bias, options, logits_memory, retain, *asked, frozen_head
+            )
+        if any(needs):
+            rows, shard = HeadRows(flat, weight, labels, bias, nll, lse, entropy, retained), Shard(0, weight.shape[0])
+            nll, entropy = attach_gradients(nll, unit_gradient, rows, options, logits_memory, shard, "")
+        chosen = 0.0 - nll
     return log_probs_with_outputs(
-        0.0 - nll, entropy, predicted, mean_logit, squares, labels, ignore_index, outputs, target.shape
+        chosen, entropy, predicted, mean_logit, squares, labels, options.ignore_index, outputs, target.shape
     )
+
+
+class _ExpectedGradient(torch.autograd.Function):
+    """Log-probabilities and entropies, already known, as differentiable functions of hidden, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        options: LossOptions,
+        logits_memory: int,
+        nll: torch.Tensor,
+        lse: torch.Tensor,
+        entropy: torch.Tensor,
+        expected: torch.Tensor,
+        d_hidden: torch.Tensor,
+        d_weight: torch.Tensor,
+        d_bias: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, target, nll, lse, entropy, expected, d_hidden, d_weight, d_bias)
+        ctx.options, ctx.logits_memory = options, logits_memory
+        return 0.0 - nll, entropy.clone()
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, target, nll, lse, entropy, expected, *computed = ctx.saved_tensors
+        needs = Needs(*ctx.needs_input_grad[:3])
+        gradients: list[torch.Tensor | None] = [None, None, None]
+        number = None
+        if grad is not None and grad_entropy is None:
+            number = one_number(grad)
+            if number is None:
+                number = number_by_values(grad, target != ctx.options.ignore_index)
+        if number is not None:
+            wanted = list(where_needed(needs, *computed))
+            gradients = rescaled_gradients(wanted, -number, expected, "linear_log_probs")
+        elif grad is not None or grad_entropy is not None:
+            rows = HeadRows(hidden, weight, target, bias, nll, lse, entropy, logits_buffer(hidden, weight, 0))
+            upstream, shard = None if grad is None else -grad, Shard(0, weight.shape[0])
+            gradients = recomputed_gradients(upstream, grad_entropy, rows, ctx.options, ctx.logits_memory, shard, needs)
+        return input_gradients(ctx, *gradients)
+
+
+def number_by_values(grad: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
+    """The value that `grad` has wherever `valid`, 0-d; None if there are several. The host waits for the device.
+
+    It is also None while a CUDA graph is captured, which forbids waiting.
+    """
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    low = grad.masked_fill(~valid, float("inf")).amin()
+    high = grad.masked_fill(~valid, float("-inf")).amax()
+    if not low >= high:  # NaN too
+        return None
+    return torch.where(low > high, 0.0, high)  # without a valid token low is inf and high is -inf
 
 
 def linear_log_probs_reference(

@@ -1,7 +1,8 @@
-"""The gradients of log-probabilities and entropies over an LM head, which depend on upstream gradients that come later.
+"""Log-probabilities and entropies over an LM head, from logits that are retained for the backward or recomputed in it.
 
-The gradient of a row of logits needs the upstream gradient of its token, which only the backward knows. The logits of
-the last tokens were retained by the forward; those of all others are recomputed here, one chunk at a time:
+The gradient of a row of logits needs the upstream gradient of its token, which only the backward knows. So the forward
+(`forward_rows`) retains the logits of the last tokens, and those of all others are recomputed in the backward, one
+chunk at a time:
 
     for each chunk of tokens:   Z = X_c @ W.T          not for retained logits
                                 Z = dL/dZ              in place, one kernel (`cross_entropy_kernel`)
@@ -9,23 +10,12 @@ the last tokens were retained by the forward; those of all others are recomputed
 
 `attach_gradients` makes a loss and entropies that are already known differentiable in this way.
 
-`log_probs_with_gradients` is for an expected upstream gradient. A loss that weighs all tokens alike gives every
-log-probability the same upstream gradient, one number. The forward is then that of `linear_cross_entropy`, which
-computes dX, dW and dbias as well: three matmuls, two for a frozen head. The backward has two cases:
-
-    one number   it returns these gradients, rescaled if the number is not the expected one (`rescale`)
-    any other    it recomputes the logits, as above: three matmuls more, two for a frozen head
-
-An upstream gradient of the entropies is the second case, and the host knows whether there is one. The gradient of a sum
-is the first: autograd expands it, so its strides show that it is one number. For all others the values decide, and
-reading them makes the host wait for the device. Saved for backward: the gradients, and for the second case the inputs
-and three fp32 numbers a token.
-
 Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,28 +23,97 @@ import torch.distributed as dist
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COLLECTIVES
-from liger_trainer.kernels.autograd import input_gradients, one_number, refuse_double_backward, where_needed
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_
+from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward, where_needed
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
 from liger_trainer.kernels.head.head_chunks import (
     HeadGradients,
     Needs,
     allocate_gradients,
-    chunk_spans,
     logits_buffer,
     saturating_chunk_rows,
 )
-from liger_trainer.kernels.head.linear_cross_entropy import HeadInputs, loss_and_gradients
-from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
-from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.token_statistics import RowStats, Shard
-from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard, check_labels_on_cpu
+from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept
 
 if dist.is_available():
     require(COLLECTIVES)
 
-_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dX, dW and dbias, empty if not needed
+_T = torch.Tensor
+_Gradients = tuple[_T, _T, _T]  # dX, dW and dbias, empty if not needed
+_Statistics = tuple[_T, _T, _T, _T, _T, _T, _T, _T]  # all but `loss` of `RowStats`, `ExtraStats`, logits, dnll/dhidden
+
+
+def forward_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, retain: int, retained: list[torch.Tensor]
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yields (start, stop, logits) of every chunk of tokens; the last `retain` tokens come last, as one chunk.
+
+    Appends the memory of their logits to `retained`.
+    """
+    tokens, vocab_size = hidden.shape[0], weight.shape[0]
+    others = tokens - retain
+    rows = saturating_chunk_rows(hidden, weight, logits_memory, weight_gradient=False)
+    buffer = logits_buffer(hidden, weight, max(retain, min(rows, others)))
+    for start in range(0, others, rows):
+        stop = min(start + rows, others)
+        yield start, stop, torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start, :vocab_size])
+    if buffer.shape[0] != retain:
+        del buffer
+        buffer = logits_buffer(hidden, weight, retain)
+    retained.append(buffer)
+    if retain:
+        yield others, tokens, torch.mm(hidden[others:], weight.t(), out=buffer[:, :vocab_size])
+
+
+@operator("liger_trainer::linear_log_probs_rows")
+def forward_rows(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: LossOptions,
+    logits_memory: int,
+    retain: int,
+    entropy: bool,
+    predicted: bool,
+    mean_logit: bool,
+    sum_squared_probs: bool,
+    unit_gradient: bool,
+) -> _Statistics:
+    """nll, lse, entropy and predicted of `RowStats`, `ExtraStats`, the retained logits and dnll/dhidden."""
+    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
+    extra = ExtraStats.allocate(hidden, target.numel(), mean_logit, sum_squared_probs)
+    gradient = _allocate_unit_gradient(hidden, unit_gradient)
+    check_labels_on_cpu(target, weight.shape[0], options.ignore_index)
+    one = stats.loss.new_ones(()) if gradient.numel() else None
+    retained: list[torch.Tensor] = []
+    with fp32_reductions(weight):
+        for start, stop, logits in forward_logits(hidden, weight, logits_memory, retain, retained):
+            labels, found, more = target[start:stop], stats.rows(start, stop), extra.rows(start, stop)
+            row_statistics_(logits, labels, found, options, bias, None, one, logits.stride(0), extra=more)
+            if one is not None:
+                matmul_into(gradient[start:stop], logits, weight)
+    return stats.nll, stats.lse, stats.entropy, stats.predicted, *extra, retained[0], gradient
+
+
+def _allocate_unit_gradient(hidden: torch.Tensor, wanted: bool) -> torch.Tensor:
+    """Memory for dnll/dhidden. Not in the dtype of `hidden`: its product with the upstream gradient is rounded too."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return torch.empty_like(hidden, dtype=dtype) if wanted else hidden.new_empty(0)
+
+
+@forward_rows.register_fake
+def _(
+    hidden, weight, target, bias, options, logits_memory, retain, entropy, predicted, mean_logit, sum_squared_probs,
+    unit_gradient,
+):  # fmt: skip
+    stats = RowStats.allocate(hidden, target.numel(), entropy, predicted)
+    extra = ExtraStats.allocate(hidden, target.numel(), mean_logit, sum_squared_probs)
+    gradient = _allocate_unit_gradient(hidden, unit_gradient)
+    return (*stats[1:], *extra, logits_buffer(hidden, weight, retain), gradient)
 
 
 class HeadRows(NamedTuple):
@@ -103,13 +162,15 @@ def _run_chunks(
         return HeadGradients(hidden, weight, bias, needs, 0).finish()
     others = tokens - retained.shape[0]
     step = saturating_chunk_rows(hidden[:others] if overwrite else hidden, weight, logits_memory, needs.weight_gradient)
-    spans = [*chunk_spans(others, tokens, tokens if overwrite else step), *chunk_spans(0, others, step)]
-    gradients = HeadGradients(hidden, weight, bias, needs, len(spans))
+    retained_step = max(1, retained.shape[0]) if overwrite else step
+    starts = [*range(others, tokens, retained_step), *range(0, others, step)]
+    gradients = HeadGradients(hidden, weight, bias, needs, len(starts))
     buffer = retained
     if not overwrite or (others > 0 and retained.shape[0] < step):
         buffer = hidden.new_empty(min(step, tokens), retained.shape[1])
     with fp32_reductions(weight):
-        for start, stop in spans:
+        for start in starts:
+            stop = min(start + step, others) if start < others else min(start + retained_step, tokens)
             logits = gradient = buffer[: stop - start, :vocab_size]
             if start < others:
                 torch.mm(hidden[start:stop], weight.t(), out=logits)
@@ -233,92 +294,3 @@ def _scaled_rows(rows: torch.Tensor, factor: torch.Tensor, valid: torch.Tensor, 
 
 
 attach_gradients.register_autograd(_attach_backward, setup_context=_attach_setup)
-
-
-def log_probs_with_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: LossOptions,
-    logits_memory: int,
-    entropy: bool,
-    predicted: bool,
-    needs: Needs,
-    expected_grad: float | torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies, both differentiable, and predicted ids of `(N, H)` hidden states; each `(N,)`.
-
-    Entropies and ids are empty if not asked for; `expected_grad` is that of `linear_log_probs`.
-    """
-    one = torch.ones((), dtype=compute_dtype(hidden), device=hidden.device)
-    with torch.no_grad():
-        expected = expected_gradient(expected_grad, one, hidden.dtype, normalised=False)
-        _, d_hidden, d_weight, d_bias, nll, lse, entropies, ids = loss_and_gradients(
-            HeadInputs(hidden, weight, target, bias), one, expected, options, logits_memory, entropy, predicted, needs
-        )
-    log_probs, entropies = _ExpectedGradient.apply(
-        hidden, weight, bias, target, options, logits_memory, nll, lse, entropies, expected, d_hidden, d_weight, d_bias
-    )
-    return log_probs, entropies, ids
-
-
-class _ExpectedGradient(torch.autograd.Function):
-    """Log-probabilities and entropies, already known, as differentiable functions of hidden, weight and bias."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        options: LossOptions,
-        logits_memory: int,
-        nll: torch.Tensor,
-        lse: torch.Tensor,
-        entropy: torch.Tensor,
-        expected: torch.Tensor,
-        d_hidden: torch.Tensor,
-        d_weight: torch.Tensor,
-        d_bias: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, target, nll, lse, entropy, expected, d_hidden, d_weight, d_bias)
-        ctx.options, ctx.logits_memory = options, logits_memory
-        return 0.0 - nll, entropy.clone()
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, target, nll, lse, entropy, expected, *computed = ctx.saved_tensors
-        needs = Needs(*ctx.needs_input_grad[:3])
-        gradients: list[torch.Tensor | None] = [None, None, None]
-        number = None
-        if grad is not None and grad_entropy is None:
-            number = one_number(grad)
-            if number is None:
-                number = number_by_values(grad, target != ctx.options.ignore_index)
-        if number is not None:
-            wanted = list(where_needed(needs, *computed))
-            gradients = rescaled_gradients(wanted, -number, expected, "linear_log_probs")
-        elif grad is not None or grad_entropy is not None:
-            rows = HeadRows(hidden, weight, target, bias, nll, lse, entropy, logits_buffer(hidden, weight, 0))
-            upstream, shard = None if grad is None else -grad, Shard(0, weight.shape[0])
-            gradients = recomputed_gradients(upstream, grad_entropy, rows, ctx.options, ctx.logits_memory, shard, needs)
-        return input_gradients(ctx, *gradients)
-
-
-def number_by_values(grad: torch.Tensor, valid: torch.Tensor) -> torch.Tensor | None:
-    """The value that `grad` has wherever `valid`, 0-d; None if there are several. The host waits for the device.
-
-    It is also None while a CUDA graph is captured, which forbids waiting.
-    """
-    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    low = grad.masked_fill(~valid, float("inf")).amin()
-    high = grad.masked_fill(~valid, float("-inf")).amax()
-    if not low >= high:  # NaN too
-        return None
-    return torch.where(low > high, 0.0, high)  # without a valid token low is inf and high is -inf

@@ -11,7 +11,6 @@ Shapes: N tokens, V vocabulary; logits (N, V), or (B, S, V) of B sequences of S 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,41 +18,19 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.cross_entropy import logits_gradient
-from liger_trainer.kernels.head.cross_entropy_kernel import row_statistics_
-from liger_trainer.kernels.head.cross_entropy_torch import transformed_logits
+from liger_trainer.kernels.head.cross_entropy_rows import row_statistics_, transformed_logits
 from liger_trainer.kernels.head.logit_rows import row_view
-from liger_trainer.kernels.head.loss_options import (
-    LossOptions,
+from liger_trainer.kernels.head.loss_options import LossOptions, check_logits, check_options, check_outputs
+from liger_trainer.kernels.head.token_statistics import (
+    LOG_PROBS_OUTPUTS,
+    ExtraStats,
+    LogProbsOutput,
+    RowStats,
+    Shard,
     check_labels_on_cpu,
-    check_logits,
-    check_options,
-    check_outputs,
-    compute_dtype,
+    log_probs_with_outputs,
 )
-from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
 from liger_trainer.kernels.operator import operator
-
-LOG_PROBS_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
-
-
-@dataclasses.dataclass
-class LogProbsOutput:
-    """Log-probabilities and the outputs that were asked for, all shaped as `target`; the others are None.
-
-    Attributes:
-        log_probs: fp32, log-probability of the target; 0 at ignored tokens, as are all others.
-        entropy: fp32, of the distribution after scale, soft-cap and temperature; it has a gradient too.
-        top1: bool, whether the target is the most likely id (the lowest of equals).
-        mean_logit: fp32, mean of the transformed logits over the vocabulary, without gradient.
-        sum_squared_probs: fp32, log of the sum of the squared probabilities, without gradient.
-    """
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor | None = None
-    top1: torch.Tensor | None = None
-    mean_logit: torch.Tensor | None = None
-    sum_squared_probs: torch.Tensor | None = None
-
 
 _T = torch.Tensor
 _Statistics = tuple[_T, _T, _T, _T, _T, _T]  # nll, entropy, lse and predicted of `RowStats`, and `ExtraStats`
@@ -150,32 +127,6 @@ def log_probs(
     )
 
 
-def log_probs_with_outputs(
-    log_probs: torch.Tensor,
-    entropy: torch.Tensor,
-    predicted: torch.Tensor,
-    mean_logit: torch.Tensor,
-    squares: torch.Tensor,
-    labels: torch.Tensor,
-    ignore_index: int,
-    outputs: Sequence[str],
-    shape: torch.Size,
-) -> torch.Tensor | LogProbsOutput:
-    """The log-probabilities alone, or with the requested `outputs`, all of `shape`."""
-    if not outputs:
-        return log_probs.view(shape)
-    result = LogProbsOutput(log_probs.view(shape))
-    if "entropy" in outputs:
-        result.entropy = entropy.view(shape)
-    if "top1" in outputs:
-        result.top1 = ((predicted == labels) & (labels != ignore_index)).view(shape)
-    if "mean_logit" in outputs:
-        result.mean_logit = mean_logit.view(shape)
-    if "sum_squared_probs" in outputs:
-        result.sum_squared_probs = squares.view(shape)
-    return result
-
-
 def log_probs_reference(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -187,7 +138,7 @@ def log_probs_reference(
 ) -> torch.Tensor | LogProbsOutput:
     """`log_probs` in plain torch; autograd differentiates it any number of times."""
     options = LossOptions(ignore_index, 0.0, 0.0, softcap, logit_scale, temperature)
-    z = transformed_logits(logits.to(compute_dtype(logits)), options)
+    z = transformed_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), options)
     all_log_probs = z.log_softmax(-1)
     valid = target != ignore_index
     label = torch.where(valid, target, 0).long().unsqueeze(-1)

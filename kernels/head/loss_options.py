@@ -40,11 +40,6 @@ class LossOptions(NamedTuple):
     temperature: float
 
 
-def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of losses and statistics: fp32, or float64 for a float64 input."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def check_outputs(outputs: Sequence[str], allowed: Sequence[str]) -> None:
     """Raises ValueError unless `outputs` are names among `allowed`."""
     if isinstance(outputs, str):
@@ -145,20 +140,6 @@ def check_tokens(name: str, tensor: torch.Tensor | None, hidden: torch.Tensor, i
         raise ValueError(f"`{name}` is on {tensor.device} but the hidden states on {hidden.device}; move it there.")
 
 
-def check_labels_on_cpu(target: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises ValueError for a label outside [0, vocab_size); only on the CPU, where reading them costs no wait."""
-    if target.device.type != "cpu" or target.numel() == 0 or torch.compiler.is_compiling():
-        return
-    wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
-    if bool(wrong.any()):
-        labels = target[wrong]
-        worst = int(labels.max()) if int(labels.max()) >= vocab_size else int(labels.min())
-        raise ValueError(
-            f"`target` holds the label {worst}, outside [0, {vocab_size}) and not ignore_index={ignore_index} "
-            f"({int(wrong.sum())} such labels); check that the tokenizer and the model have the same vocabulary."
-        )
-
-
 def check_linear(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, logits_memory: int
 ) -> None:
@@ -209,7 +190,7 @@ def checked_class_weights(
         )
     if weights.device != like.device:
         raise ValueError(f"`class_weights` is on {weights.device} but the logits on {like.device}; move it there.")
-    weights = weights.to(compute_dtype(like)).contiguous()
+    weights = weights.to(torch.promote_types(like.dtype, torch.float32)).contiguous()
     if not average:
         return weights
     valid = target != ignore_index

@@ -16,8 +16,6 @@ from liger_trainer.kernels.autograd import refuse_double_backward
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, graph_is_kept, num_sms, on_device, tl, triton, use_triton
 
-_FP16_MAX_EXPECTED_GRAD = 4096.0
-
 
 @triton.jit
 def _rescale_kernel(tensor_ptr, upstream_ptr, expected_ptr, numel, BLOCK: tl.constexpr):
@@ -87,21 +85,3 @@ def rescaled_gradients(
             rescale_(gradient, upstream, expected)
         results.append(gradient)
     return results
-
-
-@torch.no_grad()
-def expected_gradient(
-    expected_grad: float | torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype, normalised: bool
-) -> torch.Tensor:
-    """`expected_grad` as a 0-d tensor on the device of `scale`; 1 if the backward could not divide by it.
-
-    fp16 gradients of a mean lie below fp16's range. By default they are multiplied by a power of two until the
-    backward, as a gradient scaler does, but never beyond those of the sum. A sum needs no such factor and might
-    overflow with it.
-    """
-    if expected_grad is None:
-        expected_grad = 1.0
-        if dtype == torch.float16 and normalised:
-            expected_grad = torch.exp2(torch.floor(torch.log2(1.0 / scale))).clamp(1.0, _FP16_MAX_EXPECTED_GRAD)
-    expected = torch.ones_like(scale) * expected_grad
-    return torch.where(torch.isfinite(expected) & (expected != 0), expected, 1.0)

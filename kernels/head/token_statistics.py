@@ -1,7 +1,7 @@
 """The numbers that a loss computes for each token, which is one row of logits.
 
-The kernel of `cross_entropy_kernel.py` fills `RowStats` and `ExtraStats`; every loss of this folder that takes labels
-is built from them.
+`cross_entropy_rows` fills `RowStats` and `ExtraStats`; every loss of this folder that takes labels is built from
+them, and log-probabilities are returned as `LogProbsOutput`.
 
 A vocabulary may be split into shards of columns: over the processes of a group (`vocab_parallel`), or over several
 pieces of memory (`large_first_chunk`). Each shard gives eight numbers a row (`RowPartials`), and `combine`
@@ -13,12 +13,14 @@ Shapes: N tokens; every statistic is (N,).
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
+from liger_trainer.kernels.head.loss_options import LossOptions
 
 
 class RowStats(NamedTuple):
@@ -36,7 +38,7 @@ class RowStats(NamedTuple):
     @classmethod
     def allocate(cls, logits: torch.Tensor, tokens: int, entropy: bool, predicted: bool) -> RowStats:
         """Uninitialised statistics of `tokens` tokens on the device of `logits`."""
-        dtype = compute_dtype(logits)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         return cls(
             logits.new_empty(tokens, dtype=dtype),
             logits.new_empty(tokens, dtype=dtype),
@@ -69,12 +71,15 @@ class ExtraStats(NamedTuple):
     @classmethod
     def allocate(cls, logits: torch.Tensor, tokens: int, mean_logit: bool, sum_squared_probs: bool) -> ExtraStats:
         """Uninitialised statistics of `tokens` tokens on the device of `logits`."""
-        sizes = (tokens if asked else 0 for asked in (mean_logit, sum_squared_probs))
-        return cls(*(logits.new_empty(size, dtype=compute_dtype(logits)) for size in sizes))
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return cls(
+            logits.new_empty(tokens if mean_logit else 0, dtype=dtype),
+            logits.new_empty(tokens if sum_squared_probs else 0, dtype=dtype),
+        )
 
     def rows(self, start: int, stop: int) -> ExtraStats:
         """The statistics of tokens `start` to `stop`, as views."""
-        return ExtraStats(*(field[start:stop] for field in self))
+        return ExtraStats(self.mean_logit[start:stop], self.sum_squared_probs[start:stop])
 
 
 class Shard(NamedTuple):
@@ -134,3 +139,65 @@ def combine(
         torch.where(valid, value, 0.0) for value in (loss, nll, lse, lse - mean, total / vocab_size, squares)
     )
     return RowStats(loss, nll, lse, entropy, torch.where(valid, predicted, -1)), ExtraStats(mean_logit, squares)
+
+
+def check_labels_on_cpu(target: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raises ValueError for a label outside [0, vocab_size); only on the CPU, where reading them costs no wait."""
+    if target.device.type != "cpu" or target.numel() == 0 or torch.compiler.is_compiling():
+        return
+    wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
+    if bool(wrong.any()):
+        labels = target[wrong]
+        worst = int(labels.max()) if int(labels.max()) >= vocab_size else int(labels.min())
+        raise ValueError(
+            f"`target` holds the label {worst}, outside [0, {vocab_size}) and not ignore_index={ignore_index} "
+            f"({int(wrong.sum())} such labels); check that the tokenizer and the model have the same vocabulary."
+        )
+
+
+LOG_PROBS_OUTPUTS = ("entropy", "top1", "mean_logit", "sum_squared_probs")
+
+
+@dataclasses.dataclass
+class LogProbsOutput:
+    """Log-probabilities and the outputs that were asked for, all shaped as `target`; the others are None.
+
+    Attributes:
+        log_probs: fp32, log-probability of the target; 0 at ignored tokens, as are all others.
+        entropy: fp32, of the distribution after scale, soft-cap and temperature; it has a gradient too.
+        top1: bool, whether the target is the most likely id (the lowest of equals).
+        mean_logit: fp32, mean of the transformed logits over the vocabulary, without gradient.
+        sum_squared_probs: fp32, log of the sum of the squared probabilities, without gradient.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    top1: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+    sum_squared_probs: torch.Tensor | None = None
+
+
+def log_probs_with_outputs(
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    predicted: torch.Tensor,
+    mean_logit: torch.Tensor,
+    squares: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int,
+    outputs: Sequence[str],
+    shape: torch.Size,
+) -> torch.Tensor | LogProbsOutput:
+    """The log-probabilities alone, or with the requested `outputs`, all of `shape`."""
+    if not outputs:
+        return log_probs.view(shape)
+    result = LogProbsOutput(log_probs.view(shape))
+    if "entropy" in outputs:
+        result.entropy = entropy.view(shape)
+    if "top1" in outputs:
+        result.top1 = ((predicted == labels) & (labels != ignore_index)).view(shape)
+    if "mean_logit" in outputs:
+        result.mean_logit = mean_logit.view(shape)
+    if "sum_squared_probs" in outputs:
+        result.sum_squared_probs = squares.view(shape)
+    return result

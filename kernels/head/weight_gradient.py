@@ -30,7 +30,6 @@ from collections.abc import Callable
 
 import torch
 
-from liger_trainer.kernels.matmul import matmul_into
 from liger_trainer.kernels.runtime import HAS_TRITON, INTERPRETED, num_sms, on_device, tl, triton
 
 if HAS_TRITON:
@@ -191,57 +190,7 @@ def sums_in_block_floating_point(weight: torch.Tensor) -> bool:
     return half and weight.shape[1] % 8 == 0 and weight.is_contiguous() and _has_launch(weight.device)
 
 
-class WeightGradientSum:
-    """``dW = sum of dZ.T @ X`` over `chunks` calls of `add`, left in `weight_gradient`.
-
-    The representation of the sum between chunks depends on the device:
-
-    - one chunk, or fp32 and float64: in dW itself;
-    - fp16 and bf16 on NVIDIA GPUs from Hopper on: in dW's memory as block floating point, rounded once at the end;
-    - fp16 and bf16 elsewhere: in dW itself up to 8 chunks (each rounds), beyond in an fp32 tensor of its own.
-
-    Args:
-        weight_gradient: dW, (V, H), uninitialised. If it is not contiguous, as that of a transposed weight is not, it
-            is summed as on the other devices.
-        chunks: How many chunks there will be.
-    """
-
-    def __init__(self, weight_gradient: torch.Tensor, chunks: int) -> None:
-        self.weight_gradient = weight_gradient
-        self.chunks = chunks
-        self.added = 0
-        self.launch: Launch | None = None
-        self.exponents: torch.Tensor | None = None
-        self.total = weight_gradient
-        if chunks > 1 and sums_in_block_floating_point(weight_gradient):
-            self.launch = launch_for(weight_gradient.device)
-        elif chunks > MAX_HALF_CHUNKS and weight_gradient.element_size() == 2:
-            self.total = torch.empty_like(weight_gradient, dtype=torch.float32)
-
-    def add(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, vocab_start: int = 0) -> None:
-        """Adds ``logits_gradient.T @ hidden``: (n, V) with rows at multiples of 16 bytes, and (n, H) contiguous.
-
-        The logits' gradient may come as panels of columns, in their order, each with the `vocab_start` of its first
-        column; the panel with the last column ends the chunk. A panel writes only its own rows of dW.
-        """
-        stop = vocab_start + logits_gradient.shape[1]
-        add = self.added > 0
-        if self.launch is not None:
-            if self.exponents is None:
-                vocab_size, hidden_size = self.weight_gradient.shape
-                blocks = 2 * triton.cdiv(hidden_size, _TILE["COLUMNS"])
-                self.exponents = self.weight_gradient.new_empty(blocks, vocab_size, dtype=torch.uint8)
-            if hidden.data_ptr() % 16:  # a view that starts where the copy engine cannot read
-                hidden = hidden.clone()
-            keep = self.added + 1 < self.chunks
-            rows, exponents = self.weight_gradient[vocab_start:stop], self.exponents[:, vocab_start:stop]
-            self.launch(rows, exponents, logits_gradient, hidden, add, keep)
-        else:
-            matmul_into(self.total[vocab_start:stop], logits_gradient.t(), hidden, add=add)
-        self.added += stop == self.weight_gradient.shape[0]
-
-    def finish(self) -> None:
-        """Rounds the sum into dW, unless it is already there."""
-        assert self.added == self.chunks, "every chunk adds once"
-        if self.total is not self.weight_gradient:
-            self.weight_gradient.copy_(self.total)
+def empty_exponents(weight_gradient: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory for the exponents of the blocks of dW, `(blocks of a row, V)`."""
+    vocab_size, hidden_size = weight_gradient.shape
+    return weight_gradient.new_empty(2 * triton.cdiv(hidden_size, _TILE["COLUMNS"]), vocab_size, dtype=torch.uint8)

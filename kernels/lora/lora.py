@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.fp8.stored import Fp8Weight, dequantize
 from liger_trainer.kernels.lora import lora_products as products
@@ -42,6 +41,7 @@ from liger_trainer.kernels.lora.lora_products import (
 )
 from liger_trainer.kernels.lora.nf4 import NF4Weight, check_weight, nf4_dequantize_reference
 from liger_trainer.kernels.operator import operator
+from liger_trainer.kernels.runtime import as_autocast
 
 
 class LoRA(NamedTuple):

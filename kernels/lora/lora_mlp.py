@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.activation import GATED, SILU, Activation, GatedActivation
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.lora import lora_gated_kernels
 from liger_trainer.kernels.lora import lora_products as products
@@ -56,10 +55,10 @@ from liger_trainer.kernels.lora.lora_products import (
     weights_of,
 )
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.gated_down import gradients_and_h, kernel_takes, output_placeholder
-from liger_trainer.kernels.mlp.glu import glu, glu_reference
+from liger_trainer.kernels.mlp.gated_down import gradients_and_h, output_placeholder
+from liger_trainer.kernels.mlp.glu import glu, glu_reference, kernel_takes
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import as_autocast, use_triton
 
 
 class DownOperands(NamedTuple):
@@ -299,7 +298,7 @@ def lora_down(
     """
     row = _activation(activation, limit)
     gate, up = as_autocast(gate), as_autocast(up)
-    takes = kernel_takes(gate, up, down.weight.shape, down.bias, inplace_backward)
+    takes = kernel_takes(gate, up, inplace_backward, weight_shape=down.weight.shape, bias=down.bias)
     if not takes or not down.adapters:
         return lora_linears(glu(gate, up, row, limit=limit, inplace_backward=inplace_backward), [down])[0]
     return _down(gate, up, down, row.name, limit, inplace_backward)
@@ -370,7 +369,7 @@ def lora_mlp(
     stacked = torch.cat([adapter.a for adapter in adapters if adapter is not None])
     layers = [LoRALayer(gate.weight, gate.bias), LoRALayer(up.weight, up.bias), LoRALayer(stacked)]
     pre, multiplied, z = lora_linears_operator(x, layers)
-    kernel_takes(pre, multiplied, down.weight.shape, down.bias, False)  # checks the shapes
+    kernel_takes(pre, multiplied, False, weight_shape=down.weight.shape, bias=down.bias)  # checks the shapes
     return _down(pre, multiplied, down, row.name, limit, True, z, adapters)
 
 

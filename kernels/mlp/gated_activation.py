@@ -33,16 +33,7 @@ from liger_trainer.kernels.activation import GatedActivation, gate_and_up, round
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
 from liger_trainer.kernels.fp8.row_cast import cast_rows, codes_of, empty_cast, magnitude, scale_of
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import (
-    cdiv,
-    graph_is_kept,
-    is_expanded,
-    next_power_of_2,
-    on_device,
-    tl,
-    triton,
-    use_triton,
-)
+from liger_trainer.kernels.runtime import cdiv, graph_is_kept, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit
@@ -428,47 +419,3 @@ def _backward(ctx: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 gated_activation.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _has_memory_of_its_own(gate: torch.Tensor, up: torch.Tensor) -> bool:
-    if is_expanded(gate) or is_expanded(up):
-        return False
-    # A compiled graph gives every mutated tensor memory of its own, and has no storages to compare.
-    return torch.compiler.is_compiling() or gate.untyped_storage()._cdata != up.untyped_storage()._cdata
-
-
-def kernel_takes(gate: torch.Tensor, up: torch.Tensor, inplace_backward: bool) -> bool:
-    """Checks the arguments of a gated activation, and returns whether the kernel runs rather than the reference.
-
-    Raises:
-        ValueError: If shapes or devices differ, or the backward would overwrite memory that two elements share.
-    """
-    if gate.shape != up.shape or gate.dim() == 0:
-        raise ValueError(
-            f"`gate` is {tuple(gate.shape)} and `up` is {tuple(up.shape)}; they must have the same shape, "
-            "(..., intermediate)."
-        )
-    if gate.device != up.device:
-        raise ValueError(f"`gate` is on {gate.device} and `up` on {up.device}; they must be on one device.")
-    if inplace_backward and not _has_memory_of_its_own(gate, up):
-        raise ValueError(
-            "`inplace_backward=True` writes gradients over `gate` and `up`, but they share memory or are expanded; "
-            "give each its own memory, pass a fused projection to the fused function, or turn `inplace_backward` off."
-        )
-    return use_triton(gate) and gate.dtype == up.dtype
-
-
-def fused_kernel_takes(gate_up: torch.Tensor, inplace_backward: bool, interleaved: bool = False) -> bool:
-    """Checks a fused projection, and returns whether the kernel runs rather than the reference.
-
-    Raises:
-        ValueError: If the last dimension is odd, or the backward would overwrite an expanded tensor.
-    """
-    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"`gate_up` is {tuple(gate_up.shape)}; its last dimension must be twice the intermediate size, "
-            + ("gate and up alternating." if interleaved else "gate first, then up.")
-        )
-    if inplace_backward and is_expanded(gate_up):
-        raise ValueError("`inplace_backward=True` writes a gradient over `gate_up`, but it is expanded.")
-    return use_triton(gate_up)

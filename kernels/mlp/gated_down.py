@@ -25,14 +25,12 @@ Shapes: gate, up and h (..., intermediate), W (hidden, intermediate), y (..., hi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.activation import SILU, Activation, GatedActivation
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.fp8.linear import (
     fp8_linear,
@@ -46,8 +44,9 @@ from liger_trainer.kernels.fp8.linear import (
 from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.kernels.fp8.shared_cast import drop
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.glu import gelu_of, glu_reference
+from liger_trainer.kernels.mlp.glu import gelu_of, glu_reference, kernel_takes
 from liger_trainer.kernels.operator import operator
+from liger_trainer.kernels.runtime import as_autocast
 
 
 def _placeholder(
@@ -156,19 +155,6 @@ def gradients_and_h(
 gated_down_save.register_autograd(_backward, setup_context=_setup_context)
 
 
-def kernel_takes(
-    gate: torch.Tensor, up: torch.Tensor | None, weight_shape: Sequence[int], bias: torch.Tensor | None, inplace: bool
-) -> bool:
-    """Checks the arguments, and returns whether the kernel runs rather than the reference."""
-    takes = gated.fused_kernel_takes(gate, inplace) if up is None else gated.kernel_takes(gate, up, inplace)
-    intermediate = gate.shape[-1] // (2 if up is None else 1)
-    if len(weight_shape) != 2 or weight_shape[1] != intermediate:
-        raise ValueError(f"`weight` is {tuple(weight_shape)}; it must be (hidden, {intermediate}).")
-    if bias is not None and bias.shape != weight_shape[:1]:
-        raise ValueError(f"`bias` is {tuple(bias.shape)}; it must be ({weight_shape[0]},).")
-    return takes
-
-
 def glu_down(
     gate: torch.Tensor,
     up: torch.Tensor | None,
@@ -184,18 +170,14 @@ def glu_down(
 ) -> torch.Tensor:
     """`swiglu_down` with any row of the table of activations."""
     gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
-    if not kernel_takes(gate, up, weight.shape, bias, inplace_backward):
+    if not kernel_takes(gate, up, inplace_backward, weight_shape=weight.shape, bias=bias):
         h = glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
-        return _linear(h, weight, bias, fp8)
+        return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
     if fp8 is not None and not takes_fp8(gate, weight):
         fp8 = None
     form = GatedActivation.of(activation.name, gate_multiplier, down_multiplier, limit)
     placeholder = gated_down_save(gate, up, weight, bias, form, inplace_backward, fp8)
     return gated_down(placeholder, gate, up, weight, bias, form, fp8)
-
-
-def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp8: Fp8Mode | None) -> torch.Tensor:
-    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
 
 
 def swiglu_down(
@@ -288,7 +270,8 @@ def swiglu_down_reference(
     fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """`swiglu_down` in plain torch, which saves the product."""
-    return _linear(glu_reference(gate, up, SILU, gate_multiplier, down_multiplier, limit), weight, bias, fp8)
+    h = glu_reference(gate, up, SILU, gate_multiplier, down_multiplier, limit)
+    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
 
 
 def geglu_down_reference(
@@ -300,4 +283,5 @@ def geglu_down_reference(
     fp8: Fp8Mode | None = None,
 ) -> torch.Tensor:
     """`geglu_down` in plain torch, which saves the product."""
-    return _linear(glu_reference(gate, up, gelu_of(approximate)), weight, bias, fp8)
+    h = glu_reference(gate, up, gelu_of(approximate))
+    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)

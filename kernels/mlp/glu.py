@@ -8,10 +8,13 @@ Shapes: gate and up (..., intermediate), gate_up (..., 2 * intermediate).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from liger_trainer.kernels.activation import GATED, SILU, Activation, GatedActivation
-from liger_trainer.kernels.mlp.gated_activation import fused_kernel_takes, gated_activation, kernel_takes
+from liger_trainer.kernels.mlp.gated_activation import gated_activation
+from liger_trainer.kernels.runtime import is_expanded, use_triton
 
 
 def glu(
@@ -25,10 +28,64 @@ def glu(
     inplace_backward: bool = False,
 ) -> torch.Tensor:
     """``act(gate) * up``; with `up` None, `gate` is a whole fused projection. The options are those of `swiglu`."""
-    if fused_kernel_takes(gate, inplace_backward) if up is None else kernel_takes(gate, up, inplace_backward):
+    if kernel_takes(gate, up, inplace_backward):
         form = GatedActivation.of(activation.name, gate_multiplier, down_multiplier, limit)
         return gated_activation(gate, up, form, inplace_backward)
     return glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
+
+
+def kernel_takes(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    inplace_backward: bool,
+    *,
+    interleaved: bool = False,
+    weight_shape: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
+) -> bool:
+    """Checks the arguments of a gated activation, and returns whether the kernel runs rather than the reference.
+
+    With `up` None, `gate` is a whole fused projection, whose columns may be `interleaved`. `weight_shape` and `bias`
+    are of a down projection that follows.
+
+    Raises:
+        ValueError: If shapes or devices do not fit, the last dimension of a fused projection is odd, or the backward
+            would overwrite memory that two elements share.
+    """
+    intermediate = gate.shape[-1] if gate.dim() else 0
+    takes = use_triton(gate)
+    if up is None:
+        if gate.dim() == 0 or intermediate % 2:
+            raise ValueError(
+                f"`gate_up` is {tuple(gate.shape)}; its last dimension must be twice the intermediate size, "
+                + ("gate and up alternating." if interleaved else "gate first, then up.")
+            )
+        if inplace_backward and is_expanded(gate):
+            raise ValueError("`inplace_backward=True` writes a gradient over `gate_up`, but it is expanded.")
+        intermediate //= 2
+    else:
+        if gate.shape != up.shape or gate.dim() == 0:
+            raise ValueError(
+                f"`gate` is {tuple(gate.shape)} and `up` is {tuple(up.shape)}; they must have the same shape, "
+                "(..., intermediate)."
+            )
+        if gate.device != up.device:
+            raise ValueError(f"`gate` is on {gate.device} and `up` on {up.device}; they must be on one device.")
+        # A compiled graph gives every mutated tensor memory of its own, and has no storages to compare.
+        compared = inplace_backward and not torch.compiler.is_compiling()
+        shared = compared and gate.untyped_storage()._cdata == up.untyped_storage()._cdata
+        if shared or (inplace_backward and (is_expanded(gate) or is_expanded(up))):
+            raise ValueError(
+                "`inplace_backward=True` writes gradients over `gate` and `up`, but they share memory or are expanded; "
+                "give each its own memory, pass a fused projection to the fused function, or turn `inplace_backward` "
+                "off."
+            )
+        takes = takes and gate.dtype == up.dtype
+    if weight_shape is not None and (len(weight_shape) != 2 or weight_shape[1] != intermediate):
+        raise ValueError(f"`weight` is {tuple(weight_shape)}; it must be (hidden, {intermediate}).")
+    if weight_shape is not None and bias is not None and bias.shape != weight_shape[:1]:
+        raise ValueError(f"`bias` is {tuple(bias.shape)}; it must be ({weight_shape[0]},).")
+    return takes
 
 
 def glu_reference(

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 
 from liger_trainer.kernels.activation import ACTIVATIONS, IDENTITY, NAMES, GatedActivation
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.moe.expert_layers import ExpertLayer, moe_down, moe_down_save, moe_gate_up
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
+from liger_trainer.kernels.runtime import as_autocast
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -29,17 +29,22 @@ from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
     backward_tiles,
-    check_arguments,
-    check_like,
     column_sum,
     empty_in_order,
     empty_row_values,
     forward_tiles,
     memory_order,
     number_of_groups,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import (
+    check_arguments,
+    check_like,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 ACTIVATIONS = ("silu", "sigmoid")
 CASTINGS = ("llama", "gemma")
@@ -347,10 +352,10 @@ def gated_rms_norm(
         if value not in allowed:
             names = " or ".join(map(repr, allowed))
             raise ValueError(f"`{argument}` of gated_rms_norm is {value!r}; it must be {names}.")
-    check_arguments("gated_rms_norm", x, weight=weight)
+    on_triton = check_arguments("gated_rms_norm", x, weight=weight)
     check_like("gated_rms_norm", x, ("shape", "device"), gate=gate)
     groups = number_of_groups("gated_rms_norm", x, group_size)
-    if not runs_on_triton(x, gate, weight):
+    if not (on_triton and use_triton(gate)):
         return gated_rms_norm_reference(x, gate, weight, eps, group_size, activation, gate_first, casting)
     return _gated_rms_norm(x, gate, weight, eps, groups, activation, gate_first, casting)[0]
 

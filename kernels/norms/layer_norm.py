@@ -35,7 +35,6 @@ from liger_trainer.kernels.rows import (
     as_rows,
     autocast_dtype,
     backward_tiles,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
@@ -43,9 +42,8 @@ from liger_trainer.kernels.rows import (
     forward_tiles,
     memory_order,
     number_of_groups,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_arguments, has_elements, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -193,7 +191,7 @@ def launch_forward(
     y = empty_in_order(x, order, dtype)
     total = None if residual is None else empty_in_order(x, order, x.dtype)
     mean, rstd = empty_row_values(x, order, groups), empty_row_values(x, order, groups)
-    if x.numel() == 0:
+    if not has_elements(x):
         return y, total, mean, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
@@ -232,7 +230,7 @@ def launch_backward(
     """Runs the backward kernels and returns dx (with `total_grad` added), dweight and dbias; see `empty_gradients`."""
     group_size, order = x.shape[-1] // groups, memory_order(x)
     dx, dweight, dbias = empty_gradients(needed, x, weight, bias)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dweight.zero_(), dbias.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
@@ -276,13 +274,6 @@ def _layer_norm(
     return y, mean, rstd
 
 
-@_layer_norm.register_fake
-def _(x, weight, bias, eps, dtype, groups=1):
-    order = memory_order(x)
-    statistics = (empty_row_values(x, order, groups) for _ in range(2))
-    return empty_in_order(x, order, dtype), *statistics
-
-
 @operator("liger_trainer::layer_norm_backward")
 def _layer_norm_backward(
     dy: torch.Tensor,
@@ -295,11 +286,6 @@ def _layer_norm_backward(
     groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return launch_backward(dy, None, x, weight, bias, mean, rstd, needed, groups)
-
-
-@_layer_norm_backward.register_fake
-def _(dy, x, weight, bias, mean, rstd, needed, groups=1):
-    return empty_gradients(needed, x, weight, bias)
 
 
 refuse_second_derivative(_layer_norm_backward, "layer_norm")
@@ -348,9 +334,9 @@ def layer_norm(
         ValueError: If `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, `x` has no
             last dimension of at least 1, or `group_size` does not divide it.
     """
-    check_arguments("layer_norm", x, weight=weight, bias=bias)
+    on_triton = check_arguments("layer_norm", x, weight=weight, bias=bias)
     groups = number_of_groups("layer_norm", x, group_size)
-    if not runs_on_triton(x, weight, bias):
+    if not on_triton:
         return layer_norm_reference(x, weight, bias, eps, group_size, dtype)
     return _layer_norm(x, weight, bias, eps, dtype or autocast_dtype(x), groups)[0]
 

@@ -36,16 +36,14 @@ from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
     backward_tiles,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
     empty_row_values,
     forward_tiles,
     memory_order,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_arguments, has_elements, next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -233,7 +231,7 @@ def launch_forward(
     y = empty_in_order(x, order, output_dtype(x, weight, casting))
     total = None if residual is None else empty_in_order(x, order, x.dtype)
     rstd = empty_row_values(x, order)
-    if x.numel() == 0:
+    if not has_elements(x):
         return y, total, rstd
     rows = as_rows(x, order)
     residual_rows = None if residual is None else as_rows(residual, order)
@@ -278,7 +276,7 @@ def launch_backward(
     """Runs the backward kernels and returns dx (with `total_grad` added) and dweight; see `empty_gradients`."""
     hidden_size, order = x.shape[-1], memory_order(x)
     dx, dweight = empty_gradients(needed, x, weight)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dweight.zero_()
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
     total_grad_rows = None if total_grad is None else as_rows(total_grad, order)
@@ -306,10 +304,9 @@ def launch_backward(
     return dx, dweight
 
 
-def check_casting(name: str, casting: str) -> None:
-    """Raises ValueError unless `casting` is one of `CASTINGS`."""
-    if casting not in CASTINGS:
-        raise ValueError(f"`casting` of {name} is {casting!r}; it must be one of {', '.join(map(repr, CASTINGS))}.")
+def unknown_casting(name: str, casting: str) -> ValueError:
+    """The error for a `casting` that is none of `CASTINGS`."""
+    return ValueError(f"`casting` of {name} is {casting!r}; it must be one of {', '.join(map(repr, CASTINGS))}.")
 
 
 @operator("liger_trainer::rms_norm")
@@ -318,12 +315,6 @@ def _rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y, _, rstd = launch_forward(x, None, weight, eps, offset, casting, fp8)
     return y, rstd
-
-
-@_rms_norm.register_fake
-def _(x, weight, eps, offset, casting, fp8=False):
-    order = memory_order(x)
-    return empty_in_order(x, order, output_dtype(x, weight, casting)), empty_row_values(x, order)
 
 
 @operator("liger_trainer::rms_norm_backward")
@@ -337,11 +328,6 @@ def _rms_norm_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return launch_backward(dy, None, x, weight, rstd, offset, casting, needed)
-
-
-@_rms_norm_backward.register_fake
-def _(dy, x, weight, rstd, offset, casting, needed):
-    return empty_gradients(needed, x, weight)
 
 
 refuse_second_derivative(_rms_norm_backward, "rms_norm")
@@ -400,9 +386,9 @@ def rms_norm(
         ValueError: If `weight` does not fit `x` in shape or device, a dtype is not floating point, `x` has no last
             dimension of at least 1, or `casting` is unknown.
     """
-    check_casting("rms_norm", casting)
-    check_arguments("rms_norm", x, weight=weight)
-    if not runs_on_triton(x, weight):
+    if casting not in CASTINGS:
+        raise unknown_casting("rms_norm", casting)
+    if not check_arguments("rms_norm", x, weight=weight):
         return rms_norm_reference(x, weight, eps, offset, casting)
     fp8 = fp8 and has_fp8(x.device) and may_share(x)
     return _rms_norm(x, weight, eps, offset, casting, fp8)[0]

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_trainer.kernels.rope.rope import (
-    check_rope_arguments,
-    check_rows,
-    rope,
-    rope_reference,
-    rotate,
-    runs_on_triton,
-)
+from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference, rotate
 
 
 def rope_complex(
@@ -45,17 +38,15 @@ def rope_complex(
             f"`freqs_cis` has dtype {freqs_cis.dtype}; it must be complex. Casting a model to a real dtype drops the "
             "imaginary part of its complex buffers: exclude this one from the cast."
         )
-    check_rows(q, k, unsqueeze_dim)
-    seq_len = q.shape[3 - unsqueeze_dim]
+    seq_len = q.shape[3 - unsqueeze_dim] if q.dim() == 4 and unsqueeze_dim in (1, 2) else 0  # others are refused below
     if freqs_cis.dim() == 2 or (freqs_cis.dim() == 3 and freqs_cis.shape[:2] == (seq_len, 1) and seq_len > 1):
         freqs_cis = freqs_cis.reshape(1, -1, freqs_cis.shape[-1])
     rotary_dim = 2 * freqs_cis.shape[-1]
-    check_rope_arguments(q, k, freqs_cis, freqs_cis, unsqueeze_dim, rotary_dim)
     parts = torch.view_as_real(freqs_cis.resolve_conj())
-    if runs_on_triton(q, k, parts):
+    cos, sin = parts.unbind(-1)
+    if check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim):
         table = parts.flatten(-2)
         return rotate(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex")
-    cos, sin = parts.unbind(-1)
     return rope_reference(q, k, cos, sin, unsqueeze_dim, rotary_dim=rotary_dim, interleaved=True, keep_dtype=True)
 
 
@@ -86,12 +77,12 @@ def rope_multimodal(
         ValueError: If shapes or devices do not fit together, or the sections do not add up.
     """
     sections = list(sections)
-    check_rope_arguments(q, k, cos, sin, unsqueeze_dim, planes=(len(sections),))
+    on_triton = check_rope_arguments(q, k, cos, sin, unsqueeze_dim, planes=(len(sections),))
     if 2 * sum(sections) != cos.shape[-1] or min(sections) < 0:
         raise ValueError(
             f"`sections` is {sections}; it must add up to {cos.shape[-1] // 2}, half the width of the tables."
         )
-    if not runs_on_triton(q, k, cos, sin):
+    if not on_triton:
         return rope_multimodal_reference(q, k, cos, sin, sections, unsqueeze_dim)
     out_dtype = torch.promote_types(q.dtype, cos.dtype)
     return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, "halves", "planes", sections)

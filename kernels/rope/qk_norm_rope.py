@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
-from liger_trainer.kernels.norms.rms_norm import check_casting, output_dtype, rms_norm, rms_norm_reference
+from liger_trainer.kernels.norms.rms_norm import CASTINGS, output_dtype, rms_norm, rms_norm_reference, unknown_casting
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, forward_kernel
-from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference, runs_on_triton
+from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns, table_strides
-from liger_trainer.kernels.rows import NormConfig, check_arguments, column_sum, fit_config
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, use_triton
+from liger_trainer.kernels.rows import NormConfig, column_sum, fit_config
+from liger_trainer.kernels.runtime import cdiv, check_arguments, next_power_of_2, num_sms, on_device, use_triton
 
 
 def _num_warps(block: int) -> int:
@@ -312,11 +312,12 @@ def qk_norm_rope(
     Raises:
         ValueError: If shapes, dtypes or devices do not fit together, or `casting` is unknown.
     """
-    check_casting("qk_norm_rope", casting)
-    check_rope_arguments(q, k, cos, sin, unsqueeze_dim)
+    if casting not in CASTINGS:
+        raise unknown_casting("qk_norm_rope", casting)
+    on_triton = check_rope_arguments(q, k, cos, sin, unsqueeze_dim)
     check_arguments("qk_norm_rope", q, q_weight=q_weight, k_weight=k_weight)
     fused = q.shape[-1] <= MAX_HEAD_DIM and casting != "none" and q_weight.dtype == k_weight.dtype
-    if not (fused and use_triton(q_weight) and runs_on_triton(q, k, cos, sin)):
+    if not (on_triton and fused and use_triton(q_weight)):
         q, k = rms_norm(q, q_weight, eps, offset, casting), rms_norm(k, k_weight, eps, offset, casting)
         return rope(q, k, cos, sin, unsqueeze_dim)
     if unsqueeze_dim == 1:

@@ -103,8 +103,24 @@ def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None
 rotate.register_autograd(_backward, setup_context=_setup_context)
 
 
-def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
-    """Raises ValueError unless q and k are 4-dimensional and differ in the number of heads at most."""
+def check_rope_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    rotary_dim: int | None = None,
+    planes: tuple[int, ...] = (),
+) -> bool:
+    """Checks the arguments of `rope`; `planes` are leading dimensions of the tables.
+
+    Returns:
+        Whether the kernel can run: q and k of one dtype, real tables of one dtype without a gradient, and a device that
+        it runs on.
+
+    Raises:
+        ValueError: If shapes or devices do not fit together.
+    """
     if unsqueeze_dim not in (1, 2):
         raise ValueError(
             f"`unsqueeze_dim` is {unsqueeze_dim!r}; it must be 1 for q and k of (batch, heads, seq, head_dim), or 2 "
@@ -115,26 +131,12 @@ def check_rows(q: torch.Tensor, k: torch.Tensor, unsqueeze_dim: int) -> None:
             f"`q` is {tuple(q.shape)} and `k` is {tuple(k.shape)}; both must have 4 dimensions, (batch, heads, seq, "
             "head_dim), or (batch, seq, heads, head_dim) with `unsqueeze_dim=2`."
         )
-    batch, seq_len = q.shape[0], q.shape[3 - unsqueeze_dim]
-    if (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]) != (batch, seq_len, q.shape[3]):
+    batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+    if (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]) != (batch, seq_len, head_dim):
         raise ValueError(
             f"`q` is {tuple(q.shape)} and `k` is {tuple(k.shape)}; with `unsqueeze_dim={unsqueeze_dim}` they may "
             f"differ only in dimension {unsqueeze_dim}, the heads."
         )
-
-
-def check_rope_arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    unsqueeze_dim: int,
-    rotary_dim: int | None = None,
-    planes: tuple[int, ...] = (),
-) -> None:
-    """Raises ValueError unless the arguments of `rope` fit; `planes` are leading dimensions of the tables."""
-    check_rows(q, k, unsqueeze_dim)
-    batch, seq_len, head_dim = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
     shapes = ((*planes, 1, seq_len), (*planes, batch, seq_len))  # a set would fix the batch size of a compiled graph
     if cos.shape != sin.shape or cos.dim() != 3 + len(planes) or tuple(cos.shape[:-1]) not in shapes:
         wanted = ", ".join(map(str, (*planes, f"{batch} or 1", seq_len, f"up to {head_dim}")))
@@ -154,15 +156,9 @@ def check_rope_arguments(
     if not q.device == k.device == cos.device == sin.device:
         places = ", ".join(str(tensor.device) for tensor in (q, k, cos, sin))
         raise ValueError(f"`q`, `k`, `cos`, `sin` must be on one device; they are on {places}.")
-
-
-def runs_on_triton(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> bool:
-    """Whether the kernel can run: q and k of one dtype, tables of one dtype without a gradient, a supported device."""
-    differentiated = torch.is_grad_enabled()
-    for table in tables:
-        if table.dtype != tables[0].dtype or (differentiated and table.requires_grad):
-            return False
-    return q.dtype == k.dtype and use_triton(q) and use_triton(tables[0])
+    if q.dtype != k.dtype or cos.dtype != sin.dtype or not use_triton(q) or not use_triton(cos):
+        return False
+    return not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
 
 
 def rope(
@@ -207,10 +203,10 @@ def rope(
     Raises:
         ValueError: If shapes or devices do not fit together, or for `split_output` without `interleaved`.
     """
-    check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
+    on_triton = check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
     if split_output and not interleaved:
         raise ValueError("`split_output` needs `interleaved`; without it, results are split already.")
-    if not runs_on_triton(q, k, cos, sin):
+    if not on_triton:
         return rope_reference(
             q,
             k,
@@ -249,20 +245,19 @@ def rope_reference(
     if rotary_dim != cos.shape[-1]:
         cos, sin = (x.repeat_interleave(2, -1) if interleaved else torch.cat((x, x), dim=-1) for x in (cos, sin))
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        if interleaved:
-            return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((-second, first), dim=-1)
-
-    def rotate(x: torch.Tensor) -> torch.Tensor:
+    results = []
+    for x in (q, k):
         rotary, tail = x[..., :rotary_dim], x[..., rotary_dim:]
         if keep_dtype:
             rotary = rotary.to(torch.promote_types(x.dtype, torch.float32))
-        rotated = rotary * cos + turn(rotary) * sin
+        if interleaved:
+            turned = torch.stack((-rotary[..., 1::2], rotary[..., ::2]), dim=-1).flatten(-2)
+        else:
+            first, second = rotary.chunk(2, dim=-1)
+            turned = torch.cat((-second, first), dim=-1)
+        y = rotary * cos + turned * sin
         if split_output:
-            rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
-        rotated = rotated.to(x.dtype) if keep_dtype else rotated
-        return torch.cat((rotated, tail), dim=-1) if tail.shape[-1] else rotated
-
-    return rotate(q), rotate(k)
+            y = torch.cat((y[..., ::2], y[..., 1::2]), dim=-1)
+        y = y.to(x.dtype) if keep_dtype else y
+        results.append(torch.cat((y, tail), dim=-1) if tail.shape[-1] else y)
+    return results[0], results[1]

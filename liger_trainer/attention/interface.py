@@ -180,6 +180,11 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
+def has_our_attention(model: PreTrainedModel) -> bool:
+    """Whether the attention of a model that is proved is still ours: no other takes the plan of a packed row."""
+    return bool(model.config.get_text_config()._attn_implementation == NAME)
+
+
 def default_implementation(owner: type[PreTrainedModel]) -> str:
     """The attention that transformers takes for a class of models where nothing else is asked for."""
     return "sdpa" if owner._supports_sdpa else "eager"

@@ -23,9 +23,7 @@ ADAPTERS_ON_FOUR_BITS = Feature(
 )
 
 ADAPTERS_ON_FP8 = Feature(
-    "refusing to merge adapters into a base in fp8",
-    Private("peft.tuners.tuners_utils:BaseTuner"),
-    *_REFUSED_MERGES,
+    "refusing to merge adapters into a base in fp8", Private("peft.tuners.tuners_utils:BaseTuner"), *_REFUSED_MERGES
 )
 
 MERGED_ADAPTERS = Feature(

@@ -33,19 +33,15 @@ TESTED = {
 
 @dataclasses.dataclass(frozen=True)
 class Private:
-    """A private name of another library, and what we expect of it.
+    """A private name of another library, and what we expect of it."""
 
-    Args:
-        path: ``"module:function"``, ``"module:Class"`` or ``"module:Class.method"``.
-        parameters: All parameters, in order, such as ``"self, x"``; after ``"..."`` others may follow. None for any.
-        uses: Attributes, globals or strings that the body of the function must use, such as ``"weight, bias"``: how an
-            attribute that only instances have, or a global that we replace, is checked.
-        unpacks: Local variables that the body must assign one after the other: the order of a tuple that we build.
-    """
-
-    path: str
+    path: str  # ``"module:function"``, ``"module:Class"`` or ``"module:Class.method"``
+    # All parameters, in order, such as ``"self, x"``; after ``"..."`` others may follow. None for any.
     parameters: str | None = None
+    # Attributes, globals or strings that the body of the function must use, such as ``"weight, bias"``: how an
+    # attribute that only instances have, or a global that we replace, is checked.
     uses: str = ""
+    # Local variables that the body must assign one after the other: the order of a tuple that we build.
     unpacks: str = ""
 
     @property
@@ -59,12 +55,7 @@ class Private:
         return self.path.replace(":", ".")
 
     def find(self) -> Any:
-        """The object itself.
-
-        Raises:
-            ImportError: if its module cannot be imported.
-            AttributeError: if the module has no such name.
-        """
+        """The object itself."""
         module, _, qualified_name = self.path.partition(":")
         return functools.reduce(getattr, qualified_name.split("."), importlib.import_module(module))
 
@@ -146,9 +137,6 @@ def require(feature: Feature) -> list[Any]:
 
     Returns:
         The objects that the names stand for, in order.
-
-    Raises:
-        ImportError: naming the library, its installed version, the name, the feature and the version to install.
     """
     message = _message(feature)
     if message is not None:

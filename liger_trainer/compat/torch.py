@@ -186,6 +186,5 @@ SHARED_MEMORY = Feature(
 RESULTS_TO_WRITE_TO = Feature("results of operators that a model may change in place", Private("torch:Tensor._is_view"))
 
 DISPATCH_MODES = Feature(
-    "calling operators without torch's dispatch in eager mode",
-    Private("torch._C:_len_torch_dispatch_stack"),
+    "calling operators without torch's dispatch in eager mode", Private("torch._C:_len_torch_dispatch_stack")
 )

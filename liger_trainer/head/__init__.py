@@ -1,10 +1,11 @@
 """The language-model head in training: logits that are never built.
 
-- `step`, `forward`: what is known of the step that runs, and what the forward of a model tells its head
+- `step`, `forward`: what is known of the step that runs, what the forward of a model tells its head, and the forward of
+  the head
 - `lm_head`: finds the head; one call of it, and its weight when the loss needs it: plain, an FSDP2 shard (gathered so
   that its gradient is averaged over the ranks), a ZeRO-3 partition, PEFT's copies
-- `deferred_logits`: the tensor without storage; `recorded` has its contents, `computed_on_use` what it shares with the
-  pending norms of `patching/norm_forwards.py`
+- `deferred_logits`: the tensor without storage; `recorded` has the operations on it, `computed_on_use` what it shares
+  with the pending norms of `patching/norm_forwards.py`
 - `recorded_ops`, `padded_logits`: the functions that leave logits deferred, and the padding of the Trainer
 - `vocab_functions`: functions over the vocabulary, one chunk of tokens at a time
 - `fused_loss`, `divergence`: losses by one operator, of one model or of a student and a teacher

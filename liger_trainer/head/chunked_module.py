@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_rows
+from liger_trainer.head.labelled_rows import LabelledRows, labelled_rows
 from liger_trainer.head.lm_head import (
     RECORDABLE_DTYPES,
     is_partitioned,
@@ -31,8 +31,9 @@ from liger_trainer.head.lm_head import (
 from liger_trainer.head.partitions import on_whole_parameters
 from liger_trainer.head.step import current_step, running
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_trainer.kernels.head.log_probs import LogProbsOutput, log_probs
+from liger_trainer.kernels.head.log_probs import log_probs
 from liger_trainer.kernels.head.loss_options import checked_class_weights, inverse_normalizer
+from liger_trainer.kernels.head.token_statistics import LogProbsOutput
 
 
 @dataclasses.dataclass(eq=False)
@@ -129,7 +130,7 @@ def vocab_size_of(head: nn.Module) -> int | None:
 
 
 def chunked_rows(
-    logits: Any, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor, rows: AllRows | None = None
+    logits: Any, of_rows: Callable[..., Sequence[torch.Tensor]], *others: torch.Tensor, rows: LabelledRows | None = None
 ) -> list[torch.Tensor]:
     """Values for each token, computed from its logits, with the logits of one chunk of tokens in memory at a time.
 
@@ -149,25 +150,27 @@ def chunked_rows(
     call, hidden = recorded.call, recorded.hidden.reshape(-1, recorded.hidden.shape[-1])
     lead = logits.meta.shape[:-1]
     has_graph = logits.has_graph and torch.is_grad_enabled()
-    rows = AllRows(hidden, call.logits_memory) if rows is None else rows
     flat = [other.reshape(len(hidden), *other.shape[len(lead) :]) for other in others]
 
     def run(part: torch.Tensor, *more: torch.Tensor) -> Sequence[torch.Tensor]:
         replayed = recorded.chain.replay(product(part))
-        if isinstance(rows, LabelledRows):  # gathered here, so that only the index is saved for the backward
+        if rows is not None:  # gathered here, so that only the index is saved for the backward
             labels, index = more
             more = (labels, *(other.index_select(0, index) for other in flat[1:]))
         with torch.autocast(part.device.type, enabled=False):
             return of_rows(replayed, *more)
 
     step = functools.partial(checkpoint, run, use_reentrant=False) if has_graph else run
-    size = max(1, rows.logits_memory // (call.vocab_size * logits.meta.element_size()))
+    memory = call.logits_memory if rows is None else rows.logits_memory
+    size = max(1, memory // (call.vocab_size * logits.meta.element_size()))
     with torch.set_grad_enabled(has_graph):
         # Once, and not for each chunk: ranks with different numbers of chunks would wait for each other forever.
         product = call.gathered_product()
-        further = [rows.target, rows.index] if isinstance(rows, LabelledRows) else flat
-        split = (tensor.split(size) for tensor in (rows.gathered(hidden), *further))
-        columns = [rows.scattered(torch.cat(column)) for column in zip(*(step(*chunk) for chunk in zip(*split)))]
+        given = [hidden, *flat] if rows is None else [rows.gathered(hidden), rows.target, rows.index]
+        split = (tensor.split(size) for tensor in given)
+        columns = [torch.cat(column) for column in zip(*(step(*chunk) for chunk in zip(*split)))]
+        if rows is not None:
+            columns = [rows.scattered(column) for column in columns]
         columns = [through_owner(call.head, column).view(*lead, *column.shape[1:]) for column in columns]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
     return columns

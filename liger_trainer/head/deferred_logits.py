@@ -1,9 +1,9 @@
 """Logits that are not built until a function needs them.
 
 A `DeferredLogits` has the shape `(..., V)`, dtype and device of the logits, but no storage. It refers to the hidden
-states and the head, and records the operations on the logits (`recorded.py`, `recorded_ops.py`). `F.cross_entropy` of
-it runs as one linear cross entropy (`fused_loss.py`). Any other function gets the real logits, which are built once,
-with the same values and gradients.
+states and the head (`lm_head.py`), and records the operations on the logits (`recorded.py`, `recorded_ops.py`).
+`F.cross_entropy` of it runs as one linear cross entropy (`fused_loss.py`). Any other function gets the real logits,
+which are built once, with the same values and gradients.
 
 Gradients flow in three ways, all exact. The fused loss and the built logits are functions of the hidden states and the
 head's parameters. Code that bypasses ``__torch_function__`` (an ``autograd.Function``, a C++ extension) finds the
@@ -23,8 +23,8 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEFERRED_LOGITS
 from liger_trainer.head.chunked_module import ModuleCall, chunked_rows
 from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built, own_function, tree_leaves, tree_map
-from liger_trainer.head.lm_head import through_owner
-from liger_trainer.head.recorded import Recorded, RecordedChain
+from liger_trainer.head.lm_head import Recorded, through_owner, version_of
+from liger_trainer.head.recorded import RecordedChain
 from liger_trainer.head.warn_once import warn_once
 
 require(DEFERRED_LOGITS)
@@ -116,7 +116,8 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         if not torch.is_grad_enabled():
             return _wrapper(recorded, meta)
         deferred = _LogitsNode.apply(recorded.hidden, recorded, meta, *recorded.call.parameters)
-        deferred.tracked = deferred.has_graph
+        with unwrapped():
+            deferred.tracked = deferred.requires_grad
         return deferred
 
     def derive(
@@ -133,7 +134,10 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         origin = self.recorded
         hidden = origin.hidden if hidden is None else hidden
         detached = detached or not self.has_graph
-        recorded = Recorded(origin.call, hidden.detach() if detached else hidden, chain or origin.chain, origin)
+        version = version_of(hidden)
+        if version is not None and origin.version is not None:  # a change of their hidden states is a change of these
+            version -= (version_of(origin.hidden) or 0) - origin.version
+        recorded = Recorded(origin.call, hidden.detach() if detached else hidden, chain or origin.chain, version)
         return _wrapper(recorded, meta) if detached else DeferredLogits.create(recorded, meta)
 
     @classmethod
@@ -146,8 +150,8 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
                 return METADATA[func](*args, **kwargs)
         recorder = RECORDERS.get(func) or RECORDERS.get(own_function(func))
         if recorder is not None and args and isinstance(args[0], cls):
-            logits = without_owner(args[0])
-            result = recorder(logits, *args[1:], **kwargs) if logits.recordable else NotImplemented
+            logits = recordable(args[0])
+            result = NotImplemented if logits is None else recorder(logits, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
         return _on_built_logits(func, args, kwargs)
@@ -169,11 +173,6 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         """`requires_grad` of the wrapper itself."""
         with unwrapped():
             return self.requires_grad
-
-    @property
-    def recordable(self) -> bool:
-        """Whether operations can be recorded: the logits are not built, and no other Function returned them."""
-        return self.value is None and (self.tracked or not self.has_graph)
 
     def build(self, for_write: bool = False) -> torch.Tensor:
         """The real logits, with the graph of the native ones; the same tensor at every call.
@@ -214,7 +213,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         recorded.check()
         weight, bias = call.gathered()
         hidden = recorded.hidden
-        if not self.has_graph:
+        if not (self.tracked or self.has_graph):
             hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
         if call.fused:
             hidden, weight = hidden.to(call.dtype), weight.to(call.dtype)
@@ -285,13 +284,25 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         return self.parent is not None or bool(self._live_views)
 
 
-def without_owner(logits: Any) -> Any:
+def recordable(logits: Any) -> DeferredLogits | None:
+    """Deferred `logits` on which operations can be recorded, as the head returned them; else None.
+
+    None for logits that are built, and for those that another Function than ZeRO-3's returned.
+    """
+    if not isinstance(logits, DeferredLogits):
+        return None
+    if not logits.tracked:
+        logits = without_owner(logits)
+    return logits if logits.value is None and (logits.tracked or not logits.has_graph) else None
+
+
+def without_owner(logits: DeferredLogits) -> DeferredLogits:
     """Deferred `logits` as the head returned them, without the Function that ZeRO-3's hook has applied to them.
 
     That Function is the identity and gathers the head's weight for the backward; `through_owner` applies it where the
-    gradients really pass. Anything else is returned as it is.
+    gradients really pass. Others are returned as they are.
     """
-    if not isinstance(logits, DeferredLogits) or logits.tracked or logits.parent is None:
+    if logits.tracked or logits.parent is None:
         return logits
     if not hasattr(logits.recorded.call.head, "pre_bwd_fn"):
         return logits

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from liger_trainer.head.chunked_module import chunked_rows
-from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
+from liger_trainer.head.deferred_logits import DeferredLogits, build, recordable
 from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.step import expected_gradient
@@ -56,25 +56,24 @@ def divergence(
             "Distributions can be compared over one vocabulary only: use a teacher of the student's tokenizer, whose "
             "head has as many rows."
         )
-    labels, student, teacher = labels.to(student.device), without_owner(student), without_owner(teacher)
-    if _fuses(student) and _fuses(teacher):
-        return _of_heads(student, teacher, labels, beta, temperature, num_items, ignore_index)
+    labels = labels.to(student.device)
+    deferred, deferred_teacher = recordable(student), recordable(teacher)
+    if _fuses(deferred) and _fuses(deferred_teacher):
+        return _of_heads(deferred, deferred_teacher, labels, beta, temperature, num_items, ignore_index)
     of_rows = functools.partial(_of_rows, beta=beta, temperature=temperature, ignore_index=ignore_index)
-    if isinstance(student, DeferredLogits) and student.recordable:
-        tokens, entropy = _of_chunks(student, teacher, labels, ignore_index, of_rows)
+    if deferred is not None:
+        tokens, entropy = _of_chunks(deferred, teacher, labels, ignore_index, of_rows)
     else:
         tokens, entropy = of_rows(build(student), labels, build(teacher))
     count = (labels != ignore_index).sum().clamp(min=1) if num_items is None else num_items
     return DivergenceOutput(tokens.sum() / count, entropy=entropy)
 
 
-def _fuses(logits: torch.Tensor) -> bool:
+def _fuses(logits: DeferredLogits | None) -> bool:
     """Whether `logits` are deferred, of a fused head that is not split, with a soft-cap and a scale at most."""
-    if not isinstance(logits, DeferredLogits) or not logits.recordable:
+    if logits is None or isinstance(logits.recorded.call, VocabParallelCall):
         return False
-    if isinstance(logits.recorded.call, VocabParallelCall):
-        return False
-    return logits.recorded.call.fused and logits.recorded.chain.fused_form() is not None
+    return logits.recorded.call.fused and logits.recorded.chain.fused_form is not None
 
 
 def _of_heads(
@@ -86,20 +85,24 @@ def _of_heads(
     num_items: int | torch.Tensor | None,
     ignore_index: int,
 ) -> DivergenceOutput:
-    forms = [logits.recorded.chain.fused_form() for logits in (student, teacher)]
+    forms = [logits.recorded.chain.fused_form for logits in (student, teacher)]
     calls = [logits.recorded.call for logits in (student, teacher)]
     with (
         student.operands() as (hidden, weight, bias),
         teacher.operands() as (teacher_hidden, teacher_weight, teacher_bias),
     ):
         memory = sum(call.logits_memory for call in calls)
+        teacher_hidden = teacher_hidden.detach()
         rows = labelled_rows(hidden, labels, ignore_index, memory, teacher_hidden)
+        if rows is not None:
+            hidden, teacher_hidden = rows.gathered(hidden), rows.gathered(teacher_hidden)
+            labels, memory = rows.target, rows.logits_memory
         found = linear_jsd(
-            rows.gathered(hidden),
+            hidden,
             weight,
-            rows.gathered(teacher_hidden.detach()),
+            teacher_hidden,
             teacher_weight,
-            rows.target,
+            labels,
             beta=beta,
             temperature=temperature,
             student_bias=bias,
@@ -111,13 +114,14 @@ def _of_heads(
             student_logit_scale=forms[0].logit_scale,
             teacher_logit_scale=forms[1].logit_scale,
             outputs=("entropy",),
-            logits_memory=rows.logits_memory,
+            logits_memory=memory,
             expected_grad=expected_gradient("mean"),
         )
     assert isinstance(found, DivergenceOutput)
     assert found.entropy is not None
     calls[0].has_loss = calls[0].has_loss or found.loss.requires_grad
-    return DivergenceOutput(through_owner(calls[0].head, found.loss), entropy=rows.scattered(found.entropy))
+    entropy = found.entropy if rows is None else rows.scattered(found.entropy)
+    return DivergenceOutput(through_owner(calls[0].head, found.loss), entropy=entropy)
 
 
 def _of_chunks(
@@ -130,9 +134,10 @@ def _of_chunks(
     """`of_rows`, with the logits of one chunk of tokens in memory at a time."""
     memory = student.recorded.call.logits_memory
     rows = labelled_rows(student.recorded.hidden, labels.reshape(-1), ignore_index, memory)
-    if not isinstance(teacher, DeferredLogits) or not teacher.recordable:
+    deferred_teacher = recordable(teacher)
+    if deferred_teacher is None:
         return chunked_rows(student, of_rows, labels, build(teacher).detach(), rows=rows)
-    recorded = teacher.recorded
+    recorded = deferred_teacher.recorded
     recorded.check()
     with torch.no_grad():
         product = recorded.call.gathered_product()

@@ -1,4 +1,4 @@
-"""The forward of a model with a patched head: what it tells the head and the masks, and how it runs compiled.
+"""The forward of a patched head; what that of its model tells the head and the masks; and how both run compiled.
 
 A `DeferredLogits` cannot be created while tracing, and its loss is one operator anyway. So a compiled training forward
 breaks its graph where the causal LM's own forward begins. That calls the backbone, whose frame is compiled, and then
@@ -16,11 +16,27 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from liger_trainer.compat.hooks import is_gradient_hooked
 from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import COMPILED_HEAD, WHOLE_GRAPHS
-from liger_trainer.head.lm_head import output_embedding, version_of
+from liger_trainer.head.chunked_module import ModuleCall, module_call
+from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.lm_head import (
+    PLAIN,
+    HeadCall,
+    Recorded,
+    is_sharded,
+    is_split,
+    output_embedding,
+    product_dtype,
+    version_of,
+)
+from liger_trainer.head.recorded import NOTHING_DONE
 from liger_trainer.head.step import Forward, Rows, Step, current_step
+from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_call
+from liger_trainer.head.warn_once import warn_once
 
 CAN_DEFER_COMPILED = available(COMPILED_HEAD)
 """Whether compiled models can defer their logits with this torch; otherwise they build them."""
@@ -142,15 +158,9 @@ def whole_graph_wanted() -> bool:
     return bool(translator.one_graph or translator.error_on_graph_break)
 
 
-def pause_compiler() -> None:
-    """Pauses the compiler in this thread until the enclosing `compiler_restored` ends."""
-    if CAN_DEFER_COMPILED:
-        set_eval_frame(None)
-
-
 @contextlib.contextmanager
 def compiler_restored() -> Iterator[None]:
-    """Ends a `pause_compiler` inside."""
+    """The compiler runs again afterwards, if a head inside has paused it."""
     if not CAN_DEFER_COMPILED:
         yield
         return
@@ -160,6 +170,82 @@ def compiler_restored() -> Iterator[None]:
         yield
     finally:
         set_eval_frame(callback)
+
+
+@functools.cache
+def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = False, in_fp32: bool = False) -> Callable:
+    """A head's forward that defers the logits where the model's forward allows it.
+
+    It is a plain function of `self`, so copies of a patched model are patched models.
+
+    Args:
+        fused: Whether cross entropy runs fused with the head, or on logits built for it.
+        logits_memory: Bytes that the fused operator may use for a chunk of logits.
+        whole_module: Whether the head is not a plain linear layer, so that its own forward runs, chunk by chunk.
+        in_fp32: Whether the hidden states are cast to fp32 first.
+    """
+
+    def call_of(self: Any, hidden: torch.Tensor) -> tuple[HeadCall | ModuleCall | None, torch.Tensor]:
+        if whole_module:
+            return module_call(self, hidden, in_fp32, logits_memory)
+        weight, bias = self.weight, self.bias
+        # FSDP gathers a weight for this forward; one that is still a DTensor is split by tensor parallelism.
+        plain = type(hidden) in PLAIN and type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
+        dtype = product_dtype(hidden, weight, bias, in_fp32) if plain else None
+        return (None if dtype is None else HeadCall(self, weight, bias, dtype, fused, logits_memory)), hidden
+
+    def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return type(self).forward(self, *args, **kwargs)
+
+    return _deferring(call_of, native, in_fp32)
+
+
+def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int) -> Callable:
+    """As [`make_head_forward`], for one head whose forward `gathering` comes from tensor parallelism."""
+
+    def call_of(self: Any, hidden: torch.Tensor) -> tuple[VocabParallelCall | None, torch.Tensor]:
+        return vocab_parallel_call(self, hidden, fused, logits_memory), hidden
+
+    def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return gathering(*args, **kwargs)
+
+    return _deferring(call_of, native, in_fp32=False)
+
+
+def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
+    """A head's forward that defers the logits if `call_of` returns a call (with its input), and else runs `native`."""
+
+    @functools.wraps(nn.Linear.forward)
+    def forward(self: nn.Module, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        input = input.float() if in_fp32 else input
+        if torch.compiler.is_compiling() or args or kwargs:
+            return native(self, input, *args, **kwargs)
+        context = current_step().forward
+        if context is None or is_gradient_hooked(self):
+            return native(self, input)
+        # The whole weight has to be at hand wherever the logits of this forward are read.
+        if (context.read_later or not context.has_labels) and is_sharded(self):
+            return native(self, input)
+        if context.read_later and is_split(self):
+            return native(self, input)
+        if CAN_DEFER_COMPILED:
+            # Until `compiler_restored` ends: dynamo can trace neither the wrapper nor its functions.
+            set_eval_frame(None)
+        call, hidden = call_of(self, input)
+        if call is not None:
+            meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
+            return DeferredLogits.create(Recorded(call, hidden, NOTHING_DONE, version_of(hidden)), meta)
+        if self.training and is_split(self):
+            warn_once(
+                "split head",
+                "The LM head is split over processes in a way that the fused cross entropy does not support, so its "
+                "logits are gathered. The result is right, but takes as much memory as unfused training. Models that "
+                "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Shown once.)",
+            )
+        return native(self, input)
+
+    never_a_frame(forward)  # compiled as a frame of its own, it would never defer
+    return forward
 
 
 for _function in (step_of_forward, rows_of, _is_known_code.__wrapped__, _names.__wrapped__):

@@ -15,11 +15,12 @@ from liger_trainer.head.labelled_rows import labelled_rows
 from liger_trainer.head.lm_head import linear, through_owner
 from liger_trainer.head.step import current_step, expected_gradient
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_loss
-from liger_trainer.kernels.autograd import saved_as_is
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
-from liger_trainer.kernels.head.log_probs import LogProbsOutput
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, log_probs_of_head
+from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.token_statistics import LogProbsOutput
+from liger_trainer.kernels.runtime import saved_as_is
 from liger_trainer.parallel.vocab_parallel import vocab_parallel_linear_log_probs
 
 
@@ -49,7 +50,7 @@ def deferred_cross_entropy(
         The loss, in the dtype of torch's; NotImplemented if this is not the cross entropy over the last dimension with
         class ids, or if the model does more to its logits than a soft-cap and a scale.
     """
-    form = input.recorded.chain.fused_form()
+    form = input.recorded.chain.fused_form
     is_ours = (
         input.meta.dim() == 2
         and isinstance(target, torch.Tensor)
@@ -82,12 +83,13 @@ def deferred_cross_entropy(
         options["class_weights"] = weight
     target = target.to(hidden.device)
     with input.operands() as (hidden, matrix, bias):
-        rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
-        hidden, target = rows.gathered(hidden), rows.target
+        rows, memory = labelled_rows(hidden, target, ignore_index, call.logits_memory), call.logits_memory
+        if rows is not None:
+            hidden, target, memory = rows.gathered(hidden), rows.target, rows.logits_memory
         if isinstance(call, VocabParallelCall):
-            loss = vocab_parallel_loss(call, hidden, matrix, bias, target, rows.logits_memory, **options)
+            loss = vocab_parallel_loss(call, hidden, matrix, bias, target, memory, **options)
         elif call.fused:
-            options |= {"logits_memory": rows.logits_memory, "expected_grad": expected_gradient(reduction)}
+            options |= {"logits_memory": memory, "expected_grad": expected_gradient(reduction)}
             with saved_as_is():
                 loss = linear_cross_entropy(hidden, matrix, target, bias=bias, **options)
         else:
@@ -95,7 +97,8 @@ def deferred_cross_entropy(
             with saved_as_is():
                 loss = cross_entropy(built, target, **options)
     loss = _observed(loss, target, ignore_index)
-    loss = rows.scattered(loss) if reduction == "none" else loss
+    if rows is not None and reduction == "none":
+        loss = rows.scattered(loss)
     call.has_loss = call.has_loss or loss.requires_grad
     return through_owner(call.head, loss).to(dtype)
 
@@ -139,7 +142,7 @@ def head_log_probs(
     Returns:
         As `linear_log_probs`.
     """
-    call, form = logits.recorded.call, logits.recorded.chain.fused_form()
+    call, form = logits.recorded.call, logits.recorded.chain.fused_form
     assert form is not None
     assert not isinstance(call, ModuleCall)
     options: dict[str, Any] = {
@@ -149,21 +152,35 @@ def head_log_probs(
         "logit_scale": form.logit_scale,
         "outputs": outputs,
         "retain_memory": 0 if recomputed else retain_memory,
+        "logits_memory": call.logits_memory,
     }
+    loss = LossOptions(ignore_index, 0.0, 0.0, form.softcap, form.logit_scale, temperature)
     target = target.to(logits.recorded.hidden.device)
     with logits.operands() as (hidden, weight, bias), contextlib.nullcontext() if recomputed else saved_as_is():
         rows = labelled_rows(hidden, target, ignore_index, call.logits_memory)
-        hidden, target, options["logits_memory"] = rows.gathered(hidden), rows.target, rows.logits_memory
+        if rows is not None:
+            hidden, target, options["logits_memory"] = rows.gathered(hidden), rows.target, rows.logits_memory
         if isinstance(call, VocabParallelCall):
             result = vocab_parallel_linear_log_probs(
                 hidden, weight, target, bias_shard=bias, **call.group_options, **options
             )
-        else:
+        elif (
+            temperature > 0.0
+            and (retain_memory or 0) >= 0
+            and target.dtype in (torch.int64, torch.int32)
+            and target.shape == hidden.shape[:-1]
+            and weight.device == hidden.device
+        ):  # all else was proved when the logits were deferred, and `operands` has cast
+            budgets = options["logits_memory"], options["retain_memory"]
+            result = log_probs_of_head(hidden, weight, target, bias, loss, outputs, *budgets, expected_grad)
+        else:  # which says what is wrong
             result = linear_log_probs(hidden, weight, target, bias, expected_grad=expected_grad, **options)
     assert isinstance(result, LogProbsOutput)
     call.has_loss = call.has_loss or result.log_probs.requires_grad
     found: dict[str, Any] = {}
     for field in dataclasses.fields(result):
         values = getattr(result, field.name)
-        found[field.name] = None if values is None else through_owner(call.head, rows.scattered(values))
+        if values is not None:
+            values = values if rows is None else rows.scattered(values)
+            found[field.name] = through_owner(call.head, values)
     return LogProbsOutput(**found)

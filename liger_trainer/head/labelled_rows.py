@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from liger_trainer.head.step import current_step
-from liger_trainer.kernels.autograd import one_number, saved_as_is
+from liger_trainer.kernels.autograd import one_number
+from liger_trainer.kernels.runtime import saved_as_is
 
 _ROW_MULTIPLE = 512  # of K: few different shapes, so that the allocator finds the same blocks again
 _MOST_OF_ALL = 0.9  # of all rows; above, gathering costs more than it saves
@@ -31,37 +32,20 @@ _DEVICES = ("cpu", "cuda")  # elsewhere torch.nonzero_static may be missing, and
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AllRows:
-    """Every row, labelled or not.
+class LabelledRows:
+    """K rows, the labelled ones first.
 
     Args:
-        target: `(...)`, the labels.
+        target: `(K,)`, their labels; ignored in the rows without one, which repeat the first row.
         logits_memory: Bytes that the operator may spend on a chunk of logits.
-    """
-
-    target: torch.Tensor
-    logits_memory: int
-
-    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows of `hidden` `(..., H)` for the operator."""
-        return hidden
-
-    def scattered(self, values: torch.Tensor) -> torch.Tensor:
-        """What the operator returned for each row, in the place of that row."""
-        return values
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LabelledRows(AllRows):
-    """K rows, the labelled ones first; `target` is `(K,)` and ignored in the rest, which repeat the first row.
-
-    Args:
         index: `(K,)`, the places of the rows among all; -1 is replaced by the place of the first row.
         slots: `(K,)`, the same, but -1 is replaced by the number of all rows: a place after the last.
         shape: The shape of all labels.
         too_many: 0-d bool, whether there are more labelled rows than K.
     """
 
+    target: torch.Tensor
+    logits_memory: int
     index: torch.Tensor
     slots: torch.Tensor
     shape: torch.Size
@@ -84,8 +68,8 @@ def labelled_rows(
     ignore_index: int,
     logits_memory: int,
     teacher: torch.Tensor | None = None,
-) -> AllRows:
-    """The rows to multiply: the labelled ones if the host knows a bound of their number that saves enough, else all.
+) -> LabelledRows | None:
+    """The rows to multiply; None for all, where the host knows no bound of the labels' number that saves enough.
 
     The step never takes more memory than with all rows. What more than half of the rows take, once gathered and once
     as their gradient, comes out of `logits_memory`; where that would be more than half of it, all rows are multiplied.
@@ -97,20 +81,19 @@ def labelled_rows(
         logits_memory: Bytes that the operator may spend on a chunk of logits.
         teacher: `(..., X)` of the same tokens, without gradient, if its rows are gathered too.
     """
-    everything = AllRows(target, logits_memory)
     if torch.compiler.is_compiling() or hidden.device.type not in _DEVICES:
-        return everything
+        return None
     total = target.numel()
     worth = math.floor(_MOST_OF_ALL * total)
     is_known = worth >= _ROW_MULTIPLE and hidden.shape[:-1].numel() == total  # the operator says what is wrong
     count = current_step().labelled if is_known else None
     if count is None:
-        return everything
+        return None
     most = count()
     kept = max(1, -(-most // _ROW_MULTIPLE)) * _ROW_MULTIPLE
     memory = logits_memory - _more_memory(kept, total, hidden, teacher)
     if kept > worth or memory < logits_memory // 2:
-        return everything
+        return None
     return _labelled_rows(kept, target, ignore_index, memory)
 
 

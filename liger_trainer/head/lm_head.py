@@ -1,4 +1,7 @@
-"""The language-model head: which module it is, one call of it, and its weight when the loss needs it."""
+"""The language-model head: which module it is, one call of it, and its weight when the loss needs it.
+
+What deferred logits hold is here too: the hidden states, the call, and the operations on the logits since.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from liger_trainer.compat.deepspeed import PARTITIONED_HEAD
 from liger_trainer.compat.peft import HEAD_COPIES, TIED_ADAPTERS
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import CHANGED_IN_PLACE, FSDP_HEAD
+from liger_trainer.head.recorded import RecordedChain
 from liger_trainer.kernels.runtime import is_dtensor
 
 require(CHANGED_IN_PLACE)
@@ -24,7 +28,7 @@ RECORDABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that deferred logits may have."""
 
 _RECORDABLE = frozenset(RECORDABLE_DTYPES)
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,11 +56,12 @@ class HeadCall:
         self.parameters = (self.weight, self.bias)  # which get the gradients
         self.vocab_size: int = getattr(self.weight, "ds_shape", self.weight.shape)[0]  # ds_shape: split by ZeRO-3
         self._versions = (version_of(self.weight), version_of(self.bias))
+        self.sharded = is_sharded(self.head)
 
     @property
     def owns_parameters(self) -> bool:
         """Whether `weight` and `bias` are the parameters themselves, not gathered for the call by FSDP or ZeRO-3."""
-        return type(self.head.weight) in _PLAIN and not is_sharded(self.head)
+        return type(self.head.weight) in PLAIN and not self.sharded
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters`."""
@@ -97,21 +102,33 @@ class HeadCall:
         return not self.owns_parameters or self._versions == (version_of(self.weight), version_of(self.bias))
 
 
-def check_logits_memory(logits_memory: int, vocab: int) -> None:
-    """Checks that a chunk holds the logits of one token.
+@dataclasses.dataclass(eq=False, slots=True)
+class Recorded:
+    """The value of a `DeferredLogits`, ``chain(head(hidden))``; operations in place replace the chain.
 
     Args:
-        logits_memory: Bytes of a chunk of logits.
-        vocab: Size V of the vocabulary; 0 where it is not known.
-
-    Raises:
-        ValueError: if it does not.
+        call: The call of the head, a `HeadCall` or the `ModuleCall` of a head that is no plain linear layer.
+        hidden: `(..., H)`.
+        chain: The operations on the logits since.
+        version: How often `hidden` had been changed in place at the call; None where torch does not count.
     """
-    if logits_memory < 2 * vocab:
-        raise ValueError(
-            f"`logits_memory` is {logits_memory} bytes, but the logits of one token are {vocab} numbers of 2 bytes or "
-            "more. Give a size with its unit, such as '512MiB'."
-        )
+
+    call: Any
+    hidden: torch.Tensor
+    chain: RecordedChain
+    version: int | None
+
+    def check(self) -> None:
+        """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""
+        changed = "the hidden states" if version_of(self.hidden) != self.version else ""
+        changed = changed if self.call.unchanged else "the head's parameters"
+        if changed:
+            raise RuntimeError(
+                f"The logits of a training forward are needed only now, but {changed} have since been changed in place "
+                "(by an optimizer step, say), so they would be other logits. Read what you need of `outputs.logits` "
+                "before the change, or train with `liger_kernel_config={'linear_cross_entropy': false, "
+                "'cross_entropy': false}`, which builds them in the forward."
+            )
 
 
 def version_of(tensor: torch.Tensor | None) -> int | None:
@@ -123,16 +140,6 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """``nn.Linear``'s product in `dtype`, with autocast off."""
     with torch.autocast(hidden.device.type, enabled=False):
         return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def call_dtype(hidden: torch.Tensor, head: nn.Linear, in_fp32: bool = False) -> torch.dtype | None:
-    """The dtype that `head` computes in; None where its logits cannot be deferred and its own forward has to run."""
-    weight, bias = head.weight, head.bias
-    # FSDP gathers a weight for this forward; one that is still a DTensor is split by tensor parallelism.
-    for tensor in (hidden, weight, bias):
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return None
-    return product_dtype(hidden, weight, bias, in_fp32)
 
 
 def product_dtype(
@@ -212,7 +219,7 @@ def whole_parameter(parameter: Any, in_forward: torch.Tensor) -> torch.Tensor:
             f"{tuple(parameter.shape)}. Use FSDP version 2, read `logits` inside the forward, or set "
             "`liger_kernel_config={'linear_cross_entropy': false, 'cross_entropy': false}`."
         )
-    if type(parameter) in _PLAIN:
+    if type(parameter) in PLAIN:
         return parameter
     from torch.distributed.tensor import DTensor, Partial
 

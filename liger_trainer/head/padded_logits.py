@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from liger_trainer.head.chunked_module import ModuleCall
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.lm_head import HeadCall
-from liger_trainer.head.recorded import Recorded, RecordedChain
+from liger_trainer.head.lm_head import HeadCall, Recorded, version_of
+from liger_trainer.head.recorded import NOTHING_DONE, RecordedChain
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,4 +47,4 @@ def padded_logits(logits: DeferredLogits, length: int, value: float) -> Deferred
     marked = F.pad(marked, (0, 0, 0, length - tokens), value=1.0)
     meta = torch.empty(rows, length, vocab_size, dtype=logits.meta.dtype, device="meta")
     with torch.no_grad():
-        return DeferredLogits.create(Recorded(whole, marked, RecordedChain()), meta)
+        return DeferredLogits.create(Recorded(whole, marked, NOTHING_DONE, version_of(marked)), meta)

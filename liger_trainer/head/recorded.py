@@ -1,15 +1,13 @@
-"""The contents of deferred logits: hidden states, a call of the head, and the operations on the logits since."""
+"""The operations on logits that are deferred, as far as they are recorded."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-
-from liger_trainer.head.chunked_module import ModuleCall
-from liger_trainer.head.lm_head import HeadCall, version_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +94,7 @@ class RecordedChain:
             logits = step(logits)
         return logits
 
+    @functools.cached_property
     def fused_form(self) -> FusedForm | None:
         """The chain as a soft-cap and a scale; None if it is anything else.
 
@@ -123,34 +122,5 @@ class RecordedChain:
         return FusedForm(after, before * after) if after > 0 else None
 
 
-class Recorded:
-    """The value of a `DeferredLogits`, ``chain(head(hidden))``; operations in place replace the chain.
-
-    Args:
-        call: The call of the head.
-        hidden: `(..., H)`.
-        chain: The operations on the logits since.
-        origin: The logits that these were derived from, if any; a change of their hidden states is a change of these.
-    """
-
-    __slots__ = ("call", "chain", "hidden", "version")
-
-    def __init__(
-        self, call: HeadCall | ModuleCall, hidden: torch.Tensor, chain: RecordedChain, origin: Recorded | None = None
-    ) -> None:
-        self.call, self.hidden, self.chain = call, hidden, chain
-        self.version = version_of(hidden)
-        if origin is not None and self.version is not None and origin.version is not None:
-            self.version -= (version_of(origin.hidden) or 0) - origin.version
-
-    def check(self) -> None:
-        """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""
-        changed = "the hidden states" if version_of(self.hidden) != self.version else ""
-        changed = changed if self.call.unchanged else "the head's parameters"
-        if changed:
-            raise RuntimeError(
-                f"The logits of a training forward are needed only now, but {changed} have since been changed in place "
-                "(by an optimizer step, say), so they would be other logits. Read what you need of `outputs.logits` "
-                "before the change, or train with `liger_kernel_config={'linear_cross_entropy': false, "
-                "'cross_entropy': false}`, which builds them in the forward."
-            )
+NOTHING_DONE = RecordedChain()
+"""The chain of the logits that a head returns."""

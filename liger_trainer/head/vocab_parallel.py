@@ -18,10 +18,9 @@ from torch import nn
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import SPLIT_HEAD
-from liger_trainer.head.lm_head import HeadCall, is_sharded, linear, product_dtype
-from liger_trainer.kernels.autograd import saved_as_is
+from liger_trainer.head.lm_head import HeadCall, linear, product_dtype
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput
-from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.kernels.runtime import is_dtensor, saved_as_is
 from liger_trainer.parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
@@ -64,7 +63,7 @@ class VocabParallelCall(HeadCall):
     @property
     def owns_parameters(self) -> bool:
         """Whether the parameters are the module's own, not gathered for the call by FSDP."""
-        return not is_sharded(self.head)
+        return not self.sharded
 
     @property
     def group_options(self) -> dict[str, Any]:

@@ -57,11 +57,7 @@ class LigerTrainerArgs(BaseModel):
 
     @model_validator(mode="after")
     def one_kernel_for_a_layer(self) -> LigerTrainerArgs:
-        """Refuses a wrong switch, and keys of axolotl's that replace the layers that a switch of ours is for.
-
-        Raises:
-            ValueError: with the key, the switch, and what to do.
-        """
+        """Refuses a wrong switch, and keys of axolotl's that replace the layers that a switch of ours is for."""
         config = KernelConfig.parse(self.liger_kernel_config)
         for key, switches in _SAME_LAYERS.items():
             on = [switch for switch in switches if getattr(config, switch)]
@@ -92,9 +88,6 @@ class LigerTrainerPlugin(BasePlugin):
 
         Args:
             cfg: The config as it was written; changed in place.
-
-        Raises:
-            ValueError: for a wrong switch in `liger_kernel_config`.
         """
         unsaid = cfg.get("adapter") in ("lora", "qlora") and all(cfg.get(key) is None for key in _LORA_KEYS)
         if unsaid and KernelConfig.parse(cfg.get("liger_kernel_config")).lora:

@@ -23,16 +23,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
-        """Loads a model and applies the kernels to it.
-
-        Args:
-            pretrained_model_name_or_path: A model id or a folder.
-            *model_args: For `AutoModelForCausalLM.from_pretrained`.
-            **kwargs: Kernel switches and `strict` as the class describes; the rest is for
-                `AutoModelForCausalLM.from_pretrained`.
-
-        Returns:
-            The model.
+        """Loads a model, as `AutoModelForCausalLM.from_pretrained` does, and applies the kernels to it.
 
         Raises:
             ValueError: for a wrong kernel switch, or a kernel that cannot be applied with `strict=True`.
@@ -45,15 +36,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """Builds a model with random weights and applies the kernels to it.
-
-        Args:
-            config: The model's config.
-            **kwargs: Kernel switches and `strict` as the class describes; the rest is for
-                `AutoModelForCausalLM.from_config`.
-
-        Returns:
-            The model.
+        """Builds a model with random weights, as `AutoModelForCausalLM.from_config` does, and applies the kernels.
 
         Raises:
             ValueError: for a wrong kernel switch, or a kernel that cannot be applied with `strict=True`.

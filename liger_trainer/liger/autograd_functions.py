@@ -24,7 +24,7 @@ _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 def _with_outputs(signature: str, loss: type[torch.nn.Module], **ours: str) -> Callable[..., _Outputs]:
     """`spelled`, with the four results of Liger's cross entropies, each None unless asked for."""
-    function = spelled(__name__, signature, loss, **ours)
+    function = spelled(signature, loss, **ours)
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> _Outputs:
@@ -81,13 +81,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     ),
     "LigerDyTFunction": functional.liger_dyt,
     "LigerEmbeddingFunction": spelled(
-        __name__, "apply(embeddings, indices)", operators.embedding, embeddings="weight", indices="ids"
+        "apply(embeddings, indices)", operators.embedding, embeddings="weight", indices="ids"
     ),
     "LigerFusedAddRMSNormFunction": functional.liger_fused_add_rms_norm,
     "LigerFusedCETVDFunction": operators.fused_ce_tvd,
-    "LigerFusedGateUpSiLUMulFunction": spelled(
-        __name__, "apply(y, in_place=False)", operators.swiglu_fused, y="gate_up"
-    ),
+    "LigerFusedGateUpSiLUMulFunction": spelled("apply(y, in_place=False)", operators.swiglu_fused, y="gate_up"),
     "LigerFusedLinearCrossEntropyFunction": _with_outputs(
         "apply(_input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, "
         "label_smoothing=0.0, reduction='mean', softcap=None, return_z_loss=False, accum_dtype=None, "
@@ -97,7 +95,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
         weight="lin_weight",
     ),
     "LigerFusedLinearJSDFunction": spelled(
-        __name__,
         "apply(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, "
         "ignore_index=-100, temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None)",
         nn.LigerFusedLinearJSD,
@@ -106,7 +103,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "LigerFusedLinearScaledCrossEntropyFunction": _scaled_cross_entropy,
     "LigerFusedLinearScaledCrossEntropyTPFunction": functional.liger_fused_linear_scaled_cross_entropy_tp,
     "LigerFusedMoEFunction": spelled(
-        __name__,
         "apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights)",
         operators.moe_experts,
         x="hidden",
@@ -117,19 +113,17 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "LigerGELUMulFunction": functional.liger_geglu,
     "LigerGroupNormFunction": functional.liger_group_norm,
     "LigerJSDFunction": spelled(
-        __name__,
         "apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None)",
         nn.LigerJSD,
         _input="log_q",
         target="log_p",
     ),
     "LigerKLDivLossFunction": spelled(
-        __name__, "apply(y_pred, y_true, reduction='batchmean', log_target=False, eps=1e-10)", operators.kl_div
+        "apply(y_pred, y_true, reduction='batchmean', log_target=False, eps=1e-10)", operators.kl_div
     ),
     "LigerLayerNormFunction": functional.liger_layer_norm,
-    "LigerLlama4RopeFunction": spelled(__name__, "apply(q, k, freqs_cis, BLOCK_SIZE=None)", operators.rope_complex),
+    "LigerLlama4RopeFunction": spelled("apply(q, k, freqs_cis, BLOCK_SIZE=None)", operators.rope_complex),
     "LigerMHCCoeffsFunction": spelled(
-        __name__,
         "apply(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, "
         "post_mult)",
         functional.liger_mhc_coeffs,
@@ -143,25 +137,18 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "LigerQwen2VLMRopeFunction": functional.liger_qwen2vl_mrope,
     "LigerReLUSquaredFunction": functional.liger_relu_squared,
     "LigerRMSNormFunction": spelled(
-        __name__,
-        "apply(X, W, eps, offset=0.0, casting_mode='llama', in_place=True, row_mode=None)",
-        functional.liger_rms_norm,
+        "apply(X, W, eps, offset=0.0, casting_mode='llama', in_place=True, row_mode=None)", functional.liger_rms_norm
     ),
     "LigerRopeFunction": functional.liger_rope,
     "LigerSiLUMulFunction": spelled(
-        __name__,
-        "apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)",
-        operators.swiglu,
-        a="gate",
-        b="up",
+        "apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)", operators.swiglu, a="gate", b="up"
     ),
     "LigerSoftmaxFunction": functional.liger_softmax,
     "LigerSparsemaxFunction": functional.liger_sparsemax,
     "LigerTVDLossFunction": spelled(
-        __name__, "apply(p, q, shift_labels=None, reduction='batchmean', ignore_index=-100)", nn.LigerTVDLoss
+        "apply(p, q, shift_labels=None, reduction='batchmean', ignore_index=-100)", nn.LigerTVDLoss
     ),
     "LigerTiledMLPFunction": spelled(
-        __name__,
         "apply(fn, mlp_module, x, shards, compute_params=None)",
         operators.tiled_mlp,
         fn="mlp_forward",
@@ -169,7 +156,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
         shards="num_tiles",
     ),
     "LigerVocabParallelCEFunction": spelled(
-        __name__,
         "apply(vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula, "
         "label_smoothing_mode)",
         nn.LigerVocabParallelCrossEntropy,

@@ -80,19 +80,9 @@ def LigerForCausalLMLoss(
 ) -> torch.Tensor | CrossEntropyOutput:
     """The loss of hidden states whose logits are never built, each against the next label.
 
-    Args:
-        hidden_states: (batch, tokens, hidden).
-        lm_head_weight: (vocab, hidden).
-        labels: (batch, tokens); not needed with `shift_labels`.
-        hidden_size: The width of `hidden_states`.
-        num_items_in_batch: Divides the sum; None for the mean.
-        ignore_index: Label that does not count.
-        shift_labels: (batch, tokens), the label of each position, in place of `labels`.
-        final_logit_softcapping: Soft-cap of the logits.
-        return_token_accuracy: Return a `CrossEntropyOutput` with the share of right tokens.
-        return_predicted_tokens: And with every token's most likely one.
-        kwargs: More of [`liger_trainer.liger.functional.liger_fused_linear_cross_entropy`]. What it does not take is
-            dropped, as in Liger: models pass all their keywords.
+    It is `fixed_fused_linear_cross_entropy` of `hidden_states`, (batch, tokens, hidden), whose width is `hidden_size`,
+    against `labels`, (batch, tokens), or in their place `shift_labels`, the label of each position. Keywords that
+    `liger_fused_linear_cross_entropy` does not take are dropped, as in Liger: models pass all their keywords.
 
     Returns:
         The float32 loss.

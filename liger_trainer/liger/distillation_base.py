@@ -45,26 +45,9 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The weighted sum of both losses, each divided by the number of tokens that count.
 
-        Args:
-            cls: The subclass.
-            ctx: Context of the autograd function.
-            student_input: (tokens, hidden).
-            student_weight: (vocab, hidden).
-            teacher_input: (tokens, hidden of the teacher).
-            teacher_weight: (vocab, hidden of the teacher).
-            target: Labels, (tokens,).
-            student_bias: (vocab,).
-            teacher_bias: (vocab,).
-            chunk_size: Tokens of one chunk.
-            ignore_index: Label that does not count.
-            weight_hard_loss: Factor of the cross entropy with `target`.
-            weight_soft_loss: Factor of `distillation_loss_fn`.
-            beta: For `distillation_loss_fn`.
-            compute_ce_loss: Whether the cross entropy counts.
-            temperature: Divides the logits for `distillation_loss_fn`.
-            compiled: No effect.
-            return_soft_hard_loss: Return the two losses, without their weights, too.
-            loss_kwargs: More for `distillation_loss_fn`.
+        Tensors and options are those of [`liger_trainer.nn.LigerFusedLinearJSDLoss`], with `target` for the labels. The
+        subclass is `cls`, and the soft loss its `distillation_loss_fn`, which gets `beta` and `loss_kwargs`.
+        `chunk_size` is the number of tokens of one chunk, and `compute_ce_loss` says whether the cross entropy counts.
         """
         if student_weight.shape[0] != teacher_weight.shape[0]:
             raise ValueError(

@@ -14,54 +14,17 @@ import torch
 from liger_trainer import functional as operators
 from liger_trainer import nn
 from liger_trainer.functional import CrossEntropyOutput, LogProbsOutput
-from liger_trainer.liger.hyper_connections import (
-    liger_mhc_apply,
-    liger_mhc_coeffs,
-    liger_mhc_forward,
-    liger_mhc_post_res,
-    liger_mhc_pre,
-)
+from liger_trainer.liger.hyper_connections import liger_mhc_apply as liger_mhc_apply
+from liger_trainer.liger.hyper_connections import liger_mhc_coeffs as liger_mhc_coeffs
+from liger_trainer.liger.hyper_connections import liger_mhc_forward as liger_mhc_forward
+from liger_trainer.liger.hyper_connections import liger_mhc_post_res as liger_mhc_post_res
+from liger_trainer.liger.hyper_connections import liger_mhc_pre as liger_mhc_pre
 from liger_trainer.liger.spelling import spelled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "CrossEntropyOutput",
-    "liger_attn_res",
-    "liger_cross_entropy",
-    "liger_dyt",
-    "liger_fused_add_rms_norm",
-    "liger_fused_linear_cross_entropy",
-    "liger_fused_linear_jsd",
-    "liger_fused_linear_kl_div",
-    "liger_fused_linear_scaled_cross_entropy_tp",
-    "liger_fused_neighborhood_attention",
-    "liger_geglu",
-    "liger_group_norm",
-    "liger_jsd",
-    "liger_kl_div",
-    "liger_layer_norm",
-    "liger_mhc_apply",
-    "liger_mhc_coeffs",
-    "liger_mhc_forward",
-    "liger_mhc_post_res",
-    "liger_mhc_pre",
-    "liger_modulated_rms_norm",
-    "liger_multi_token_attention",
-    "liger_poly_norm",
-    "liger_qwen2vl_mrope",
-    "liger_relu_squared",
-    "liger_rms_norm",
-    "liger_rope",
-    "liger_softmax",
-    "liger_sparsemax",
-    "liger_swiglu",
-    "liger_tvd",
-]
-
 liger_cross_entropy: Callable[..., torch.Tensor | CrossEntropyOutput] = spelled(
-    __name__,
     "liger_cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, "
     "reduction='mean', label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, "
     "return_token_accuracy=False, return_predicted_tokens=False)",
@@ -69,7 +32,6 @@ liger_cross_entropy: Callable[..., torch.Tensor | CrossEntropyOutput] = spelled(
     input="_input",
 )
 liger_fused_linear_cross_entropy: Callable[..., torch.Tensor | CrossEntropyOutput] = spelled(
-    __name__,
     "liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, "
     "lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', softcap=None, return_z_loss=False, accum_dtype=None, "
     "use_token_scaling=False, return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1)",
@@ -78,19 +40,16 @@ liger_fused_linear_cross_entropy: Callable[..., torch.Tensor | CrossEntropyOutpu
     weight="lin_weight",
 )
 liger_fused_linear_jsd: Callable[..., torch.Tensor] = spelled(
-    __name__,
     "liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, "
     "jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None)",
     nn.LigerFusedLinearJSD,
 )
 liger_fused_linear_kl_div: Callable[..., torch.Tensor] = spelled(
-    __name__,
     "liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels=None, reduction='batchmean', "
     "ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None)",
     nn.LigerFusedLinearKLDivLoss,
 )
 liger_jsd = spelled(
-    __name__,
     "liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100)",
     operators.jsd,
     input="log_q",
@@ -98,33 +57,29 @@ liger_jsd = spelled(
     shift_labels="labels",
 )
 liger_kl_div = spelled(
-    __name__,
     "liger_kl_div(input, target, size_average=True, reduce=True, reduction='mean', log_target=False, eps=1e-10)",
     operators.kl_div,
     input="y_pred",
     target="y_true",
 )
 liger_tvd = spelled(
-    __name__,
     "liger_tvd(input, target, shift_labels=None, reduction='mean', ignore_index=-100)",
     operators.tvd,
     input="p",
     target="q",
     shift_labels="labels",
 )
-liger_geglu = spelled(__name__, "liger_geglu(a, b)", operators.geglu, a="gate", b="up")
-liger_swiglu = spelled(__name__, "liger_swiglu(a, b)", operators.swiglu, a="gate", b="up")
-liger_relu_squared = spelled(__name__, "liger_relu_squared(x)", operators.relu_squared)
-liger_softmax = spelled(__name__, "liger_softmax(x)", operators.softmax)
-liger_sparsemax = spelled(__name__, "liger_sparsemax(input, dim=-1)", operators.sparsemax, input="x")
+liger_geglu = spelled("liger_geglu(a, b)", operators.geglu, a="gate", b="up")
+liger_swiglu = spelled("liger_swiglu(a, b)", operators.swiglu, a="gate", b="up")
+liger_relu_squared = spelled("liger_relu_squared(x)", operators.relu_squared)
+liger_softmax = spelled("liger_softmax(x)", operators.softmax)
+liger_sparsemax = spelled("liger_sparsemax(input, dim=-1)", operators.sparsemax, input="x")
 liger_multi_token_attention = spelled(
-    __name__,
     "liger_multi_token_attention(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False)",
     operators.multi_token_attention,
 )
-liger_dyt = spelled(__name__, "liger_dyt(x, alpha, gamma, beta)", operators.dyt)
+liger_dyt = spelled("liger_dyt(x, alpha, gamma, beta)", operators.dyt)
 liger_group_norm = spelled(
-    __name__,
     "liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)",
     operators.group_norm,
     X="x",
@@ -132,35 +87,26 @@ liger_group_norm = spelled(
     affine_shifting_bias="bias",
 )
 _NORM = {"X": "x", "R": "residual", "W": "weight", "B": "bias", "casting_mode": "casting"}
-liger_layer_norm = spelled(__name__, "liger_layer_norm(X, W, B, eps)", operators.layer_norm, **_NORM)
-liger_poly_norm = spelled(__name__, "liger_poly_norm(X, W, B, eps=1e-6, in_place=True)", operators.poly_norm, **_NORM)
+liger_layer_norm = spelled("liger_layer_norm(X, W, B, eps)", operators.layer_norm, **_NORM)
+liger_poly_norm = spelled("liger_poly_norm(X, W, B, eps=1e-6, in_place=True)", operators.poly_norm, **_NORM)
 liger_rms_norm = spelled(
-    __name__,
-    "liger_rms_norm(X, W, eps, offset=0.0, casting_mode='llama', in_place=True)",
-    operators.rms_norm,
-    **_NORM,
+    "liger_rms_norm(X, W, eps, offset=0.0, casting_mode='llama', in_place=True)", operators.rms_norm, **_NORM
 )
 liger_fused_add_rms_norm = spelled(
-    __name__,
     "liger_fused_add_rms_norm(X, R, W, eps, offset=0.0, casting_mode='llama', in_place=True)",
     operators.fused_add_rms_norm,
     **_NORM,
 )
 liger_modulated_rms_norm = spelled(
-    __name__,
     "liger_modulated_rms_norm(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode='llama', in_place=True)",
     operators.modulated_rms_norm,
     **_NORM,
 )
 liger_rope = spelled(
-    __name__,
-    "liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)",
-    nn.liger_rotary_pos_emb,
+    "liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)", nn.liger_rotary_pos_emb
 )
 liger_qwen2vl_mrope = spelled(
-    __name__,
-    "liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1)",
-    nn.liger_multimodal_rotary_pos_emb,
+    "liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1)", nn.liger_multimodal_rotary_pos_emb
 )
 
 
@@ -176,17 +122,8 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The negative log-likelihood of every token under a head whose rows are split over `tp_group`.
 
-    See [`liger_trainer.functional.vocab_parallel_linear_log_probs`].
-
-    Args:
-        input: Hidden states, (tokens, hidden).
-        weight: The rows of this process, (vocab / processes, hidden).
-        target: Ids of the whole vocabulary, (tokens,).
-        tp_group: The processes, each with as many rows.
-        temperature: Divides the logits.
-        ignore_index: Target of tokens whose results are 0.
-        tiles_per_reduce: No effect.
-        return_entropy: Return the entropy of every token too.
+    The arguments are those of [`liger_trainer.functional.vocab_parallel_linear_log_probs`], `return_entropy`, which
+    returns the entropy of every token too, and `tiles_per_reduce`, which has no effect.
 
     Returns:
         float32, (tokens,), or two of them.
@@ -198,9 +135,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     return negative_log_likelihood(result)
 
 
-def negative_log_likelihood(
-    result: torch.Tensor | LogProbsOutput,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def negative_log_likelihood(result: torch.Tensor | LogProbsOutput) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What Liger returns where our operators return log-probabilities, or these with the entropy."""
     if isinstance(result, torch.Tensor):
         return -result
@@ -263,3 +198,6 @@ def liger_attn_res(
     keys = torch.nn.functional.rms_norm(exact, exact.shape[-1:], w_norm.to(exact.dtype), eps)
     scores = (keys * w_query.to(exact.dtype)).sum(-1)
     return (scores.softmax(0).unsqueeze(-1) * exact).sum(0).to(values.dtype)
+
+
+__all__ = ["CrossEntropyOutput", *(name for name in globals() if name.startswith("liger_"))]

@@ -128,17 +128,8 @@ def liger_mhc_forward(
 class LigerMHC(nn.Module):
     """A layer between hyper-connected residual streams.
 
-    Args:
-        layer: From (..., c) to (..., c).
-        hc: How many streams, n.
-        c: Width of a stream.
-        tmax: How many times columns are normalised.
-        rms_eps: Added to the mean square of a token's streams.
-        pre_eps: Added to the weights of the layer's input.
-        sinkhorn_eps: Added to sums of rows and columns.
-        post_mult: Factor of the weights of its output.
-        phi_dtype: Dtype of the projection `phi`.
-        allow_fp32: No effect: every floating dtype is taken.
+    `layer` goes from (..., c) to (..., c), `hc` is the number of streams, `c` the width of one, and `phi_dtype` the
+    dtype of the projection `phi`. The other arguments are those of `liger_mhc_coeffs`.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ that module. Names, order and defaults of the parameters differ; what is compute
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -22,14 +23,13 @@ NO_EFFECT = {
 
 
 @overload
-def spelled(module: str, signature: str, target: type[nn.Module], /, **ours: str) -> Callable[..., Any]: ...
+def spelled(signature: str, target: type[nn.Module], /, **ours: str) -> Callable[..., Any]: ...
 @overload
-def spelled(module: str, signature: str, target: Callable[..., Result], /, **ours: str) -> Callable[..., Result]: ...
-def spelled(module: str, signature: str, target: Callable[..., Any], /, **ours: str) -> Callable[..., Any]:
-    """The function `signature`, which passes its arguments to `target` by name.
+def spelled(signature: str, target: Callable[..., Result], /, **ours: str) -> Callable[..., Result]: ...
+def spelled(signature: str, target: Callable[..., Any], /, **ours: str) -> Callable[..., Any]:
+    """The function `signature` of the calling module, which passes its arguments to `target` by name.
 
     Args:
-        module: The module that holds the function, its `__name__`.
         signature: Name and parameters, such as ``"liger_softmax(x)"``. Defaults are literals.
         target: A function, or a class of modules: it is made with the arguments that its constructor takes, and called
             with the others.
@@ -38,6 +38,7 @@ def spelled(module: str, signature: str, target: Callable[..., Any], /, **ours: 
     Raises:
         TypeError: If `target` does not take a parameter that should have an effect.
     """
+    module = sys._getframe(1).f_globals["__name__"]  # as for a named tuple, so that the function can be pickled
     name, _, parameters = signature.removesuffix(")").partition("(")
     passed = {each: ours.get(each, each) for each in inspect.signature(eval(f"lambda {parameters}: None")).parameters}
     calls: list[Callable[..., Any]] = [target]

@@ -32,11 +32,7 @@ _SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
 
 
 def new_state(parameter: torch.Tensor, states: str, master: str | None) -> State:
-    """The state of a parameter before its first step, all zeros.
-
-    Raises:
-        ValueError: if FSDP1 could not save it.
-    """
+    """The state of a parameter before its first step, all zeros."""
     state: State = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     if parameter.dtype != torch.bfloat16:
         return state | {name: torch.zeros_like(parameter) for name in _SIGNED}
@@ -71,11 +67,7 @@ def remainder_of(state: State) -> torch.Tensor | None:
 
 @torch.no_grad()
 def loaded_state(parameter: torch.Tensor, states: str, master: str | None, saved: State) -> State:
-    """The state of a parameter with the values of `saved`, which may be stored in another format.
-
-    Raises:
-        ValueError: if `saved` is not the state of an AdamW, or of a parameter of another shape.
-    """
+    """The state of a parameter with the values of `saved`, which may be stored in another format."""
     state = new_state(parameter, states, master)
     try:
         state["step"].fill_(float(saved["step"]))

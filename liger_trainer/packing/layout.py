@@ -11,10 +11,9 @@ All of this is on the host, in numpy.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,9 +56,9 @@ class Documents(NamedTuple):
     """What attention needs to know of a packed row; see `kernels.attention.plan`.
 
     Attributes:
-        offsets: (documents + 1,), where the queries of each document begin.
+        offsets: (documents + 1,), int32, where the queries of each document begin.
         keys: (K,), the token of each key; None if each document has its own tokens as keys.
-        key_offsets: (documents + 1,), where the keys of each document begin.
+        key_offsets: (documents + 1,), int32, where the keys of each document begin.
     """
 
     offsets: np.ndarray
@@ -72,7 +71,7 @@ class Layout:
     """A packed row of T tokens, of a batch of B rows and S columns.
 
     Attributes:
-        tokens: (T,), the place of each token in the flattened batch.
+        tokens: (T,), the place of each token in the flattened batch, in the first row that has it.
         shared_by: (T,), how many rows have the token.
         places: (B, S), the place of each token in the packed row; -1 for padding, and for rows of other packed rows.
         segments: The segments of the packed row, in its order.
@@ -90,7 +89,10 @@ class Layout:
         for segment in self.segments:
             first, behind = segment.prefix
             before = behind - first
-            for begin, end in _cut(before, before + segment.end - segment.begin, chunk):
+            # The segment is tokens `before` to `last` of its row, cut where chunks begin.
+            last = before + segment.end - segment.begin
+            chunks = range((before // chunk + 1) * chunk, last, chunk) if chunk else ()
+            for begin, end in itertools.pairwise((before, *chunks, last)):
                 # The keys of a row's tokens `begin` to `end`: from `seen` on, in the prefix and in the segment itself.
                 seen = max(begin // chunk * chunk if chunk else 0, begin - window + 1 if window else 0)
                 own = max(seen, before)
@@ -99,14 +101,8 @@ class Layout:
                 pieces.append(np.arange(segment.begin + own - before, segment.begin + end - before))
                 queries.append(queries[-1] + end - begin)
                 keys.append(keys[-1] + end - seen)
-        own_keys = keys == queries
-        return Documents(np.array(queries), None if own_keys else np.concatenate(pieces), np.array(keys))
-
-
-def _cut(begin: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Tokens `begin` to `end` of a row, cut where chunks begin."""
-    edges = range((begin // chunk + 1) * chunk, end, chunk) if chunk else ()
-    return itertools.pairwise((begin, *edges, end))
+        own_keys = None if keys == queries else np.concatenate(pieces)
+        return Documents(np.array(queries, np.int32), own_keys, np.array(keys, np.int32))
 
 
 def starts_and_lengths(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -129,66 +125,86 @@ def groups_of(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, share: b
         lengths: (B,), how many tokens it has.
         share: Whether rows may share tokens.
     """
-    rows = [int(row) for row in np.flatnonzero(lengths)]
-    alone = [Group((row,), 0) for row in rows]
-    if not share:
-        return alone
+    rows = np.flatnonzero(lengths).tolist()
     groups: list[Group] = []
+    saved = 0
     # Sorted by their first columns, then by their tokens, whose bytes, the highest first, order as they do.
-    tokens = {row: ids[row, starts[row] : starts[row] + lengths[row]].astype(">i8") for row in rows}
-    ordered = sorted(rows, key=lambda row: (starts[row], tokens[row].tobytes()))
-    for _, same_start in itertools.groupby(ordered, key=lambda row: starts[row]):
-        members = list(same_start)
-        common = [_common(tokens[one], tokens[other]) for one, other in itertools.pairwise(members)]
-        groups += _best_groups(members, _levelled(common))
-    saved = sum((len(group.rows) - 1) * group.shared for group in groups)
-    if saved < _LEAST_SAVED * lengths.sum():
-        return alone
-    return sorted(groups, key=lambda group: group.rows[0])
+    tokens, keys = {}, []
+    for row in rows if share else ():
+        tokens[row] = ids[row, starts[row] : starts[row] + lengths[row]].astype(">i8")
+        keys.append((int(starts[row]), tokens[row].tobytes(), row))
+    for _, same_start in itertools.groupby(sorted(keys), operator.itemgetter(0)):
+        members: list[int] = []
+        common: list[int] = []
+        for *_, row in same_start:
+            if members:
+                before = tokens[members[-1]]
+                shorter = min(len(before), len(tokens[row]))
+                different = np.flatnonzero(before[:shorter] != tokens[row][:shorter])
+                common.append(int(different[0]) if len(different) else shorter)
+            members.append(row)
+        levels = np.unique(common)
+        if len(levels) > _MOST_LEVELS:  # some of them, to which the others are rounded down
+            levels = levels[:: -(-len(levels) // _MOST_LEVELS)]
+            common = levels[np.searchsorted(levels, common, "right") - 1].tolist()
+        best = _best_groups(members, common, [0])[0]
+        saved += best.saved
+        groups += best.groups
+        for row in best.left:
+            groups.append(Group((row,), 0))
+    if saved and saved >= _LEAST_SAVED * lengths.sum():
+        return sorted(groups)
+    return [Group((row,), 0) for row in rows]
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two rows have in common from their beginning on."""
-    length = min(len(one), len(other))
-    different = one[:length] != other[:length]
-    return int(different.argmax()) if different.any() else length
+class _Choice(NamedTuple):
+    """How neighbouring rows may be grouped.
+
+    Attributes:
+        saved: The tokens saved, with those that the rows left save in a group above.
+        groups: The groups.
+        left: The rows in no group.
+    """
+
+    saved: int
+    groups: list[Group]
+    left: list[int]
 
 
-def _levelled(common: list[int]) -> list[int]:
-    """The numbers, or at most so many different ones of them, to which the others are rounded down."""
-    levels = sorted(set(common))
-    levels = levels[:: -(-len(levels) // _MOST_LEVELS) or 1]
-    return [levels[bisect.bisect(levels, each) - 1] for each in common]
-
-
-def _best_groups(members: list[int], common: list[int]) -> list[Group]:
-    """The groups of rows in order that save most tokens, given how many each has in common with the next.
+def _best_groups(members: list[int], common: list[int], above: list[int]) -> list[_Choice]:
+    """For each number of tokens that a group above has, what saves most tokens.
 
     Rows that begin with the same tokens are neighbours, and those among them that have more in common again: a tree. At
     each of its nodes, the rows below that are in no group yet become one, or stay for a node above, whichever saves
     more.
+
+    Args:
+        members: Rows in order.
+        common: How many tokens each has in common with the next.
+        above: The tokens of a group above, for each that these rows may stay for; 0 if they stay alone.
     """
-
-    @functools.cache
-    def best(begin: int, end: int, above: int) -> tuple[int, tuple[Group, ...], tuple[int, ...]]:
-        """The tokens saved, the groups, and the rows left, each of which saves the `above` tokens of a group above."""
-        if end - begin == 1:
-            return above, (), (members[begin],)
-        least = min(common[begin : end - 1])
-        cuts = [begin, *(place + 1 for place in range(begin, end - 1) if common[place] == least), end]
-
-        def below(shared: int) -> tuple[int, tuple[Group, ...], tuple[int, ...]]:
-            saved, groups, left = zip(*(best(*piece, shared) for piece in itertools.pairwise(cuts)))
-            return sum(saved), sum(groups, ()), sum(left, ())
-
-        apart = below(above)
-        saved, groups, left = below(least)
-        if saved - least <= apart[0]:  # one row of the group has its tokens
-            return apart
-        return saved - least, (*groups, Group(tuple(sorted(left)), least)), ()
-
-    _, groups, alone = best(0, len(members), 0)
-    return [*groups, *(Group((row,), 0) for row in alone)]
+    if not common:
+        return [_Choice(shared, [], members) for shared in above]
+    least = min(common)
+    pieces, begin = [], 0
+    for end, shared in enumerate([*common, least], 1):
+        if shared == least:
+            pieces.append(_best_groups(members[begin:end], common[begin : end - 1], [*above, least]))
+            begin = end
+    choices = []
+    for below in zip(*pieces):
+        saved, groups, left = 0, [], []
+        for piece in below:
+            saved += piece.saved
+            groups += piece.groups
+            left += piece.left
+        choices.append(_Choice(saved, groups, left))
+    saved, groups, left = choices.pop()
+    together = _Choice(saved - least, [*groups, Group(tuple(sorted(left)), least)], [])  # one row has its tokens
+    for place, apart in enumerate(choices):
+        if together.saved > apart.saved:
+            choices[place] = together
+    return choices
 
 
 def parts_of(groups: Sequence[Group], lengths: np.ndarray, most: int | None) -> list[list[Group]]:
@@ -237,29 +253,26 @@ def layout_of(groups: Sequence[Group], starts: np.ndarray, lengths: np.ndarray, 
         lengths: (B,), how many tokens it has.
         columns: S, the number of columns.
     """
-    tokens: list[np.ndarray] = []
-    shared_by: list[np.ndarray] = []
     segments: list[Segment] = []
     places = np.full((len(starts), columns), -1)
     count = 0
-
-    def add(row: int, begin: int, end: int, rows: int, prefix: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        nonlocal count
-        place = count, count + end - begin
-        if end > begin:
-            tokens.append(np.arange(begin, end) + row * columns)
-            shared_by.append(np.full(end - begin, rows))
-            segments.append(Segment(*place, prefix))
-            count = place[1]
-        return place
-
     for rows, shared in groups:
         first = int(starts[rows[0]])
-        prefix = add(rows[0], first, first + shared, len(rows))
+        prefix = count, count + shared
+        if shared:
+            segments.append(Segment(*prefix))
+            places[list(rows), first : first + shared] = np.arange(*prefix)
+        count += shared
         for row in rows:
-            end = int(starts[row] + lengths[row])
-            own = add(row, first + shared, end, 1, prefix)
-            places[row, first:end] = np.concatenate([np.arange(*prefix), np.arange(*own)])
+            begin, end = first + shared, int(starts[row] + lengths[row])
+            if end > begin:
+                segments.append(Segment(count, count + end - begin, prefix))
+                places[row, begin:end] = np.arange(count, count + end - begin)
+            count += end - begin
     if not count:
-        add(0, 0, 1, 1)
-    return Layout(np.concatenate(tokens), np.concatenate(shared_by), places, segments)
+        return Layout(np.zeros(1, np.int64), np.ones(1, np.int64), places, [Segment(0, 1)])
+    # Of a token that rows share, the place in the first of them, which is written last.
+    tokens = np.empty(count, np.int64)
+    of_rows = np.flatnonzero(places >= 0)[::-1]
+    tokens[places.ravel()[of_rows]] = of_rows
+    return Layout(tokens, np.bincount(places.ravel()[of_rows]), places, segments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.head.deferred_logits import DeferredLogits, build, without_owner
+from liger_trainer.head.deferred_logits import build, recordable
 from liger_trainer.head.step import Pass, current_step, running
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
@@ -77,19 +78,19 @@ class PackedRow:
 
     def plan(self, window: int, chunk: int) -> AttentionPlan:
         """The plan of attention that sees `window` keys, in chunks of `chunk` tokens; 0 for all."""
-        if (window, chunk) not in self._plans:
-            self._plans[window, chunk] = self._plan(window, chunk)
-        return self._plans[window, chunk]
-
-    def _plan(self, window: int, chunk: int) -> AttentionPlan:
+        known = self._plans.get((window, chunk))
+        if known is not None:
+            return known
         offsets, keys, key_offsets = self.layout.documents(window, chunk)
         device, most_keys = self.inputs["input_ids"].device, int(np.diff(key_offsets).max())
-        window = window if window < most_keys else 0
         shared = None
         if keys is not None:
             copies = _copies(keys, len(self.layout.tokens), device)
-            shared = SharedKeys(copies, _int32(key_offsets, device), most_keys)
-        return AttentionPlan(window, _int32(offsets, device), int(np.diff(offsets).max()), keys=shared)
+            shared = SharedKeys(copies, torch.from_numpy(key_offsets).to(device), most_keys)
+        longest, seen = int(np.diff(offsets).max()), window if window < most_keys else 0
+        plan = AttentionPlan(seen, torch.from_numpy(offsets).to(device), longest, keys=shared)
+        self._plans[window, chunk] = plan
+        return plan
 
 
 def packed_rows(
@@ -126,11 +127,11 @@ def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:
     positions = batch.position_ids
     taken = tokens % columns if positions is None or len(positions) == 1 else tokens
     inputs = {
-        "input_ids": batch.input_ids.flatten()[tokens],
-        "position_ids": taken if positions is None else positions.flatten()[taken],
-        "attention_mask": torch.from_numpy(layout.shared_by).to(device),
+        "input_ids": batch.input_ids.flatten()[tokens][None],
+        "position_ids": (taken if positions is None else positions.flatten()[taken])[None],
+        "attention_mask": torch.from_numpy(layout.shared_by).to(device)[None],
     }
-    return PackedRow(layout, {name: value[None] for name, value in inputs.items()}, _scored(layout, labels, device))
+    return PackedRow(layout, inputs, _scored(layout, labels, device))
 
 
 def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
@@ -149,11 +150,7 @@ def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
 
 
 def _copies(index: np.ndarray, rows: int, device: torch.device) -> Copies:
-    return Copies(*(each.to(device) for each in copies_of(torch.from_numpy(index), rows)))
-
-
-def _int32(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(numbers.astype(np.int32)).to(device)
+    return Copies(*map(operator.methodcaller("to", device), copies_of(torch.from_numpy(index), rows)))
 
 
 def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow], model: Any) -> list[_Result]:
@@ -162,14 +159,17 @@ def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow],
     All but the last are computed again in the backward, one at a time, so that no more than one of them has its
     activations in memory. Their results have to be small.
     """
-    if not torch.is_grad_enabled():
-        return [compute(row) for row in rows]
 
     def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
         return _computed(Pass(again=False)), _again(model)
 
-    computed = [checkpoint(compute, row, use_reentrant=False, context_fn=contexts) for row in rows[:-1]]
-    return [*computed, compute(rows[-1])]
+    computed = []
+    for row in rows:
+        if torch.is_grad_enabled() and row is not rows[-1]:
+            computed.append(checkpoint(compute, row, use_reentrant=False, context_fn=contexts))
+        else:
+            computed.append(compute(row))
+    return computed
 
 
 def _computed(computation: Pass) -> contextlib.AbstractContextManager[None]:
@@ -221,9 +221,9 @@ def rows_of(logits: torch.Tensor, tokens: Copies) -> torch.Tensor:
     A token's gradients are summed in a fixed order, in fp32: the last token of a prompt predicts the first of every
     answer.
     """
-    logits = without_owner(logits)
-    if not isinstance(logits, DeferredLogits) or not logits.recordable:
+    deferred = recordable(logits)
+    if deferred is None:
         return copied_rows(build(logits).flatten(0, 1), tokens)
-    hidden = copied_rows(logits.recorded.hidden.flatten(0, 1), tokens)
-    meta = torch.empty(len(hidden), logits.meta.shape[-1], dtype=logits.meta.dtype, device="meta")
-    return logits.derive(meta, hidden)
+    hidden = copied_rows(deferred.recorded.hidden.flatten(0, 1), tokens)
+    meta = torch.empty(len(hidden), deferred.meta.shape[-1], dtype=deferred.meta.dtype, device="meta")
+    return deferred.derive(meta, hidden)

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_trainer.attention.interface import has_our_attention
 from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.head.lm_head import is_sharded, version_of
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.packing.packed_row import PackedRow, Padded, packed_rows
-from liger_trainer.packing.proof import NOT_OURS, has_our_attention
+
+NOT_OURS = "its attention is not ours"
 
 _UNDERSTOOD = frozenset(
     {"input_ids", "attention_mask", "position_ids", "use_cache", "output_router_logits", "return_dict"}
@@ -44,7 +46,7 @@ class Packing:
     draws: bool = False
     trained: int = 0
     executed: int = 0
-    _last: tuple[list[Any], list[PackedRow]] | None = None
+    _last: tuple[list[Any], list[Any], list[PackedRow]] | None = None  # what they are of, its tensors, and the rows
     _dropping: weakref.WeakKeyDictionary[nn.Module, bool] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
     def rows(
@@ -63,27 +65,33 @@ class Packing:
         Raises:
             ValueError: if the batch cannot be packed, but should be split.
         """
-        reason = _unpackable(kwargs, labels) if has_our_attention(model) else NOT_OURS
+        reason = _unpackable(model, kwargs, labels)
         if reason:
             self.leave(model, reason)
             return None
         batch = Padded(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"), labels)
-        share = self.share and not (model.training and self._drops(model))
+        share = self.share
+        if share and model.training:
+            # Of the model as it was at its first batch: to look takes as long as a few launches.
+            if model not in self._dropping:
+                self._dropping[model] = self.draws or drops(model)
+            share = not self._dropping[model]
         tensors = [*batch[:3], labels if given_labels is None else given_labels]
         # Rows made in inference mode have no backward, and in-place changes of its tensors are not counted.
-        key: list[Any] = [(share, torch.is_inference_mode_enabled())]
-        key += [(each, 0 if each is None else version_of(each)) for each in tensors]
-        if self._last is None or not _same(self._last[0], key):
-            agreed = functools.partial(self._agreed, model)
-            rows = packed_rows(batch, share, self.most, agreed)
+        key: list[Any] = [share, torch.is_inference_mode_enabled()]
+        for each in tensors:
+            key += id(each), 0 if each is None else version_of(each)
+        if self._last is None or self._last[0] != key or None in key:
+            rows = packed_rows(batch, share, self.most, functools.partial(self._agreed, model))
             if rows is None:
                 self.leave(model, "a row has padding between its tokens")
                 return None
-            self._last = key, rows
-        rows = self._last[1]
+            self._last = key, tensors, rows
+        rows = self._last[-1]
         if torch.is_grad_enabled():
-            self.trained += sum(int(row.layout.shared_by.sum()) for row in rows)
-            self.executed += sum(len(row.layout.tokens) for row in rows)
+            for row in rows:
+                self.trained += int(row.layout.shared_by.sum())
+                self.executed += len(row.layout.tokens)
         # Attention of rows of one length is faster in the batch.
         saves = len(rows) > 1 or len(rows[0].layout.tokens) < batch.input_ids.numel()
         return rows if saves else None
@@ -91,7 +99,7 @@ class Packing:
     @property
     def tokens_of_last_forward(self) -> int:
         """The tokens of the largest forward of several sequences in the last batch; 0 if there was none."""
-        layouts = [row.layout for row in self._last[1]] if self._last else []
+        layouts = [row.layout for row in self._last[-1]] if self._last else []
         several = [each for each in layouts if ((each.places >= 0).any(1)).sum() > 1]
         return max((len(each.tokens) for each in several), default=0)
 
@@ -120,12 +128,6 @@ class Packing:
         """Whether rows share their common beginnings while `model` is trained."""
         return self.share and not self.draws and not drops(model)
 
-    def _drops(self, model: nn.Module) -> bool:
-        """Whether training draws, of the model as it was at its first batch: that takes as long as a few launches."""
-        if model not in self._dropping:
-            self._dropping[model] = self.draws or drops(model)
-        return self._dropping[model]
-
     def _agreed(self, model: nn.Module, rows: int, device: torch.device) -> int:
         """How many forwards the batch takes: its packed rows, or those of the process that has most.
 
@@ -139,23 +141,25 @@ class Packing:
         return int(most)
 
 
-def _unpackable(kwargs: Mapping[str, Any], labels: torch.Tensor) -> str:
-    others = sorted(name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD)
+def _unpackable(model: PreTrainedModel, kwargs: Mapping[str, Any], labels: torch.Tensor) -> str:
+    """Why a batch cannot be packed; empty if it can."""
+    if not has_our_attention(model):
+        return NOT_OURS
+    others = []
+    for name, value in kwargs.items():
+        if value is not None and name not in _UNDERSTOOD:
+            others.append(name)
     if others:
-        return f"its forward is given {', '.join(others)}"
+        return f"its forward is given {', '.join(sorted(others))}"
     if kwargs.get("return_dict") is False:
         return "its forward is to return a tuple"
-    tensors = [kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids")]
-    if tensors[0] is None:
+    if kwargs.get("input_ids") is None:
         return "its forward is given no token ids"
-    if any(each is not None and (each.dim() != 2 or each.shape[1] != labels.shape[1]) for each in tensors):
-        return "its mask or positions are not a number for each token"
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        each = kwargs.get(name)
+        if each is not None and (each.dim() != 2 or each.shape[1] != labels.shape[1]):
+            return "its mask or positions are not a number for each token"
     return ""
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    """Whether two keys have the same objects, unchanged."""
-    return one[0] == other[0] and all(a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(one[1:], other[1:]))
 
 
 def _is_whole(model: nn.Module) -> bool:

@@ -18,18 +18,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import has_our_attention
 from liger_trainer.attention.masks import NotPackable
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
+from liger_trainer.packing.packing import NOT_OURS
 from liger_trainer.packing.small_config import small_config
 from liger_trainer.patching.probe import Agreement
 
 _Outputs = tuple[torch.Tensor, Any]
 """The values that are compared, and all that the model returned."""
-
-NOT_OURS = "its attention is not ours"
 
 TOLERANCE = 1e-4
 """Largest relative difference in float32, of values and gradients."""
@@ -94,11 +94,6 @@ def _reason_against(model: Any) -> str:
     if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT:
         return "its rotary embedding depends on the length of the longest row"
     return "" if has_our_attention(model) else NOT_OURS
-
-
-def has_our_attention(model: PreTrainedModel) -> bool:
-    """Whether the attention of a model that is proved is still ours: no other takes the plan of a packed row."""
-    return bool(model.config.get_text_config()._attn_implementation == NAME)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

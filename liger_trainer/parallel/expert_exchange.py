@@ -28,12 +28,7 @@ import torch.distributed as dist
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COLLECTIVES
-from liger_trainer.kernels.autograd import (
-    input_gradients,
-    pass_to_placeholder,
-    refuse_second_derivative,
-    where_needed,
-)
+from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, refuse_second_derivative, where_needed
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows
 from liger_trainer.kernels.operator import operator
@@ -47,23 +42,15 @@ _FUNCTION = "experts of other processes"  # in errors
 
 
 class Exchange(NamedTuple):
-    """Which rows go where in one layer.
+    """Which rows go where in one layer."""
 
-    Args:
-        rows: The choices of this process, sorted by expert over the experts of all processes.
-        top_k: k, the choices per token.
-        send_sizes: The number of rows to send to each process.
-        recv_sizes: The number of rows to receive from each process.
-        local_ids: int64 (sum of recv_sizes, 1), the expert of each received row, counted within this process.
-        group: Name of the process group.
-    """
-
-    rows: ExpertRows
-    top_k: int
-    send_sizes: list[int]
-    recv_sizes: list[int]
+    rows: ExpertRows  # the choices of this process, sorted by expert over the experts of all processes
+    top_k: int  # k, the choices per token
+    send_sizes: list[int]  # the number of rows to send to each process
+    recv_sizes: list[int]  # the number of rows to receive from each process
+    # int64 (sum of recv_sizes, 1), the expert of each received row, counted within this process.
     local_ids: torch.Tensor
-    group: str
+    group: str  # name of the process group
 
 
 def plan_exchange(top_k_index: torch.Tensor, num_local_experts: int, group: ProcessGroup) -> Exchange:

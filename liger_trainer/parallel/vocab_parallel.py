@@ -20,28 +20,33 @@ import torch.distributed as dist
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COLLECTIVES
-from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, logits_gradient, reduced
-from liger_trainer.kernels.head.cross_entropy_kernel import row_partials_
+from liger_trainer.kernels.head.cross_entropy_rows import row_partials_
 from liger_trainer.kernels.head.head_chunks import Needs, logits_buffer, retained_rows
-from liger_trainer.kernels.head.linear_log_probs import LOG_PROBS_OUTPUTS, LogProbsOutput, forward_logits
-from liger_trainer.kernels.head.linear_log_probs_gradients import HeadRows, attach_gradients
-from liger_trainer.kernels.head.log_probs import log_probs_with_outputs
+from liger_trainer.kernels.head.linear_log_probs_gradients import HeadRows, attach_gradients, forward_logits
 from liger_trainer.kernels.head.logit_rows import row_view
 from liger_trainer.kernels.head.loss_options import (
     LossOptions,
-    check_labels_on_cpu,
     check_linear,
     check_logits,
     check_options,
     check_outputs,
     check_retain_memory,
-    compute_dtype,
 )
-from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard, combine
+from liger_trainer.kernels.head.token_statistics import (
+    LOG_PROBS_OUTPUTS,
+    ExtraStats,
+    LogProbsOutput,
+    RowStats,
+    Shard,
+    check_labels_on_cpu,
+    combine,
+    log_probs_with_outputs,
+)
 from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
+from liger_trainer.kernels.runtime import as_autocast
 
 if dist.is_available():
     require(COLLECTIVES)
@@ -61,7 +66,7 @@ def linear_partials(
     shard: Shard,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `(N, 8)` partials of this shard of a head, and the logits of the last `retain` tokens."""
-    partials = hidden.new_empty(target.numel(), 8, dtype=compute_dtype(hidden))
+    partials = hidden.new_empty(target.numel(), 8, dtype=torch.promote_types(hidden.dtype, torch.float32))
     check_labels_on_cpu(target, shard.vocab_size, options.ignore_index)
     retained: list[torch.Tensor] = []
     with fp32_reductions(weight):
@@ -72,26 +77,21 @@ def linear_partials(
 
 @linear_partials.register_fake
 def _(hidden, weight, target, bias, options, logits_memory, retain, shard):
-    partials = hidden.new_empty(target.numel(), 8, dtype=compute_dtype(hidden))
+    partials = hidden.new_empty(target.numel(), 8, dtype=torch.promote_types(hidden.dtype, torch.float32))
     return partials, logits_buffer(hidden, weight, retain)
 
 
 @operator("liger_trainer::logits_partials")
-def logits_partials(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    options: LossOptions,
-    shard: Shard,
-) -> torch.Tensor:
+def logits_partials(logits: torch.Tensor, target: torch.Tensor, options: LossOptions, shard: Shard) -> torch.Tensor:
     """The `(N, 8)` partials of a shard of the logits."""
-    partials = logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
+    partials = logits.new_empty(target.numel(), 8, dtype=torch.promote_types(logits.dtype, torch.float32))
     row_partials_(logits, target, partials, options, shard)
     return partials
 
 
 @logits_partials.register_fake
 def _(logits, target, options, shard):
-    return logits.new_empty(target.numel(), 8, dtype=compute_dtype(logits))
+    return logits.new_empty(target.numel(), 8, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 @operator("liger_trainer::logits_rows_attach")
@@ -146,12 +146,7 @@ class VocabGroup(NamedTuple):
 def resolve_group(
     group: ProcessGroup | None, columns: int, vocab_start: int | None, vocab_size: int | None
 ) -> VocabGroup:
-    """The group, and where this process's `columns` lie in the vocabulary.
-
-    Raises:
-        RuntimeError: Without a process group.
-        ValueError: If the columns do not fit into the vocabulary.
-    """
+    """The group, and where this process's `columns` lie in the vocabulary."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "A vocab-parallel operator needs a process group: call torch.distributed.init_process_group first, "
@@ -251,7 +246,7 @@ def _linear_rows(
     vocab_size: int | None,
 ) -> tuple[RowStats, ExtraStats]:
     """Checks the operands and gives the statistics of all tokens; `loss` and `entropy` are differentiable."""
-    hidden, weight_shard, bias_shard = head_as_autocast(hidden, weight_shard, bias_shard)
+    hidden, weight_shard, bias_shard = as_autocast(hidden), as_autocast(weight_shard), as_autocast(bias_shard)
     check_linear(hidden, weight_shard, target, bias_shard, logits_memory)
     check_retain_memory(retain_memory)
     place = resolve_group(group, weight_shard.shape[0], vocab_start, vocab_size)

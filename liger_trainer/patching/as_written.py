@@ -207,16 +207,17 @@ def _warn(kind: str, name: str, of_owner: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def is_plain_linear(module: Any, x: torch.Tensor, classes: tuple[type, ...] = (nn.Linear,)) -> bool:
-    """Whether `module` is a linear layer that need not be called: without hooks, shards or quantisation."""
-    if not is_unchanged_linear(module, classes):
+def is_plain_linear(module: Any, x: torch.Tensor | None, classes: tuple[type, ...] = (nn.Linear,)) -> bool:
+    """Whether `module` is a linear layer that need not be called: without hooks, shards or quantisation.
+
+    Args:
+        module: The layer.
+        x: Input of the layer; None asks only for the code that a call runs, whatever its parameters are.
+        classes: The classes of linear layers that it may be of.
+    """
+    if type(module) not in classes or nn.Linear.forward is not _LINEAR_FORWARD or not is_unhooked(module):
         return False
-    return is_operand(module.weight, x) and (module.bias is None or is_operand(module.bias, x))
-
-
-def is_unchanged_linear(module: nn.Module, classes: tuple[type, ...]) -> bool:
-    """Whether `module` is of one of these classes of linear layers, and a call would run what torch wrote."""
-    return type(module) in classes and nn.Linear.forward is _LINEAR_FORWARD and is_unhooked(module)
+    return x is None or (is_operand(module.weight, x) and (module.bias is None or is_operand(module.bias, x)))
 
 
 def is_unhooked(module: nn.Module) -> bool:

@@ -33,13 +33,7 @@ from liger_trainer.kernels.attention.attention import MAX_HEAD_DIM, attention_re
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import triton_drives
 from liger_trainer.parallel.sequences import split_sequences
-from liger_trainer.patching.attention_call import (
-    INTERFACE,
-    LENGTH,
-    AttentionCall,
-    capture,
-    rotary_widths,
-)
+from liger_trainer.patching.attention_call import INTERFACE, LENGTH, AttentionCall, capture, rotary_widths
 from liger_trainer.patching.inputs import ATTENTION as INPUTS
 from liger_trainer.patching.probe import Probe, class_of, dummy_module, full_shape, identity
 from liger_trainer.patching.report import SWITCHED_OFF, Choice, Finding
@@ -139,7 +133,8 @@ def _looks_at_the_name(model: nn.Module, attentions: list[nn.Module]) -> str:
     keys run on the last tokens alone. What attentions do themselves is looked at in their calls.
     """
     inner = set(map(id, attentions))
-    around = {class_of(each): None for each in model.modules() if id(each) not in inner and not _is_apart(each, inner)}
+    holders = (each for each in model.modules() if any(id(part) in inner for part in each.modules()))
+    around = dict.fromkeys(class_of(each) for each in holders if id(each) not in inner)
     for cls in around:
         for base in cls.__mro__:
             if base.__module__.startswith("transformers.") and not base.__module__.startswith("transformers.models."):
@@ -149,11 +144,6 @@ def _looks_at_the_name(model: nn.Module, attentions: list[nn.Module]) -> str:
                 if name != "__init__" and "_attn_implementation" in getattr(code, "co_names", ()):
                     return f"{base.__name__}.{name} treats masks by the name of the attention, and does not know ours"
     return ""
-
-
-def _is_apart(module: nn.Module, attentions: set[int]) -> bool:
-    """Whether none of `attentions`, by id, is in `module`."""
-    return not any(id(each) in attentions for each in module.modules())
 
 
 def _switch(module: Any, _forward: Callable) -> None:

@@ -77,23 +77,17 @@ class AttentionCall(Exception):
         self.options = {name: value for name, value in options.items() if value is not None and name != "dropout"}
         self.of_parameter: dict[str, str] = {}
 
-    def name_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Finds the options that are among these parameters of the attention."""
-        for name, parameter in parameters.items():
-            self.of_parameter.update({option: name for option, value in self.options.items() if value is parameter})
-
 
 class _CapturingInterface:
     """Stands in for transformers' registry: the attention function of any name captures its arguments."""
 
     def get_interface(self, *_names: Any) -> Any:
-        return _capture
+        def function(module, query, key, value, attention_mask=None, **options):
+            raise AttentionCall((query, key, value), attention_mask, options)
+
+        return function
 
     __getitem__ = get_interface
-
-
-def _capture(module, query, key, value, attention_mask=None, **options):
-    raise AttentionCall((query, key, value), attention_mask, options)
 
 
 _INTERFACE = _CapturingInterface()
@@ -102,14 +96,7 @@ _INTERFACE = _CapturingInterface()
 def capture(
     module: nn.Module, parameters: Mapping[str, torch.Tensor], own_name: str, rotary_widths: Sequence[int]
 ) -> AttentionCall | str:
-    """The call of the attention function under our name, if it is that under the model's own; else why not.
-
-    Args:
-        module: The attention.
-        parameters: Stand-ins for its parameters.
-        own_name: The attention implementation that the model has by default.
-        rotary_widths: The widths that the model's rotary tables may have.
-    """
+    """The call of the attention function under our name, if it is that under the model's own name; else why not."""
     forward = forward_calling(class_of(module).forward, INTERFACE, _INTERFACE) if available(ATTENTION) else None
     if forward is None:
         return "what its forward is wrapped in cannot be run on a dummy"
@@ -135,7 +122,8 @@ def capture(
     # An argument that scales queries changes nothing of the call. One that selects keys does, or is no number.
     if others and not _same(call(NAME, _PLAN, **dict.fromkeys(others, torch.ones(()))), _PLAN, ours):
         return f"its forward also takes {', '.join(others)}"
-    ours.name_parameters(parameters)
+    for name, parameter in parameters.items():
+        ours.of_parameter.update({option: name for option, value in ours.options.items() if value is parameter})
     return ours
 
 

@@ -41,9 +41,6 @@ def bind_forward(
             `forward` serves this module only, and looks itself whether it may run.
         live: Names of the attributes and children that `forward` reads at each call; None for all of them, where it
             runs the code of the class. If another one is changed, the class's own forward runs.
-
-    Raises:
-        ValueError: if the instance already has another forward of its own (see [`overriding_forward`]).
     """
     foreign = overriding_forward(module)
     if foreign is not None and module.__dict__["forward"] is not over:
@@ -116,10 +113,6 @@ class ChosenConfig:
     """A view of the model's config, for one module of experts, that names our implementation.
 
     transformers asks the config which implementation of the experts runs. Pickling the view gives the model's config.
-
-    Args:
-        config: The model's.
-        forward: The implementation for this module.
     """
 
     def __init__(self, config: Any, forward: Callable) -> None:

@@ -68,11 +68,7 @@ def unscaled_weights(model: nn.Module) -> list[str]:
 
 
 def check_scales(model: Any) -> None:
-    """Checks that no weight of `model` holds codes as if they were numbers; see [`unscaled_weights`].
-
-    Raises:
-        ValueError: naming a weight, and the format that transformers does not know.
-    """
+    """Checks that no weight of `model` holds codes as if they were numbers; see [`unscaled_weights`]."""
     names = unscaled_weights(model)
     if names:
         config = getattr(getattr(model, "config", None), "quantization_config", None)

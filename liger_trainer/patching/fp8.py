@@ -83,14 +83,7 @@ def is_long_enough(x: torch.Tensor) -> bool:
 
 
 def find_fp8(model: nn.Module, mode: Fp8Mode | None, all_layers: bool, device: torch.device) -> Iterator[Finding]:
-    """A finding for each linear layer of `model`'s decoder, if `mode` is set.
-
-    Args:
-        model: The model, adapters included.
-        mode: The value of `fp8`.
-        all_layers: Whether the first and the last layer of the decoder multiply in fp8 too.
-        device: Where the model will run.
-    """
+    """A finding for each linear layer of `model`'s decoder, if `mode` is set."""
     if mode is None:
         return
     layers = decoder_layers(model)
@@ -144,11 +137,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def cast_in_norms(findings: Iterable[Finding], model: nn.Module, mode: Fp8Mode | None, probe: Probe) -> list[Finding]:
     """`findings` with other forwards for the norms of `model` whose results linear layers in fp8 read.
 
-    Args:
-        findings: Findings of the norms and of the linear layers, among others.
-        model: The model, adapters included.
-        mode: The value of `fp8`. Nothing changes unless it gives each row of an input a scale of its own.
-        probe: Runs the layers' forwards.
+    Nothing changes unless `mode` gives each row of an input a scale of its own.
     """
     findings = list(findings)
     if mode is None or products_of(mode).output[0] is not Scaling.ROWS:

@@ -1,38 +1,27 @@
 """The LM head: it defers its logits, after a proof against ``nn.Linear`` on a small random input.
 
-Two instances get a forward of ours: the head, and the model whose forward computes the loss (`model_forward.py`).
+Two instances get a forward of ours: the head (`head/forward.py`), and the model whose forward computes the loss
+(`model_forward.py`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from liger_trainer.compat.hooks import is_gradient_hooked
-from liger_trainer.head.chunked_module import ModuleCall, module_call
-from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.forward import never_a_frame, pause_compiler
+from liger_trainer.head.forward import make_head_forward, make_split_head_forward, never_a_frame
 from liger_trainer.head.lm_head import (
-    HeadCall,
     adapts_tied_weight,
-    call_dtype,
-    check_logits_memory,
     find_lm_heads,
     is_plain_linear,
-    is_sharded,
-    is_split,
     without_adapters,
 )
-from liger_trainer.head.recorded import Recorded, RecordedChain
 from liger_trainer.head.step import Forward, current_step, running
-from liger_trainer.head.vocab_parallel import VocabParallelCall, gathering_forward, vocab_parallel_call
-from liger_trainer.head.warn_once import warn_once
+from liger_trainer.head.vocab_parallel import gathering_forward
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.patching.binding import bind_forward, bound_function, overriding_forward, unbind_forward
 from liger_trainer.patching.inputs import AS_DRAWN, HEAD
@@ -122,77 +111,21 @@ def patch_head(model: nn.Module, *, fused: bool, logits_memory: int, in_fp32: bo
     return KernelReportRow(component, f"{type(model).__name__} head", len(heads), kernel, error, remark)
 
 
-@functools.cache
-def make_head_forward(fused: bool, logits_memory: int, whole_module: bool = False, in_fp32: bool = False) -> Callable:
-    """A head's forward that defers the logits where the model's forward allows it.
-
-    It is a plain function of `self`, so copies of a patched model are patched models.
+def check_logits_memory(logits_memory: int, vocab: int) -> None:
+    """Checks that a chunk holds the logits of one token.
 
     Args:
-        fused: Whether cross entropy runs fused with the head, or on logits built for it.
-        logits_memory: Bytes that the fused operator may use for a chunk of logits.
-        whole_module: Whether the head is not a plain linear layer, so that its own forward runs, chunk by chunk.
-        in_fp32: Whether the hidden states are cast to fp32 first.
+        logits_memory: Bytes of a chunk of logits.
+        vocab: Size V of the vocabulary; 0 where it is not known.
+
+    Raises:
+        ValueError: if it does not.
     """
-
-    def call_of(self: Any, hidden: torch.Tensor) -> tuple[HeadCall | ModuleCall | None, torch.Tensor]:
-        if whole_module:
-            return module_call(self, hidden, in_fp32, logits_memory)
-        dtype = call_dtype(hidden, self, in_fp32)
-        if dtype is None:
-            return None, hidden
-        return HeadCall(self, self.weight, self.bias, dtype, fused, logits_memory), hidden
-
-    def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return type(self).forward(self, *args, **kwargs)
-
-    return _deferring(call_of, native, in_fp32)
-
-
-def make_split_head_forward(gathering: Callable, fused: bool, logits_memory: int) -> Callable:
-    """As [`make_head_forward`], for one head whose forward `gathering` comes from tensor parallelism."""
-
-    def call_of(self: Any, hidden: torch.Tensor) -> tuple[VocabParallelCall | None, torch.Tensor]:
-        return vocab_parallel_call(self, hidden, fused, logits_memory), hidden
-
-    def native(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return gathering(*args, **kwargs)
-
-    return _deferring(call_of, native, in_fp32=False)
-
-
-def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
-    """A head's forward that defers the logits if `call_of` returns a call (with its input), and else runs `native`."""
-
-    @functools.wraps(nn.Linear.forward)
-    def forward(self: nn.Module, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        input = input.float() if in_fp32 else input
-        if torch.compiler.is_compiling() or args or kwargs:
-            return native(self, input, *args, **kwargs)
-        context = current_step().forward
-        if context is None or is_gradient_hooked(self):
-            return native(self, input)
-        # The whole weight has to be at hand wherever the logits of this forward are read.
-        if (context.read_later or not context.has_labels) and is_sharded(self):
-            return native(self, input)
-        if context.read_later and is_split(self):
-            return native(self, input)
-        pause_compiler()  # until the model's forward ends: dynamo can trace neither the wrapper nor its functions
-        call, hidden = call_of(self, input)
-        if call is not None:
-            meta = torch.empty(*hidden.shape[:-1], call.vocab_size, dtype=call.dtype, device="meta")
-            return DeferredLogits.create(Recorded(call, hidden, RecordedChain()), meta)
-        if self.training and is_split(self):
-            warn_once(
-                "split head",
-                "The LM head is split over processes in a way that the fused cross entropy does not support, so its "
-                "logits are gathered. The result is right, but takes as much memory as unfused training. Models that "
-                "`from_pretrained` splits (`DistributedConfig(tp_size=...)`) train without them. (Shown once.)",
-            )
-        return native(self, input)
-
-    never_a_frame(forward)  # compiled as a frame of its own, it would never defer
-    return forward
+    if logits_memory < 2 * vocab:
+        raise ValueError(
+            f"`logits_memory` is {logits_memory} bytes, but the logits of one token are {vocab} numbers of 2 bytes or "
+            "more. Give a size with its unit, such as '512MiB'."
+        )
 
 
 def probe_head(forward: Callable, has_bias: bool, device: torch.device) -> float:

@@ -22,21 +22,15 @@ Tensors = list[torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One more input of a proof.
+    """One more input of a proof."""
 
-    Args:
-        name: The inputs' name in a report of a difference.
-        change: Makes its tensors from the random ones; the first is the input of the part, the others its weights.
-        training: Whether the part is in training mode.
-        gradients: Whether gradients are compared too; otherwise both run without.
-        required: Whether the original has to run; otherwise one that raises, as on tensors of other dimensions than it
-            takes, says nothing.
-    """
-
-    name: str
+    name: str  # the inputs' name in a report of a difference
+    # Makes its tensors from the random ones; the first is the input of the part, the others its weights.
     change: Callable[[Tensors], Tensors] = list
-    training: bool = True
-    gradients: bool = True
+    training: bool = True  # whether the part is in training mode
+    gradients: bool = True  # whether gradients are compared too; otherwise both run without
+    # Whether the original has to run; otherwise one that raises, as on tensors of other dimensions than it takes, says
+    # nothing.
     required: bool = True
 
 
@@ -44,8 +38,8 @@ AS_DRAWN = Case("")
 """The random tensors themselves."""
 
 
-def _times(factor: float) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: [tensors[0] * factor, *tensors[1:]]
+def _times(factor: float, place: int = 0) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: [*tensors[:place], tensors[place] * factor, *tensors[place + 1 :]]
 
 
 def _all_times(factor: float) -> Callable[[Tensors], Tensors]:
@@ -88,14 +82,6 @@ def _inputs(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors
         return [change(each) if each.shape == shape else each for each in tensors]
 
     return changed
-
-
-def _large_values(tensors: Tensors) -> Tensors:
-    return [*tensors[:2], tensors[2] * 300.0, *tensors[3:]]
-
-
-def _large_routing_weights(tensors: Tensors) -> Tensors:
-    return [tensors[0], tensors[1] * 300.0, *tensors[2:]]
 
 
 def _same_experts(tensors: Tensors) -> Tensors:
@@ -197,7 +183,7 @@ ATTENTION = (
     *MODES,
     Case("queries of about 1e-3", _times(1e-3)),
     Case("scores of about 8", _times(8.0), gradients=False),
-    Case("values of about 300", _large_values),
+    Case("values of about 300", _times(300.0, place=2)),
     ZERO_ROWS,
 )
 """An attention function: queries, whose scores are about 1, keys, values, and the parameters of the attention. The
@@ -214,7 +200,7 @@ MLP = (*ADAPTER, NOT_FINITE)
 
 EXPERTS = (
     *MLP,
-    Case("routing weights of about 300", _large_routing_weights, gradients=False),
+    Case("routing weights of about 300", _times(300.0, place=1), gradients=False),
     Case("all tokens on the same experts", _same_experts, gradients=False),
 )
 """Experts: hidden states, routing weights, the weights of the experts, and the experts of each token. They run on the

@@ -52,9 +52,6 @@ def make_model_forward(native: Callable) -> Callable:
     evaluation without metrics, with labels or with its own loss), or sets `Step.loss_follows` or, as the Liger trainers
     do for metrics, `Step.read_later`. Everything else (generation, inference) does not change.
 
-    Args:
-        native: The forward of the model's class.
-
     Raises:
         ValueError: In the forward, for an option of Liger's loss that the model's own loss would ignore.
     """
@@ -125,10 +122,7 @@ def _plain(self: nn.Module, native: Callable, cached: bool, args: tuple, kwargs:
 def refuse_ignored_options(model: Any, names: Sequence[str], kwargs: dict[str, Any]) -> None:
     """Raises ValueError for an option in `kwargs` that neither the model's forward nor its loss would read.
 
-    Args:
-        model: The model, whose `loss_function` may be the user's own.
-        names: Parameters of its forward.
-        kwargs: Its keyword arguments.
+    That loss, `loss_function`, may be the user's own; `names` are the parameters of the forward.
     """
     values = {name: kwargs[name] for name in _OPTIONS if name in kwargs and name not in names}
     asked = [name for name, value in values.items() if isinstance(value, torch.Tensor) or value]

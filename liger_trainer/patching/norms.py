@@ -145,16 +145,10 @@ def _nearest(
     candidates: Iterable[_Candidate],
     what: str = "",
 ) -> Proof:
-    """The proof of the candidate that equals `module`, and rounds most as it does.
+    """The proof of the candidate that equals `module`, and rounds most as it does; of equally near ones, the first.
 
-    Args:
-        module: The norm.
-        probe: Compares the two.
-        eps: The name of its epsilon.
-        names: Its parameters.
-        tensors: Its inputs, and values for the parameters after them.
-        candidates: The formulas, of which the first of equally near ones is taken.
-        what: The formula in the reason of the report, if `module` computes none of the candidates.
+    `tensors` are its inputs, and then values for its parameters `names`; `what` is the formula in the reason of the
+    report if `module` computes none of the candidates.
     """
     theirs = _on(module, type(module).forward, names)
     gated = len(tensors) - len(names) == 2

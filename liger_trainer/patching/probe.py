@@ -23,7 +23,7 @@ from liger_trainer.compat.torch import MODULE_CONTENTS
 from liger_trainer.patching.as_written import Precisions
 from liger_trainer.patching.binding import OURS
 from liger_trainer.patching.side_effects import copies_of_containers
-from liger_trainer.patching.trial import Agreement, Computation, Trial, alike_without_gradients, values_alike
+from liger_trainer.patching.trial import Agreement, Computation, values_alike
 
 require(MODULE_CONTENTS)
 
@@ -46,18 +46,12 @@ _Result = TypeVar("_Result")
 
 
 class Proof(NamedTuple):
-    """What the probe of a candidate found.
+    """What the probe of a candidate found."""
 
-    Args:
-        kernel: The kernel's name; None if ours differs.
-        forward: Our forward; None if it differs.
-        agreement: How the two compare.
-        live: The attributes and children of the module that our forward reads at each call; None for all of them.
-    """
-
-    kernel: str | None
-    forward: Callable | None
-    agreement: Agreement
+    kernel: str | None  # the kernel's name; None if ours differs
+    forward: Callable | None  # our forward; None if it differs
+    agreement: Agreement  # how the two compare
+    # The attributes and children of the module that our forward reads at each call; None for all of them.
     live: tuple[str, ...] | None = ()
 
 
@@ -73,12 +67,9 @@ def no_formula(failures: Iterable[Agreement], what: str) -> Proof:
 
 
 class Probe:
-    """Random tensors from a generator of its own, and the comparison of two computations on them.
+    """Random tensors from a generator of its own, and the comparison of computations on them; used inside [`isolated`].
 
-    Use it inside its [`isolated`] context.
-
-    Args:
-        device: Where the probe runs: the model's accelerator, so that the real kernels are proved, or the CPU.
+    `device` is the model's accelerator, so that the real kernels are proved, or the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,10 +99,6 @@ class Probe:
             warnings.simplefilter("ignore")
             yield
 
-    def compare(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> Agreement:
-        """Compares the two on `tensors` in float32 and in bfloat16, outputs and gradients of every tensor."""
-        return Trial(original, tensors).compare(ours)
-
     def same(
         self,
         original: Computation,
@@ -131,7 +118,7 @@ class Probe:
         x = tensors[0]
         sizes = torch.logspace(0.0, 4.8, x[..., 0].numel(), device=x.device).view(*x.shape[:-1], 1)
         growing = [each.to(torch.float16) for each in (x * sizes, *tensors[1:])]
-        return Precisions(autocast, alike_without_gradients(original, ours, growing))
+        return Precisions(autocast, values_alike(original, ours, growing, gradients=False))
 
 
 @contextlib.contextmanager
@@ -139,9 +126,6 @@ def neutral(device: torch.device) -> Iterator[None]:
     """The state of a fresh process, whatever the caller's: device, dtype, modes, float32 products as such.
 
     Nothing that is drawn inside changes what the caller draws next.
-
-    Args:
-        device: The default device.
     """
     dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:

@@ -63,23 +63,15 @@ _BY_NAME = ("getattr", "hasattr", "setattr")
 
 
 class Reads(NamedTuple):
-    """What the forward of a class reads, with the methods that it calls and those that they override.
+    """What the forward of a class reads, with the methods that it calls and those that they override."""
 
-    Args:
-        names: The names in the code, of attributes of any object.
-        strings: The strings in the code that may be names, as in ``getattr(self, name, default)``.
-        methods: The `names` that the class itself has: methods, properties and constants.
-        functions: The forward and the methods.
-        overridden: Forwards and methods of its bases that these may call: the base, the name and the function.
-        whole: Whether the code may read attributes by other names.
-    """
-
-    names: frozenset[str]
-    strings: frozenset[str]
-    methods: frozenset[str]
-    functions: tuple[Any, ...]
+    names: frozenset[str]  # the names in the code, of attributes of any object
+    strings: frozenset[str]  # the strings in the code that may be names, as in ``getattr(self, name, default)``
+    methods: frozenset[str]  # the `names` that the class itself has: methods, properties and constants
+    functions: tuple[Any, ...]  # the forward and the methods
+    # Forwards and methods of its bases that these may call: the base, the name and the function.
     overridden: tuple[tuple[type, str, Any], ...]
-    whole: bool
+    whole: bool  # whether the code may read attributes by other names
 
 
 def reads_of(kind: type[nn.Module]) -> Reads:

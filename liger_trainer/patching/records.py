@@ -25,38 +25,28 @@ RECORD = "_liger_trainer_record"
 """The attribute of a module that holds what it was when our forward was bound."""
 
 _ALWAYS_THERE = frozenset(nn.Module().__dict__)
+_PROPERTIES = (property, functools.cached_property)
 _Pairs = tuple[tuple[str, Any], ...]
 
 
 class _Part(NamedTuple):
-    """The module as it was, or a child that our forward does not call.
+    """The module as it was, or a child that our forward does not call."""
 
-    Args:
-        owner: The object itself.
-        forward: The forward of its class.
-        attributes: Names and values in its ``__dict__``.
-        absent: Names that it did not have, and that the forward of its class, or ours, asks for.
-        contents: Names and values of its children, parameters and buffers, by the name of the dictionary.
-    """
-
-    owner: nn.Module
-    forward: Callable
-    attributes: _Pairs = ()
-    absent: tuple[str, ...] = ()
+    owner: nn.Module  # the object itself
+    forward: Callable  # the forward of its class
+    attributes: _Pairs = ()  # names and values in its ``__dict__``
+    absent: tuple[str, ...] = ()  # names that it did not have, and that the forward of its class, or ours, asks for
+    # Names and values of its children, parameters and buffers, by the name of the dictionary.
     contents: tuple[tuple[str, _Pairs], ...] = ()
 
 
 class _Used(NamedTuple):
-    """Other objects that a part uses, or a global (then `owner` is None).
+    """Other objects that a part uses, or a global (then `owner` is None)."""
 
-    Args:
-        owner: The part.
-        attributes: Its methods, and what its attributes hold: whose they are, names and values; see [`Inside`].
-        containers: Dictionaries, lists and sets that it reads: the name, the container and a copy.
-    """
-
-    owner: nn.Module | None
+    owner: nn.Module | None  # the part
+    # Its methods, and what its attributes hold: whose they are, names and values; see [`Inside`].
     attributes: tuple[Attribute, ...]
+    # Dictionaries, lists and sets that it reads: the name, the container and a copy.
     containers: tuple[tuple[str, Any, Any], ...]
 
 
@@ -68,16 +58,11 @@ class _Known(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What a module was when our forward was bound.
+    """What a module was when our forward was bound."""
 
-    Args:
-        own: The module, which is the first part, and what belongs to it.
-        shared: Modules and objects that were found in globals, in functions and in classes.
-        read: The globals that its forward reads: in which function, name, value.
-    """
-
-    own: _Known
-    shared: _Known
+    own: _Known  # the module, which is the first part, and what belongs to it
+    shared: _Known  # modules and objects that were found in globals, in functions and in classes
+    # The globals that its forward reads: in which function, name, value.
     read: tuple[tuple[types.FunctionType, str, Any], ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Record:  # a copy reads the same globals
@@ -85,14 +70,7 @@ class _Record(NamedTuple):
 
 
 def record(module: nn.Module, forward: Callable, live: tuple[str, ...] | None) -> None:
-    """Records what `module` is now, for [`is_as_proved`].
-
-    Args:
-        module: The module, for which `forward` was proved.
-        forward: A function of the module and its inputs.
-        live: Names of the attributes and children that `forward` reads at each call; None for all of them, where it
-            runs the code of the class.
-    """
+    """Records what `module` is now, for [`is_as_proved`]; [`bind_forward`] says what is `live`."""
     module.__dict__[RECORD] = _found(module, [*replaced_globals(forward)] if live is None else [], (), live)[0]
 
 
@@ -100,11 +78,7 @@ _Found = tuple[_Part, list[Attribute], Inside]
 
 
 def arrays_read(module: nn.Module, forward: Callable) -> list[str]:
-    """The names of the tensors that `forward`, run on `module`, reads which are neither parameters nor buffers.
-
-    Raises:
-        SideEffectError: If it reads too much.
-    """
+    """The names of the tensors that `forward`, run on `module`, reads which are neither parameters nor buffers."""
     insides = _found(module, [], (forward,), ())[1]
     if any(inside.is_full for inside in insides):
         raise SideEffectError(f"its forward reads more than {FEW} objects, too many to compare at each call")
@@ -158,12 +132,8 @@ def _parts(
 ) -> Iterator[_Found]:
     """`owner`, then its children and theirs, without what is `live` and what its class does not read.
 
-    Args:
-        owner: The module.
-        live: Names of the attributes and children that our forward reads at each call.
-        names: Names that the functions read which its code calls.
-        shared: Where what it has in common with its copies is looked at.
-        within: Where its attributes are looked at; an own place, if this is None.
+    The code that it calls reads `names`. What it has in common with its copies is looked at in `shared`, and its
+    attributes in `within`, or in a place of their own.
     """
     kind, held = type(owner), owner.__dict__
     read = reads_of(kind)
@@ -190,7 +160,8 @@ def _parts(
     }
     children = [child for _, child in contents["_modules"] if child is not None]
     # A property is compared as it is in the class, without its value.
-    whose = {name: kind if _is_property(kind, name) else owner for name in read.methods - {*named}}
+    properties = {name for name in read.methods if isinstance(getattr(kind, name, None), _PROPERTIES)}
+    whose = {name: kind if name in properties else owner for name in read.methods - {*named}}
     others = [(each, name, found_at(each, name)) for name, each in sorted(whose.items(), key=str)]
     others += [(base, name, getattr(base, name)) for base, name, _ in read.overridden]
     inside = within or Inside(known | names, shared)
@@ -218,7 +189,3 @@ def _parts_of_called(
         part = part._replace(absent=(*part.absent, "forward"))
     yield part, others, inside
     yield from inner
-
-
-def _is_property(kind: type, name: str) -> bool:
-    return isinstance(getattr(kind, name, None), (property, functools.cached_property))

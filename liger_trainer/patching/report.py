@@ -34,27 +34,17 @@ SWITCHED_OFF = Choice("switched off in liger_kernel_config")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A candidate, and what becomes of it.
+    """A candidate, and what becomes of it."""
 
-    Args:
-        component: A key of `liger_kernel_config`.
-        target: Its class or function in the model, for the report.
-        module: The instance.
-        kernel: The kernel that runs instead; None if it is left alone.
-        forward: The forward to bind; None if it is left alone.
-        error: The probe's float32 error; None without a probe.
-        reason: Why it is left alone, or a remark.
-        bind: Binds the forward to the module. If it is not said what the forward reads at each call, it runs only as
-            long as everything in the module stays.
-    """
-
-    component: str
-    target: str
-    module: nn.Module
-    kernel: str | None = None
-    forward: Callable | None = None
-    error: float | None = None
-    reason: str = ""
+    component: str  # a key of `liger_kernel_config`
+    target: str  # its class or function in the model, for the report
+    module: nn.Module  # the instance
+    kernel: str | None = None  # the kernel that runs instead; None if it is left alone
+    forward: Callable | None = None  # the forward to bind; None if it is left alone
+    error: float | None = None  # the probe's float32 error; None without a probe
+    reason: str = ""  # why it is left alone, or a remark
+    # Binds the forward to the module. If it is not said what the forward reads at each call, it runs only as long as
+    # everything in the module stays.
     bind: Callable[[nn.Module, Callable], None] = bind_forward
 
 
@@ -203,12 +193,7 @@ _OF_PLAIN_LAYERS = ("fp8", "lora")
 
 
 def unserved(model: nn.Module, findings: Iterable[Finding]) -> list[KernelReportRow]:
-    """A row for each class of `model` that no kernel is for, the largest first.
-
-    Args:
-        model: The model.
-        findings: The findings in `model`.
-    """
+    """A row for each class of `model` that no kernel is for, the largest first."""
     base = without_adapters(model)
     findings, heads = list(findings), set(map(id, find_lm_heads(base)[0]))
     found = heads | {id(finding.module) for finding in findings}

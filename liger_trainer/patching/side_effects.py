@@ -92,11 +92,6 @@ class _Held(NamedTuple):
 class Reached:
     """All that a run of `forward` on `module` may change, as it is before the run.
 
-    Args:
-        forward: A function of the module and its inputs.
-        module: The module.
-        inputs: The inputs of the run.
-
     Raises:
         SideEffectError: If these are more than 10,000 objects, or if a function registers hooks, which run later.
 
@@ -182,8 +177,12 @@ class Reached:
         elif package_of(type(value).__module__) not in _CLOSED:
             self._attributes(f"{path}.", value)
             if slots := slots_of(type(value)):
-                read = functools.partial(_of_slots, value, slots)
-                self._hold(f"{path}.", True, read, functools.partial(_set_back, value))
+                self._hold(
+                    f"{path}.",
+                    True,
+                    lambda: {name: getattr(value, name) for name in slots if hasattr(value, name)},
+                    functools.partial(_set_back, value),
+                )
             if package_of(type(value).__module__) not in NOT_FOLLOWED:
                 self._pending.append((path, type(value)))
 
@@ -208,14 +207,20 @@ class Reached:
     def _class(self, kind: type) -> None:
         if package_of(kind.__module__) not in CODE_OF_OTHERS:
             self._hold(
-                f"{kind.__name__}.", True, functools.partial(_of_class, kind), functools.partial(_set_back, kind)
+                f"{kind.__name__}.",
+                True,
+                lambda: {name: value for name, value in vars(kind).items() if not name.startswith("__")},
+                functools.partial(_set_back, kind),
             )
             called = [each for each in vars(kind).values() if isinstance(each, types.FunctionType)]
             self._pending += [(kind.__name__, each) for each in (*kind.__bases__, *called)]
 
     def _names(self, path: str, names: Iterable[str], space: dict[str, Any]) -> dict[str, Any]:
         """Holds what has these `names` in a file."""
-        read = functools.partial(_of_names, names, space)
+
+        def read() -> dict[str, Any]:
+            return {name: space[name] for name in names if name in space}
+
         return self._hold(path, True, read, functools.partial(_put_back, space))
 
     def _root(self, function: Any) -> None:
@@ -275,23 +280,11 @@ def _refill(container: Any, before: dict[Any, Any], _: list[Any]) -> None:
         kind.extend(container, before.values())
 
 
-def _of_names(names: Iterable[str], space: dict[str, Any]) -> dict[str, Any]:
-    return {name: space[name] for name in names if name in space}
-
-
 def _put_back(space: dict[str, Any], before: dict[str, Any], names: list[str]) -> None:
     for name in names:
         space.pop(name, None)
         if name in before:
             space[name] = before[name]
-
-
-def _of_class(kind: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
-
-
-def _of_slots(owner: Any, names: list[str]) -> dict[str, Any]:
-    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
 def _set_back(owner: Any, before: dict[str, Any], names: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -33,20 +34,14 @@ _Results = list[torch.Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How two computations compare.
+    """How two computations compare."""
 
-    Args:
-        error: Largest relative float32 difference of outputs and gradients; infinite if one is missing.
-        distance: Largest relative bfloat16 difference of an output, which distinguishes formulas that only round
-            differently. Those of gradients, which are sums, are mostly noise.
-        reason: Why they do not agree; empty if they do.
-        case: The name of the [`Case`] that shows it; empty for the random tensors themselves.
-    """
-
-    error: float
+    error: float  # largest relative float32 difference of outputs and gradients; infinite if one is missing
+    # Largest relative bfloat16 difference of an output, which distinguishes formulas that only round differently. Those
+    # of gradients, which are sums, are mostly noise.
     distance: float = 0.0
-    reason: str = ""
-    case: str = ""
+    reason: str = ""  # why they do not agree; empty if they do
+    case: str = ""  # the name of the [`Case`] that shows it; empty for the random tensors themselves
 
     @property
     def equal(self) -> bool:
@@ -104,12 +99,7 @@ class Trial:
         return _judge_rounding(agreement.error, truth, rounded, nearby, len(truth) - len(self._tensors))
 
     def everywhere(self, ours: Computation, agreement: Agreement) -> Agreement:
-        """Compares the two in float32 on all other inputs, up to the first where they differ.
-
-        Args:
-            ours: The candidate.
-            agreement: The result of `compare` for the forward.
-        """
+        """Compares the two in float32 on all other inputs, up to the first where they differ, after `compare`."""
         for case in self._inputs:
             if not agreement.equal:
                 break
@@ -184,22 +174,21 @@ def values_alike(
     ours: Computation,
     tensors: Sequence[torch.Tensor],
     constants: Sequence[torch.Tensor] = (),
+    gradients: bool = True,
 ) -> bool:
-    """Whether both give the same dtypes, and the same values within bfloat16 rounding; see [`Trial`]."""
+    """Whether both give the same dtypes, and the same values within bfloat16 rounding; see [`Trial`].
+
+    Without `gradients`, these are values alone, of which an infinity equals itself and NaN equals NaN.
+    """
+    found = []
     try:
-        expected, got = (_drawn_alike(computation, tensors, constants, AS_DRAWN) for computation in (original, ours))
+        for computation in (original, ours):
+            with _same_draws(tensors[0].device):
+                found.append(_run(computation, tensors, constants, AS_DRAWN if gradients else _VALUES))
     except Exception:
         return False
-    return not _mismatch(expected, got) and all(_rms(a, b) <= 2**-7 for a, b in zip(expected, got))
-
-
-def alike_without_gradients(original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> bool:
-    """As `values_alike`, of values alone, where an infinity equals itself and NaN equals NaN."""
-    try:
-        expected, got = (_drawn_alike(computation, tensors, (), _VALUES) for computation in (original, ours))
-    except Exception:
-        return False
-    return not _mismatch(expected, got) and all(relative_difference(a, b, True) <= 2**-7 for a, b in zip(expected, got))
+    distance = _rms if gradients else functools.partial(relative_difference, alike=True)
+    return not _mismatch(*found) and all(distance(a, b) <= 2**-7 for a, b in zip(*found))
 
 
 def _run(
@@ -218,13 +207,6 @@ def _run(
         upstream.append(wave.to(torch.bfloat16).to(output.dtype).view(output.shape))
     gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
     return [tensor if tensor is None else tensor.detach() for tensor in (*outputs, *gradients)]
-
-
-def _drawn_alike(
-    computation: Computation, tensors: Sequence[torch.Tensor], constants: Sequence[torch.Tensor], case: Case
-) -> _Results:
-    with _same_draws(tensors[0].device):
-        return _run(computation, tensors, constants, case)
 
 
 @contextlib.contextmanager
@@ -278,10 +260,7 @@ def _differs(what: str, error: float, case: str = "") -> str:
 def relative_difference(one: torch.Tensor | None, other: torch.Tensor | None, alike: bool = False) -> float:
     """The largest difference, relative to the largest number of `one`.
 
-    Args:
-        one: Results of the original.
-        other: Results of ours.
-        alike: Whether NaN equals NaN, and an infinity itself; otherwise the difference is infinite.
+    With `alike`, NaN equals NaN, and an infinity itself; otherwise the difference is infinite.
     """
     if one is None or other is None or not one.numel():
         return 0.0

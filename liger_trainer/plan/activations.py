@@ -50,15 +50,10 @@ ADAPTER_BYTES = 4  # PEFT's adapters are fp32
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Bytes per element.
+    """Bytes per element."""
 
-    Args:
-        compute: Outputs of linear layers and attention.
-        stream: Residual stream and norms; 4 under autocast over fp32 weights.
-    """
-
-    compute: int = 2
-    stream: int = 2
+    compute: int = 2  # outputs of linear layers and attention
+    stream: int = 2  # residual stream and norms; 4 under autocast over fp32 weights
 
     @property
     def autocast(self) -> bool:
@@ -68,30 +63,16 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer.
+    """Bytes of one layer."""
 
-    Args:
-        input: Bytes of the input, which checkpointing saves.
-        saved: Bytes saved without checkpointing, including the input.
-        working: Peak of its recomputation and backward, without that input.
-        gradients: Elements of weight gradients at that moment that are not in `.grad` yet.
-    """
-
-    input: float
-    saved: float
-    working: float
-    gradients: int = 0
+    input: float  # bytes of the input, which checkpointing saves
+    saved: float  # bytes saved without checkpointing, including the input
+    working: float  # peak of its recomputation and backward, without that input
+    gradients: int = 0  # elements of weight gradients at that moment that are not in `.grad` yet
 
 
 def attention_saved(shape: LayerShape, precision: Precision, length: int, implementation: str) -> float:
-    """Bytes per token that the attention block saves, including its norm.
-
-    Args:
-        shape: The layer.
-        precision: Bytes per element.
-        length: Tokens in a sequence; eager attention saves scores of all pairs.
-        implementation: ``"sdpa"``, ``"eager"``, ``"liger_trainer"`` or a flash attention.
-    """
+    """Bytes per token that the attention block saves, including its norm."""
     repeated = is_masked(shape, length, implementation) or implementation == "eager"
     keys = shape.query if repeated else shape.key_value
     elements = shape.query + 2 * keys + shape.query
@@ -145,13 +126,9 @@ def _inner(shape: LayerShape) -> int:
 
 
 def _adapters_saved(shape: LayerShape, precision: Precision, read: int, unsaved: int) -> float:
-    """Bytes per token that adapters save.
+    """Bytes per token that adapters save: `read` is the sum of their input widths, `unsaved` the width of their input.
 
-    Args:
-        shape: The layer.
-        precision: Bytes per element.
-        read: Sum of the adapters' input widths.
-        unsaved: Width of their shared input; 0 if something else saves it or it is recomputed.
+    The latter is 0 if something else saves that input or it is recomputed.
     """
     elements = min(read, unsaved) if shape.fused_adapters else read
     return elements * precision.compute + (read if shape.adapter_dropout else 0)
@@ -167,17 +144,10 @@ def layer_memory(
     tiled_mlp: bool = False,
     expert_elements: int = 0,
 ) -> LayerMemory:
-    """The memory of one layer.
+    """The memory of one layer, for `tokens` in a micro-batch on one GPU, in sequences of `length`.
 
-    Args:
-        shape: The layer.
-        precision: Bytes per element.
-        tokens: Tokens in a micro-batch on one GPU.
-        length: Tokens in one sequence.
-        implementation: The attention implementation.
-        recompute_mlp: Whether the product of a gated MLP is recomputed in the backward pass.
-        tiled_mlp: Whether gated MLPs run in tiles of tokens; experts do not.
-        expert_elements: Trained elements of one layer's experts.
+    `expert_elements` are the trained elements of one layer's experts. They do not run in tiles, as gated MLPs do with
+    `tiled_mlp`.
     """
     compute, stream = precision.compute, precision.stream
     layer_input = shape.hidden * stream

@@ -56,49 +56,30 @@ ATTENTION_TIME = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result that a layer computes again, or keeps.
+    """A result that a layer computes again, or keeps."""
 
-    Args:
-        name: Name of the result.
-        bytes: Bytes a token.
-        time: Time a token that keeping it saves, in FLOP of matmuls.
-        can_be_kept: Whether it can be.
-    """
-
-    name: str
-    bytes: int
-    time: float
-    can_be_kept: bool = True
+    name: str  # name of the result
+    bytes: int  # bytes a token
+    time: float  # time a token that keeping it saves, in FLOP of matmuls
+    can_be_kept: bool = True  # whether it can be
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What is kept.
+    """What is kept."""
 
-    Args:
-        layers: For each result, in how many of the last layers.
-        bytes: Bytes of all layers.
-        in_last: Bytes of the last layer.
-        saved: Fraction of the recomputation's time that is saved.
-    """
-
-    layers: dict[str, int]
-    bytes: int
-    in_last: int
-    saved: float
+    layers: dict[str, int]  # for each result, in how many of the last layers
+    bytes: int  # bytes of all layers
+    in_last: int  # bytes of the last layer
+    saved: float  # fraction of the recomputation's time that is saved
 
 
 def layer_results(
     shape: LayerShape, compute: int, length: int, implementation: str = "sdpa", tiled_mlp: bool = False
 ) -> list[Result]:
-    """The results of one layer.
+    """The results of one layer; `compute` is the bytes per element of outputs of linear layers and attention.
 
-    Args:
-        shape: The layer.
-        compute: Bytes per element of outputs of linear layers and attention.
-        length: Tokens in a sequence.
-        implementation: The attention implementation; ``"eager"`` has no attention in one call, which could be kept.
-        tiled_mlp: Whether gated MLPs run in tiles of tokens; experts do not.
+    Eager attention is not one call, which could be kept; experts do not run in tiles.
     """
     hidden, query, projected = shape.hidden, shape.query, shape.query + 2 * shape.key_value
     attended = ATTENTION_TIME * 4 * query * attended_tokens(shape, length)
@@ -121,14 +102,7 @@ def attended_tokens(shape: LayerShape, length: int) -> float:
 
 
 def keep(results: Iterable[Result], layers: int, tokens: int, budget: int) -> Kept:
-    """What fits into a budget.
-
-    Args:
-        results: The results of each layer.
-        layers: Checkpointed layers.
-        tokens: Tokens in a micro-batch on one GPU.
-        budget: Bytes that all layers may keep.
-    """
+    """What fits into `budget`: bytes that all checkpointed layers may keep of a micro-batch of `tokens` on one GPU."""
     results = list(results)
     left, kept = budget, dict.fromkeys((result.name for result in results), 0)
     best_first = sorted(results, key=lambda result: -result.time / result.bytes)

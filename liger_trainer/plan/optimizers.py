@@ -67,12 +67,6 @@ def optimizer_memory(
     `liger_adamw` keeps a remainder of 2 bytes for a bf16 element (unless ``master`` is another one), and moments as
     its ``states`` say: 2.03 bytes in blocks of 8 bits, 8 where a weight has no whole blocks. For an fp32 element it is
     torch's AdamW.
-
-    Args:
-        optim: The Trainer's ``optim``.
-        parameters: The model's parameters.
-        trained_bytes: Bytes of all trained parameters as the optimizer sees them; those of `parameters` by default.
-        optim_args: The Trainer's ``optim_args``.
     """
     total = parameters.total
     size = total.trained_bytes if trained_bytes is None else trained_bytes

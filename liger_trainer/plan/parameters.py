@@ -17,19 +17,12 @@ ONE_BYTE = 1.0  # int8, and fp8; their scales, one for each row, are not counted
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A group of parameters.
+    """A group of parameters."""
 
-    Args:
-        elements: Number of elements.
-        bytes: Bytes of all elements.
-        trained: Number of trained elements.
-        trained_bytes: Bytes of the trained elements; their gradients take as many.
-    """
-
-    elements: int = 0
-    bytes: float = 0.0
-    trained: int = 0
-    trained_bytes: float = 0.0
+    elements: int = 0  # number of elements
+    bytes: float = 0.0  # bytes of all elements
+    trained: int = 0  # number of trained elements
+    trained_bytes: float = 0.0  # bytes of the trained elements; their gradients take as many
 
     def __add__(self, other: Group) -> Group:
         return Group(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
@@ -47,31 +40,21 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The parameters of a model.
+    """The parameters of a model."""
 
-    Args:
-        groups: By kind: ``"embedding"``, ``"head"``, ``"experts"``, ``"layers"`` (the rest of the decoder layers),
-            ``"adapters"`` (LoRA, and copies of ``modules_to_save``) and ``"other"`` (final norm, vision tower). A head
-            that is tied to the embedding counts as the embedding.
-        layer: The largest decoder layer, adapters included.
-        layers: Number of decoder layers.
-        tied: Whether head and embedding are one parameter.
-        head_trained: Whether the head's weight gets a gradient.
-        factored: Elements of Adafactor's state: rows plus columns of each trained matrix.
-        largest: Elements of the largest trained parameter.
-        in_blocks: Elements of the trained bf16 parameters whose moments `LigerAdamW` keeps in 8 bits.
-        dequantised: Elements of 4-bit weights that are dequantised at once: those of the largest weight, or of all
-            experts of a layer; 0 without 4-bit weights.
-    """
-
+    # By kind: ``"embedding"``, ``"head"``, ``"experts"``, ``"layers"`` (the rest of the decoder layers), ``"adapters"``
+    # (LoRA, and copies of ``modules_to_save``) and ``"other"`` (final norm, vision tower). A head that is tied to the
+    # embedding counts as the embedding.
     groups: dict[str, Group]
-    layer: Group
-    layers: int
-    tied: bool
-    head_trained: bool
-    factored: int
-    largest: int
-    in_blocks: int = 0
+    layer: Group  # the largest decoder layer, adapters included
+    layers: int  # number of decoder layers
+    tied: bool  # whether head and embedding are one parameter
+    head_trained: bool  # whether the head's weight gets a gradient
+    factored: int  # elements of Adafactor's state: rows plus columns of each trained matrix
+    largest: int  # elements of the largest trained parameter
+    in_blocks: int = 0  # elements of the trained bf16 parameters whose moments `LigerAdamW` keeps in 8 bits
+    # Elements of 4-bit weights that are dequantised at once: those of the largest weight, or of all experts of a layer;
+    # 0 without 4-bit weights.
     dequantised: int = 0
 
     @property
@@ -86,11 +69,7 @@ class Parameters:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a model: the list of modules with the most parameters.
-
-    Raises:
-        ValueError: if the model has no list of modules.
-    """
+    """The decoder layers of a model: the list of modules with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of layers, so its memory cannot be planned.")

@@ -21,9 +21,6 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
     """The run and the setting of a trainer whose micro-batches have ids of `shape`, rows and tokens.
 
     Only sizes of the model are read, and nothing is allocated.
-
-    Raises:
-        ValueError: for a model, or a way to split it, that cannot be planned.
     """
     args: Any = trainer.args
     model: Any = trainer.accelerator.unwrap_model(trainer.model)

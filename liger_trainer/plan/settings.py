@@ -34,30 +34,19 @@ TILED_COST = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One way to run.
+    """One way to run."""
 
-    Args:
-        strategy: ``"single"``, ``"ddp"``, ``"zero2"``, ``"fsdp2"`` (weights, gradients and states split, weights
-            freed after each layer) or ``"expert_parallel"`` (the same, but tokens are sent to the experts).
-        gpus: Number of GPUs.
-        batch: ``per_device_train_batch_size``.
-        accumulation: ``gradient_accumulation_steps``.
-        checkpointing: Whether every layer is recomputed in the backward pass.
-        tiled_mlp: Whether gated MLPs run in tiles.
-        offloading: Fraction of the layers' inputs that waits in host memory; 0 without checkpointing.
-        expert_parallel_size: G, the GPUs that share a layer's experts; 1 except for ``"expert_parallel"``.
-        activation_memory: Bytes of results that the layers may keep instead of computing them again; 0 without
-            checkpointing.
-    """
-
+    # ``"single"``, ``"ddp"``, ``"zero2"``, ``"fsdp2"`` (weights, gradients and states split, weights freed after each
+    # layer) or ``"expert_parallel"`` (the same, but tokens are sent to the experts).
     strategy: str = "single"
-    gpus: int = 1
-    batch: int = 1
-    accumulation: int = 1
-    checkpointing: bool = True
-    tiled_mlp: bool = False
-    offloading: float = 0.0
-    expert_parallel_size: int = 1
+    gpus: int = 1  # number of GPUs
+    batch: int = 1  # ``per_device_train_batch_size``
+    accumulation: int = 1  # ``gradient_accumulation_steps``
+    checkpointing: bool = True  # whether every layer is recomputed in the backward pass
+    tiled_mlp: bool = False  # whether gated MLPs run in tiles
+    offloading: float = 0.0  # fraction of the layers' inputs that waits in host memory; 0 without checkpointing
+    expert_parallel_size: int = 1  # G, the GPUs that share a layer's experts; 1 except for ``"expert_parallel"``
+    # Bytes of results that the layers may keep instead of computing them again; 0 without checkpointing.
     activation_memory: int = 0
 
     @property
@@ -76,13 +65,6 @@ def relative_cost(
     if a token uses few of the parameters (experts), and less if few are trained, although FSDP2 gathers frozen ones
     too. Under expert parallelism, only GPUs with copies of the same experts gather them, and rows of tokens are sent
     instead.
-
-    Args:
-        setting: How it runs.
-        tokens: Tokens in a micro-batch on one GPU.
-        parameters: The model's parameters.
-        shape: The shape of its largest layer.
-        saved: Fraction of the recomputation that kept results save.
     """
     products = 3 if shape.trained else 2
     cost = 1 + setting.checkpointing * (1 - saved) * RECOMPUTATION / products
@@ -123,15 +105,8 @@ def candidates(
 ) -> Iterator[Setting]:
     """All settings to compare; each has the same number of samples per optimizer step.
 
-    Args:
-        gpus: Number of GPUs.
-        batch: The recipe's ``per_device_train_batch_size``.
-        accumulation: The recipe's ``gradient_accumulation_steps``.
-        quantised: Whether the base is quantised; it is then not split.
-        tiles: Whether the model has gated MLPs to tile.
-        fixed_batch: Whether the batch must not change.
-        experts: Experts per layer that GPUs can share; 0 for none.
-        zero2: Whether DeepSpeed may split it: not with experts in 4 bits, nor with `liger_adamw`.
+    A quantised base is not split. `experts` per layer can be shared, 0 for none. DeepSpeed (`zero2`) splits neither
+    experts in 4 bits nor for `liger_adamw`.
     """
     strategies = [("single", 1)] if gpus == 1 else [("ddp", 1), ("zero2", 1)] if zero2 else [("ddp", 1)]
     if gpus > 1 and not quantised:

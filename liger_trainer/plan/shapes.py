@@ -16,70 +16,36 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """The model's largest decoder layer, in elements per token.
+    """The model's largest decoder layer, in elements per token."""
 
-    Args:
-        hidden: Size H of the residual stream.
-        query: Width of all query heads.
-        key_value: Width of all key heads, and of all value heads.
-        intermediate: Width I of the dense MLP, or of the expert that every token takes; 0 for none.
-        experts: Number of experts; 0 in a dense layer.
-        experts_per_token: Number of experts per token; 0 in a dense layer.
-        expert_intermediate: Width of each expert.
-        heads: Number of query heads.
-        qk_norm: Whether queries and keys are normalised.
-        post_norms: Whether attention and MLP are followed by norms, as in Gemma 2 and 3.
-        sliding_window: Tokens that a sliding-window layer sees; None without such a layer.
-        full_layers: Fraction of the layers that see the whole sequence.
-        adapted_attention: Sum of the input widths of the adapters of q, k and v.
-        adapted_output: The same of the attention's output projection.
-        adapted_mlp: The same of the gate and up projections.
-        adapted_down: The same of the down projection.
-        adapted_experts: Whether the experts have adapters.
-        fused_adapters: Whether adapters run in our operators, which save no input copies, or in PEFT's layers.
-        fused_experts: Whether experts run in our operator, or in transformers' grouped matmul.
-        exchanged_experts: Whether experts get rows of other GPUs too (expert parallelism).
-        adapter_dropout: Whether adapters have dropout, whose mask is saved.
-        trained: Whether the layer's own weights are trained.
-        vocab: Size V of the vocabulary.
-    """
-
-    hidden: int
-    query: int
-    key_value: int
-    intermediate: int
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate: int = 0
-    heads: int = 1
-    qk_norm: bool = False
-    post_norms: bool = False
-    sliding_window: int | None = None
-    full_layers: float = 1.0
-    adapted_attention: int = 0
-    adapted_output: int = 0
-    adapted_mlp: int = 0
-    adapted_down: int = 0
-    adapted_experts: bool = False
+    hidden: int  # size H of the residual stream
+    query: int  # width of all query heads
+    key_value: int  # width of all key heads, and of all value heads
+    intermediate: int  # width I of the dense MLP, or of the expert that every token takes; 0 for none
+    experts: int = 0  # number of experts; 0 in a dense layer
+    experts_per_token: int = 0  # number of experts per token; 0 in a dense layer
+    expert_intermediate: int = 0  # width of each expert
+    heads: int = 1  # number of query heads
+    qk_norm: bool = False  # whether queries and keys are normalised
+    post_norms: bool = False  # whether attention and MLP are followed by norms, as in Gemma 2 and 3
+    sliding_window: int | None = None  # tokens that a sliding-window layer sees; None without such a layer
+    full_layers: float = 1.0  # fraction of the layers that see the whole sequence
+    adapted_attention: int = 0  # sum of the input widths of the adapters of q, k and v
+    adapted_output: int = 0  # the same of the attention's output projection
+    adapted_mlp: int = 0  # the same of the gate and up projections
+    adapted_down: int = 0  # the same of the down projection
+    adapted_experts: bool = False  # whether the experts have adapters
+    # Whether adapters run in our operators, which save no input copies, or in PEFT's layers.
     fused_adapters: bool = True
-    fused_experts: bool = True
-    exchanged_experts: bool = False
-    adapter_dropout: bool = False
-    trained: bool = True
-    vocab: int = 0
+    fused_experts: bool = True  # whether experts run in our operator, or in transformers' grouped matmul
+    exchanged_experts: bool = False  # whether experts get rows of other GPUs too (expert parallelism)
+    adapter_dropout: bool = False  # whether adapters have dropout, whose mask is saved
+    trained: bool = True  # whether the layer's own weights are trained
+    vocab: int = 0  # size V of the vocabulary
 
 
 def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: bool = True) -> LayerShape:
-    """The [`LayerShape`] of a model.
-
-    Args:
-        model: A model on any device.
-        fused_adapters: Whether its adapters, if any, will run in our operators.
-        fused_experts: The same for its experts.
-
-    Raises:
-        ValueError: if its configuration lacks a size that decoders have.
-    """
+    """The [`LayerShape`] of a model on any device; the flags say whether adapters and experts run in our operators."""
     config = model.config.get_text_config()
     for needed in ("hidden_size", "num_attention_heads"):
         if not isinstance(getattr(config, needed, None), int):

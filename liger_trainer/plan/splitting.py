@@ -37,25 +37,15 @@ ZERO_BUCKET = 500_000_000  # elements, DeepSpeed's default
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Bytes on one GPU.
+    """Bytes on one GPU."""
 
-    Args:
-        weights: Weights that stay allocated.
-        states: Optimizer states.
-        buffers: Communication buffers, with gathered weights and unreduced gradients.
-        loss_buffers: The same at the loss.
-        first_gradients: Gradients at the time of the first layer's backward.
-        gradients: All gradients.
-        accumulated: Gradients of earlier micro-batches while another one runs.
-    """
-
-    weights: float
-    states: float
-    buffers: float
-    loss_buffers: float
-    first_gradients: float
-    gradients: float
-    accumulated: float
+    weights: float  # weights that stay allocated
+    states: float  # optimizer states
+    buffers: float  # communication buffers, with gathered weights and unreduced gradients
+    loss_buffers: float  # the same at the loss
+    first_gradients: float  # gradients at the time of the first layer's backward
+    gradients: float  # all gradients
+    accumulated: float  # gradients of earlier micro-batches while another one runs
 
 
 def precision_of(run: Run, setting: Setting) -> Precision:
@@ -89,13 +79,7 @@ def _split(run: Run, setting: Setting) -> Group:
 
 
 def held(run: Run, setting: Setting, head_gradient: float) -> Held:
-    """The memory of a model on one GPU.
-
-    Args:
-        run: The model.
-        setting: How it is split.
-        head_gradient: Bytes of the whole gradient of the head's weight.
-    """
+    """The memory of a model on one GPU; `head_gradient` is the bytes of the whole gradient of the head's weight."""
     parameters, total = run.parameters, run.parameters.total
     if setting.sharded:
         return _sharded(run, setting, head_gradient)

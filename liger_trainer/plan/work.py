@@ -24,20 +24,13 @@ UNFUSED_BYTES = 12  # peak per logit in eager cross entropy: half precision, fp3
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """How the head runs.
+    """How the head runs."""
 
-    Args:
-        loss: ``"cross_entropy"``, ``"log_probs"``, or ``"none"`` for a model without an LM head.
-        fused: Whether the fused head runs.
-        cross_entropy: Without the fused head, whether the cross entropy on all logits is a kernel.
-        logits_memory: Bytes of one chunk of logits.
-        retained: Bytes of logits that may be saved for backward; None for one chunk, which is the working chunk itself.
-    """
-
-    loss: str = "cross_entropy"
-    fused: bool = True
-    cross_entropy: bool = True
-    logits_memory: int = 512 * 2**20
+    loss: str = "cross_entropy"  # ``"cross_entropy"``, ``"log_probs"``, or ``"none"`` for a model without an LM head
+    fused: bool = True  # whether the fused head runs
+    cross_entropy: bool = True  # without the fused head, whether the cross entropy on all logits is a kernel
+    logits_memory: int = 512 * 2**20  # bytes of one chunk of logits
+    # Bytes of logits that may be saved for backward; None for one chunk, which is the working chunk itself.
     retained: int | None = None
 
     @classmethod
@@ -64,16 +57,9 @@ class HeadMemory:
 def head_memory(
     settings: HeadSettings, tokens: int, hidden: int, vocab: int, compute: int, weight: int, trained: bool
 ) -> HeadMemory:
-    """The memory of the head.
+    """The memory of the head for N `tokens` with a loss.
 
-    Args:
-        settings: How it runs.
-        tokens: N, the tokens with a loss.
-        hidden: H.
-        vocab: V.
-        compute: Bytes of a hidden state and of a logit.
-        weight: Bytes per element of the weight's gradient.
-        trained: Whether the head is trained.
+    `compute` is the bytes of a hidden state and of a logit, `weight` those of an element of the weight's gradient.
     """
     if settings.loss == "none":
         return HeadMemory(0.0, 0.0)
@@ -91,56 +77,32 @@ def head_memory(
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a trainer does with one micro-batch, apart from its size.
+    """What a trainer does with one micro-batch, apart from its size."""
 
-    Args:
-        rows: Sequences per unit of batch size: 2 for the trainers of pairs.
-        length: Tokens in a sequence.
-        loss_length: How many of these have a loss.
-        head: How the LM head runs.
-        reference_bytes: Bytes of a reference model's weights; 0 for none.
-        generated: Sequences that each GPU generates at once with ``generate``, for a micro-batch of one sample; 0 for
-            none.
-        all_micro_batches: Whether the sequences of all accumulation steps are generated together.
-        reserved_fraction: Fraction of the GPU that vLLM takes for itself.
-    """
-
-    rows: int = 1
-    length: int = 1024
-    loss_length: int = 1024
-    head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
-    reference_bytes: float = 0.0
+    rows: int = 1  # sequences per unit of batch size: 2 for the trainers of pairs
+    length: int = 1024  # tokens in a sequence
+    loss_length: int = 1024  # how many of these have a loss
+    head: HeadSettings = dataclasses.field(default_factory=HeadSettings)  # how the LM head runs
+    reference_bytes: float = 0.0  # bytes of a reference model's weights; 0 for none
+    # Sequences that each GPU generates at once with ``generate``, for a micro-batch of one sample; 0 for none.
     generated: int = 0
-    all_micro_batches: bool = True
-    reserved_fraction: float = 0.0
+    all_micro_batches: bool = True  # whether the sequences of all accumulation steps are generated together
+    reserved_fraction: float = 0.0  # fraction of the GPU that vLLM takes for itself
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A model and its training: everything that a `Setting` leaves open.
+    """A model and its training: everything that a `Setting` leaves open."""
 
-    Args:
-        parameters: The model's parameter counts.
-        shape: The shape of its largest layer.
-        work: The work of a micro-batch.
-        weight_bytes: Bytes per element of the trained weights as they are loaded; adapters are always fp32.
-        mixed: Whether bf16 or fp16 autocast is on.
-        optim: The Trainer's ``optim``.
-        optim_args: The Trainer's ``optim_args``.
-        implementation: The attention implementation, as in ``attn_implementation``; ``"liger_trainer"`` is ours.
-        recompute_mlp: Whether gated MLPs recompute their product in the backward pass.
-        checkpoint_every: With checkpointing, one layer out of this many is checkpointed.
-        sync_each_batch: Whether gradients are reduced after every micro-batch instead of once per step.
-    """
-
-    parameters: Parameters
-    shape: LayerShape
-    work: Work
-    weight_bytes: int = 2
-    mixed: bool = True
-    optim: str = "adamw_torch_fused"
-    optim_args: str = ""
+    parameters: Parameters  # the model's parameter counts
+    shape: LayerShape  # the shape of its largest layer
+    work: Work  # the work of a micro-batch
+    weight_bytes: int = 2  # bytes per element of the trained weights as they are loaded; adapters are always fp32
+    mixed: bool = True  # whether bf16 or fp16 autocast is on
+    optim: str = "adamw_torch_fused"  # the Trainer's ``optim``
+    optim_args: str = ""  # the Trainer's ``optim_args``
+    # The attention implementation, as in ``attn_implementation``; ``"liger_trainer"`` is ours.
     implementation: str = "sdpa"
-    recompute_mlp: bool = False
-    checkpoint_every: int = 1
-    sync_each_batch: bool = False
+    recompute_mlp: bool = False  # whether gated MLPs recompute their product in the backward pass
+    checkpoint_every: int = 1  # with checkpointing, one layer out of this many is checkpointed
+    sync_each_batch: bool = False  # whether gradients are reduced after every micro-batch instead of once per step

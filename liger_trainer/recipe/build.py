@@ -38,21 +38,7 @@ _LOOKED_AT = 32
 def build_trainer(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Any, evaluation: Any, resumed: bool
 ) -> Trainer:
-    """Builds the trainer of `recipe` and checks it.
-
-    Args:
-        recipe: The recipe.
-        tokenizer: The tokenizer from `load_tokenizer`.
-        train: Rows to train on.
-        evaluation: Rows to evaluate on, or None.
-        resumed: Whether the run continues from a checkpoint.
-
-    Returns:
-        A trainer that is ready to train.
-
-    Raises:
-        RecipeError: for anything in the recipe, the model or the data that the trainer or the checks refuse.
-    """
+    """Builds the trainer of `recipe`, ready to train, and checks it."""
     build = _build_causal_lm if recipe.recipe.trainer == "causal_lm" else _build_trl
     try:
         trainer = build(recipe, tokenizer, train, evaluation, resumed)
@@ -76,7 +62,8 @@ def build_trainer(
     check_adapted_experts(recipe, trainer.model)
     check_launch(recipe, trainer)
     _watch_routers(recipe, trainer)
-    _narrow_logs(trainer)
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(LogLinesCallback())
     return trainer
 
 
@@ -290,9 +277,3 @@ def _watch_routers(recipe: Recipe, trainer: Trainer) -> None:
             f"{recipe.source}: `router_balance` is true, but {type(model).__name__} has {NO_EXPERTS}; leave it out."
         )
     trainer.callback_handler.callbacks.insert(0, RouterBalanceCallback())
-
-
-def _narrow_logs(trainer: Trainer) -> None:
-    """Replaces the Trainer's progress bar by our log lines."""
-    if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(LogLinesCallback())

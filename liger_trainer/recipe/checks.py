@@ -57,12 +57,7 @@ _ONE_OF: dict[str, tuple[Any, ...]] = {  # TRL checks these in the first step
 
 
 def check_ranges(values: Mapping[str, Any], source: Path) -> None:
-    """Checks numbers against the range in which training makes sense.
-
-    Args:
-        values: All keys of a recipe, with values of the right types; None is always allowed.
-        source: The file, for the messages.
-    """
+    """Checks numbers of the right types against the range in which training makes sense; None is always allowed."""
     for key, value in values.items():
         allowed = None if value is None else _allowed(key, value)
         if allowed is not None:
@@ -112,12 +107,7 @@ def _pattern_problem(names: Any) -> str | None:
 
 
 def check_agreement(values: Mapping[str, Any], source: Path) -> None:
-    """Checks that keys agree with each other.
-
-    Raises:
-        RecipeError: if `reward_weights` and `reward_funcs` differ in number, for a quantised model without adapters,
-            for keys that exclude `expert_parallel_size`, and for dropout in adapters of parameters.
-    """
+    """Checks that keys agree with each other."""
     functions, weights = values.get("reward_funcs"), values.get("reward_weights")
     if functions and weights is not None and len(weights) != len(functions):
         raise RecipeError(

@@ -138,7 +138,8 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
             f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
             f"{_advice(columns, wanted[0], text)}"
         )
-    needed = [name for name in _reward_columns(recipe) if name not in columns]
+    functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
+    needed = sorted({name for function in functions for name in needed_columns(function)} - {*columns})
     if needed:
         raise RecipeError(
             f"The data has the columns {', '.join(columns)}; a function in `reward_funcs` needs `{needed[0]}`. Rename "
@@ -168,29 +169,22 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
     return f'{start} one with `columns`, such as {{"{missing}": "{others[0]}"}}.'
 
 
-def _reward_columns(recipe: Recipe) -> list[str]:
-    functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
-    return sorted({name for function in functions for name in needed_columns(function)})
-
-
 def _check_column(rows: Dataset, name: str, trainer: str) -> None:
     nulls = rows.data.column(name).null_count
     if nulls:
         raise RecipeError(f"The column `{name}` is null in {nulls} rows; remove or fill them.")
     wanted, words = _KINDS.get(name, ((str,), "text"))
     first = rows[0][name]
-    for number, value in enumerate(_values(rows, name)):
+    for number, value in enumerate(_values(rows, name), 1):
         if not isinstance(value, wanted):
-            raise RecipeError(
-                f"The column `{name}` holds {type(value).__name__}, such as {str(value)[:40]!r} in row {number + 1}, not "
-                f"{words}."
-            )
+            held = f"{type(value).__name__}, such as {str(value)[:40]!r} in row {number}"
+            raise RecipeError(f"The column `{name}` holds {held}, not {words}.")
         if type(value) is not type(first):
-            held = f"{type(first).__name__} in row 1 and {type(value).__name__} in row {number + 1}"
+            held = f"{type(first).__name__} in row 1 and {type(value).__name__} in row {number}"
             raise RecipeError(f"The column `{name}` holds {held}; all rows must hold text, or all of them turns.")
         problem = _turns_problem(value, trainer) if name in SPOKEN and isinstance(value, list) else None
         if problem is not None:
-            raise RecipeError(f"The column `{name}` holds {problem} in row {number + 1}; it must hold {words}.")
+            raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
     if name == "label" and not set(rows.unique(name)) <= {0, 1}:
         raise RecipeError(f"The column `label` holds {rows.unique(name)[:5]}; it must hold {words}.")
 

@@ -134,11 +134,7 @@ def has_chat_template(recipe: Recipe) -> bool:
 
 
 def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that a recipe names, or one trained on its text; a resumed run uses the one in its checkpoint.
-
-    Raises:
-        RecipeError: if there is no such tokenizer, or the recipe names none.
-    """
+    """The tokenizer that a recipe names, or one trained on its text; a resumed run uses the one in its checkpoint."""
     ours = recipe.recipe
     if ours.tokenizer_vocab_size and not ours.tokenizer_name_or_path:
         if checkpoint and (Path(checkpoint) / "tokenizer_config.json").is_file():
@@ -177,9 +173,6 @@ def text_blocks(rows: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -
 
     Returns:
         A dataset with the columns ``input_ids`` and ``labels``, which are the same: every token is a target.
-
-    Raises:
-        RecipeError: if the text does not fill one block.
     """
     length, field = recipe.get("max_length"), recipe.get("dataset_text_field")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -65,11 +65,7 @@ def check_expert_count(source: Path, size: int, config: PreTrainedConfig) -> Non
 
 
 def expert_parallel_config(recipe: Recipe) -> dict[str, int]:
-    """The ``distributed_config`` with which `from_pretrained` splits the model over the processes of this launch.
-
-    Raises:
-        RecipeError: if that many processes cannot share the experts.
-    """
+    """The ``distributed_config`` with which `from_pretrained` splits the model over the processes of this launch."""
     size, processes = recipe.recipe.expert_parallel_size, int(os.environ.get("WORLD_SIZE", "1"))
     if processes % size:
         raise RecipeError(

@@ -88,11 +88,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The keys and values of a recipe file.
-
-    Raises:
-        RecipeError: if it cannot be read, is not YAML, has a duplicate key, or is not a mapping.
-    """
+    """The keys and values of a recipe file, in which a duplicate key is an error."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:

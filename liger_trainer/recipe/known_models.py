@@ -218,9 +218,6 @@ def family_of(values: Mapping[str, Any]) -> str:
 
     It is ``model_family`` or, without that, comes from ``model_config``, a local folder's ``config.json``, or the
     prefix of the model's id.
-
-    Raises:
-        RecipeError: if none of them gives a family, or there is no tiny configuration for it.
     """
     family, name = values.get("model_family"), values.get("model_name_or_path")
     config = values.get("model_config")

@@ -37,27 +37,16 @@ _SHARED_WITH_WARM_START = (
 
 @dataclasses.dataclass
 class Recipe:
-    """A recipe that has been read and checked.
+    """A recipe that has been read and checked."""
 
-    Args:
-        source: The file it came from.
-        recipe: The keys of our own: trainer, model and data.
-        data: TRL's choice of one dataset.
-        mixture: TRL's mixture of datasets.
-        model: TRL's model and LoRA arguments.
-        training: The trainer's arguments.
-        more: Further keys of this trainer, or None.
-        warm_start: The supervised recipe that runs first.
-    """
-
-    source: Path
-    recipe: RecipeArguments
-    data: ScriptArguments
-    mixture: DatasetMixtureConfig
-    model: ModelConfig
-    training: TrainingArguments
-    more: CausalLMArguments | RewardArguments | None = None
-    warm_start: Recipe | None = None
+    source: Path  # the file it came from
+    recipe: RecipeArguments  # the keys of our own: trainer, model and data
+    data: ScriptArguments  # TRL's choice of one dataset
+    mixture: DatasetMixtureConfig  # TRL's mixture of datasets
+    model: ModelConfig  # TRL's model and LoRA arguments
+    training: TrainingArguments  # the trainer's arguments
+    more: CausalLMArguments | RewardArguments | None = None  # further keys of this trainer, or None
+    warm_start: Recipe | None = None  # the supervised recipe that runs first
 
     @property
     def kind(self) -> TrainerKind:
@@ -70,15 +59,12 @@ class Recipe:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = False) -> Recipe:
-    """Reads and checks a recipe.
+    """Reads and checks a recipe: a YAML file, or a shipped recipe by its name.
 
     Args:
-        name: Path of a YAML file, or the name of a shipped recipe.
+        name: Its path or name.
         overrides: Command-line options, which win over the file.
         smoke: Whether to shrink it to a few steps of a tiny random model of the same family on generated data, offline.
-
-    Raises:
-        RecipeError: for any mistake; the message names the key, the file and what is allowed.
     """
     source = find_recipe(name)
     values, given = check_values(read_recipe(source), overrides, source)
@@ -91,18 +77,10 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), smoke: bool = F
 
 
 def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Path) -> tuple[dict[str, Any], set[str]]:
-    """Checks every key and value of a recipe against its field.
-
-    Args:
-        values: The file's keys and values.
-        overrides: Command-line options, such as ``["--max_steps", "10"]``; they win.
-        source: The file, for the messages.
+    """Checks every key and value of a recipe against its field; `overrides`, such as ``["--max_steps", "10"]``, win.
 
     Returns:
         All fields with their values, and the names that `overrides` set.
-
-    Raises:
-        RecipeError: for an unknown key, a value of the wrong type or out of range, and keys that contradict each other.
     """
     trainer = _trainer_of(values, overrides, source)
     classes = argument_classes(trainer)
@@ -137,11 +115,7 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
 
 
 def build_recipe(values: Mapping[str, Any], source: Path) -> Recipe:
-    """Builds a recipe's dataclasses from all its checked values.
-
-    Raises:
-        RecipeError: if the dataclasses refuse a value or a combination.
-    """
+    """Builds a recipe's dataclasses from all its checked values."""
     values = _fit_to_device(values, source)
     if values["eval_strategy"] == "no":
         values["eval_on_start"] = False  # without evaluation, there is none at the start either
@@ -212,11 +186,7 @@ def _switch(text: str) -> bool | str:
 
 
 def _convert(value: Any, hint: Any, action: Action) -> Any:
-    """`value` as its field needs it; text is read as on the command line.
-
-    Raises:
-        ValueError: saying what the field takes, if `value` does not fit.
-    """
+    """`value` as its field needs it; text is read as on the command line."""
     if action.nargs == "+" and value is not None and not isinstance(value, (list, dict)):
         value = [value]
     unset = value is None and type(None) in _alternatives(hint)
@@ -274,9 +244,6 @@ def _fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:
 
     Without `use_cpu`, the processes of a launch that find no accelerator would not join a process group, and each would
     train the whole recipe on its own.
-
-    Raises:
-        RecipeError: if the recipe asks for half precision or offloading and there is no accelerator.
     """
     import torch
 

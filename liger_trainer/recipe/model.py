@@ -42,12 +42,7 @@ _ADVICE = (
 
 
 def check_model(recipe: Recipe) -> None:
-    """Checks, before any data is loaded, that exactly one model is named and that this launch can train it.
-
-    Raises:
-        RecipeError: if bitsandbytes is missing, the configuration or the weights cannot be read, the model is not a
-            causal language model, or its experts cannot be split or quantised as the recipe asks.
-    """
+    """Checks, before any data is loaded, that exactly one model is named and that this launch can train it."""
     name = recipe.model.model_name_or_path
     if is_quantised(recipe) and importlib.util.find_spec("bitsandbytes") is None:
         key = "load_in_4bit" if recipe.model.load_in_4bit else "load_in_8bit"
@@ -71,16 +66,9 @@ def config_of_recipe(recipe: Recipe) -> PreTrainedConfig:
 
 
 def config_of_values(values: Mapping[str, Any], source: Path, packaged: bool = False) -> PreTrainedConfig:
-    """The configuration of the model that the keys of a recipe name or describe.
+    """The configuration of the model that the keys of a recipe name or describe: one model, a causal language model.
 
-    Args:
-        values: Keys and values.
-        source: The recipe's file, for the messages.
-        packaged: Whether a configuration in `PUBLISHED` will do, so that the Hub need not be asked.
-
-    Raises:
-        RecipeError: unless exactly one model is given, and it can be read and is a causal language model, which only
-            ``trainer: "reward"`` does not need.
+    The latter is not needed for ``trainer: "reward"``. If it is `packaged` (`PUBLISHED`), the Hub need not be asked.
     """
     name, settings = values.get("model_name_or_path"), values.get("model_config")
     if (name is None) == (settings is None):
@@ -123,13 +111,7 @@ def is_quantised(recipe: Recipe) -> bool:
 
 
 def model_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, resumed: bool) -> str | PreTrainedModel:
-    """The name or folder to load the model from, or a new model that needs no loading.
-
-    Args:
-        recipe: The recipe.
-        tokenizer: The model's tokenizer.
-        resumed: Whether the run continues from a checkpoint.
-    """
+    """The name or folder to load the model from, or a new model that needs no loading."""
     if recipe.model.model_name_or_path is not None:
         return recipe.model.model_name_or_path
     saved = recipe.kind.from_folder or recipe.model.use_peft or is_quantised(recipe)
@@ -251,11 +233,7 @@ def make_config(settings: Mapping[str, Any], given: str) -> PreTrainedConfig:
 
 
 def read_config(name: str, key: str, revision: str = "main", trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of the model `name`, which the user gave as `key`.
-
-    Raises:
-        RecipeError: if there is no such folder, no such model on the Hub, or its configuration is wrong.
-    """
+    """The configuration of the model `name`, which the user gave as `key`."""
     if name.startswith(("/", "./", "../", "~")) or Path(name).is_dir():
         if not Path(name).exists():
             raise RecipeError(f"{key}: there is no folder {name!r} (looked from {Path.cwd()}).")
@@ -294,11 +272,7 @@ def _check_sizes(settings: Mapping[str, Any], given: str) -> None:
 
 
 def _reach_hub(name: str, revision: str) -> None:
-    """Asks the Hub for a configuration that is not in the cache; transformers would retry for 20 seconds.
-
-    Raises:
-        ConnectionError: if the Hub does not answer.
-    """
+    """Asks the Hub for a configuration that is not in the cache; transformers would retry for 20 seconds."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 

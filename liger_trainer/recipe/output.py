@@ -34,9 +34,6 @@ def owned_folder(recipe: Recipe) -> Iterator[None]:
     """Creates ``output_dir`` if necessary, and keeps other runs from writing to it.
 
     A folder that it has created and that is still empty at the end, as after an error in the recipe, is removed.
-
-    Raises:
-        RecipeError: if another run is writing there, or the folder cannot be created or written to.
     """
     folder = Path(str(recipe.training.output_dir))
     created = False
@@ -74,10 +71,6 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
     Returns:
         The checkpoint to resume from, or None to start from the beginning. ``resume_from_checkpoint: true`` takes the
         last complete checkpoint in ``output_dir``, or None if there is none yet.
-
-    Raises:
-        RecipeError: if ``output_dir`` is not empty and the recipe asks neither to resume nor to overwrite, or if the
-            checkpoint to resume from is not a checkpoint.
     """
     state = PartialState()
     folder = Path(str(recipe.training.output_dir))
@@ -118,11 +111,7 @@ def _resume(asked: str | Literal[True], folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def room_for(folder: str) -> Iterator[None]:
-    """Reports a full disk, in code that writes to `folder`, as one error that says how to continue.
-
-    Raises:
-        TrainingError: for every library's error of a full disk; checkpoint formats have errors of their own.
-    """
+    """Reports a full disk, in code that writes to `folder`, as one error that says how to continue."""
     try:
         yield
     except RecipeError:

@@ -25,11 +25,7 @@ _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")  #
 def load_reward_functions(arguments: Any) -> list[Any]:
     """The functions in `reward_funcs`, checked and with their `reward_options`, and reward models by their names.
 
-    Args:
-        arguments: `RewardArguments`; any other arguments have no reward functions.
-
-    Raises:
-        RecipeError: if a module or function cannot be found, or a function does not take an option.
+    Arguments that are no `RewardArguments` have none.
     """
     if not isinstance(arguments, RewardArguments):
         return []
@@ -50,8 +46,7 @@ def load_reward_functions(arguments: Any) -> list[Any]:
 def check_reward_models(arguments: Any) -> None:
     """Checks, before anything is loaded, that the reward models in `reward_funcs` exist.
 
-    Raises:
-        RecipeError: if one does not; a function written with a dot counts as a reward model.
+    A function that is written with a dot counts as a reward model.
     """
     names = arguments.reward_funcs or [] if isinstance(arguments, RewardArguments) else []
     for name in names:

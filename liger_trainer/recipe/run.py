@@ -61,7 +61,10 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     tokenizer = load_tokenizer(recipe, train, checkpoint)
     trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
     with _training_errors(recipe, trainer):
-        metrics = _train(recipe, trainer, checkpoint)
+        with stopping_on_signals(trainer):
+            metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
+        _check_not_stopped(trainer)
+        _check_began(recipe, trainer)
         if evaluation is not None:
             metrics.update(last_evaluation(trainer) or trainer.evaluate())
     _save(trainer, metrics)
@@ -69,11 +72,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
 
 
 def check_before_loading(recipe: Recipe) -> None:
-    """Checks everything that needs neither the data nor the weights.
-
-    Raises:
-        RecipeError: for a mistake in the recipe, or a launch that does not suit it.
-    """
+    """Checks everything that needs neither the data nor the weights."""
     args = recipe.training
     if args.n_gpu > 1:
         raise RecipeError(
@@ -114,22 +113,9 @@ def _after_warm_start(recipe: Recipe, warm_start: Recipe, resumed: bool) -> Reci
     )
 
 
-def _train(recipe: Recipe, trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
-    with stopping_on_signals(trainer):
-        metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
-    _check_not_stopped(trainer)
-    _check_began(recipe, trainer)
-    return metrics
-
-
 @contextlib.contextmanager
 def _training_errors(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
-    """Turns errors of training that the user can correct into recipe errors, and ends the progress bar.
-
-    Raises:
-        RecipeError: for a mistake that every process finds.
-        TrainingError: for one in the data of this process.
-    """
+    """Turns errors of training that the user can correct into recipe errors, and ends the progress bar."""
     try:
         yield
     except CheckpointError as error:
@@ -145,7 +131,10 @@ def _training_errors(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
     except RewardError as error:
         raise TrainingError(first_line(error)) from error
     finally:
-        close_progress_bar(trainer)
+        for callback in trainer.callback_handler.callbacks:
+            bar = getattr(callback, "training_bar", None)
+            if bar is not None:
+                bar.close()  # if an error left it open, it would be drawn again below the message
 
 
 def _save(trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -174,14 +163,6 @@ def _check_began(recipe: Recipe, trainer: Trainer) -> None:
             f"is {batch}, and `dataloader_drop_last` {str(dropped).lower()}. Give more rows, a smaller batch, or "
             "`dataloader_drop_last: false`."
         )
-
-
-def close_progress_bar(trainer: Trainer) -> None:
-    """Ends the progress bar; if an error left it open, it would be drawn again below the message."""
-    for callback in trainer.callback_handler.callbacks:
-        bar = getattr(callback, "training_bar", None)
-        if bar is not None:
-            bar.close()
 
 
 def last_evaluation(trainer: Trainer) -> dict[str, float]:

@@ -86,11 +86,7 @@ class RecipeArguments:
 
 
 def mapping(name: str, value: Any) -> dict[str, Any] | None:
-    """The value of the key `name` as a mapping; it may be JSON text, or None.
-
-    Raises:
-        ValueError: if it is neither, or a ``model_config`` without a ``model_type``.
-    """
+    """The value of the key `name` as a mapping; it may be JSON text, or None."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -151,26 +147,19 @@ TEXT_FIELD = "dataset_text_field"
 
 @dataclass(frozen=True)
 class TrainerKind:
-    """One value of ``trainer``.
+    """One value of ``trainer``."""
 
-    Args:
-        name: The classes are ``Liger{name}Trainer`` and ``Liger{name}Config``.
-        data: The kind of rows, as in `smoke.ROW_KINDS`.
-        columns: Alternatives; the data must have all columns of one of them.
-        more: A dataclass of further keys.
-        loss: The cross entropy of logits, a function of log-probabilities, or none of the two, where the model scores
-            sequences and has another head.
-        from_folder: Whether the trainer loads its model, or a reference model, from a folder or the Hub, so that a new
-            model must be saved first.
-        has_reference: Whether the loss needs a reference model; one that generates needs it for its penalty alone.
-    """
-
-    name: str
-    data: str
-    columns: tuple[tuple[str, ...], ...]
-    more: type | None = None
+    name: str  # the classes are ``Liger{name}Trainer`` and ``Liger{name}Config``
+    data: str  # the kind of rows, as in `smoke.ROW_KINDS`
+    columns: tuple[tuple[str, ...], ...]  # alternatives; the data must have all columns of one of them
+    more: type | None = None  # a dataclass of further keys
+    # The cross entropy of logits, a function of log-probabilities, or none of the two, where the model scores sequences
+    # and has another head.
     loss: Literal["cross_entropy", "log_probs", "none"] = "log_probs"
+    # Whether the trainer loads its model, or a reference model, from a folder or the Hub, so that a new model must be
+    # saved first.
     from_folder: bool = True
+    # Whether the loss needs a reference model; one that generates needs it for its penalty alone.
     has_reference: bool = False
 
     @property

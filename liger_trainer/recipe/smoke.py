@@ -72,11 +72,8 @@ def _turn(role: str, content: str) -> dict[str, str]:
 def smoke_model(folder: str | Path) -> str:
     """Writes a tiny Llama with random weights, and a tokenizer that knows the rows of `smoke_data`, without a network.
 
-    Args:
-        folder: Where. Made if it is missing; a model in it is overwritten, so processes need a folder each.
-
-    Returns:
-        The folder, as the trainers take it for a model's name.
+    A model in `folder` is overwritten, so processes need a folder each. Returns the folder, as trainers take it for a
+    name.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -141,11 +138,7 @@ def _quantisation(values: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
 
 
 def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
-    """Makes the checked values of a recipe small and offline; values in `given` (the command line) stay.
-
-    Raises:
-        RecipeError: if the model's family cannot be found offline.
-    """
+    """Makes the checked values of a recipe small and offline; values in `given` (the command line) stay."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -36,23 +36,14 @@ _WATCH_EVERY = 50  # steps at most, and fewer at first, as the processes wait fo
 
 @dataclasses.dataclass
 class WarmUp:
-    """The first step, in which the optimizer allocates what it needs: nothing is kept, nothing recorded.
-
-    Args:
-        step: Its number; None before it.
-    """
+    """The first step, `step`, in which the optimizer allocates what it needs: nothing is kept, nothing recorded."""
 
     step: int | None = None
 
 
 @dataclasses.dataclass
 class Recording:
-    """The second step: its micro-batches are recorded, and keep nothing either.
-
-    Args:
-        steps: The record of each micro-batch.
-        recorder: The recorder of the micro-batch that runs.
-    """
+    """The second step: its micro-batches are recorded in `steps`, and keep nothing either."""
 
     steps: list[RecordedStep]
     recorder: StepRecorder | None = None
@@ -60,15 +51,11 @@ class Recording:
 
 @dataclasses.dataclass
 class Planned:
-    """The layers keep what follows from a record.
+    """The layers keep what follows from a record."""
 
-    Args:
-        record: A step that kept nothing; once proved, with the candidates that are the same when computed again.
-        limit: Bytes that may be allocated.
-    """
-
+    # A step that kept nothing; once proved, with the candidates that are the same when computed again.
     record: RecordedStep
-    limit: float
+    limit: float  # bytes that may be allocated
 
     def __post_init__(self) -> None:
         self.tokens = {layer.name: layer.tokens for layer in self.record.layers}
@@ -79,9 +66,7 @@ class Planned:
 class Proving(Planned):
     """The third step: what the layers keep is computed again nevertheless, and compared.
 
-    Args:
-        proof: Compares.
-        tried: The calls whose results were compared, by layer.
+    `tried` has the calls whose results were compared, by layer.
     """
 
     proof: Proof = dataclasses.field(default_factory=Proof)
@@ -92,9 +77,7 @@ class Proving(Planned):
 class Keeping(Planned):
     """All later steps: what was the same, bit for bit, is kept and not computed again.
 
-    Args:
-        watched: At which step it was last asked whether the device ran out of memory.
-        watch_again: How many steps later it is asked again.
+    At step `watched` it was last asked whether the device ran out of memory, and is again `watch_again` steps later.
     """
 
     watched: int = 0
@@ -103,17 +86,11 @@ class Keeping(Planned):
 
 @dataclasses.dataclass
 class MicroBatch:
-    """The micro-batch that runs.
+    """The micro-batch that runs."""
 
-    Args:
-        calls: How often each layer has run.
-        growth: Its tokens, as a multiple of the recorded ones; None before its first layer.
-        computation: Which of the two computations runs, of a forward that is computed twice.
-    """
-
-    calls: Counter[str] = dataclasses.field(default_factory=Counter)
-    growth: float | None = None
-    computation: Pass | None = None
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)  # how often each layer has run
+    growth: float | None = None  # its tokens, as a multiple of the recorded ones; None before its first layer
+    computation: Pass | None = None  # which of the two computations runs, of a forward that is computed twice
 
 
 class ActivationMemory:

@@ -36,34 +36,21 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A checkpointed layer, as it was measured.
+    """A checkpointed layer, as it was measured."""
 
-    Args:
-        name: The module's, with the number of its call if it runs more than once.
-        tokens: Tokens that it was given.
-        candidates: The results that the layer could keep.
-        peak: Most bytes allocated from its recomputation to that of the layer before.
-    """
-
-    name: str
-    tokens: int
-    candidates: tuple[Candidate, ...]
-    peak: int = 0
+    name: str  # the module's, with the number of its call if it runs more than once
+    tokens: int  # tokens that it was given
+    candidates: tuple[Candidate, ...]  # the results that the layer could keep
+    peak: int = 0  # most bytes allocated from its recomputation to that of the layer before
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """A micro-batch that kept nothing, as it was measured.
+    """A micro-batch that kept nothing, as it was measured."""
 
-    Args:
-        layers: The layers, in the order of the forward.
-        start: Bytes allocated before its forward.
-        peak: Most bytes allocated from there to the first recomputation.
-    """
-
-    layers: tuple[Layer, ...]
-    start: int = 0
-    peak: int = 0
+    layers: tuple[Layer, ...]  # the layers, in the order of the forward
+    start: int = 0  # bytes allocated before its forward
+    peak: int = 0  # most bytes allocated from there to the first recomputation
 
     def to_dict(self) -> dict[str, Any]:
         """The step in types that JSON has."""
@@ -81,17 +68,11 @@ class RecordedStep:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the layers keep.
+    """What the layers keep."""
 
-    Args:
-        calls: The kept calls, by the layer's name.
-        bytes: Bytes that all layers together keep when the loss is computed.
-        seconds: Time saved, since the operators are not called again.
-    """
-
-    calls: dict[str, frozenset[Call]]
-    bytes: int = 0
-    seconds: float = 0.0
+    calls: dict[str, frozenset[Call]]  # the kept calls, by the layer's name
+    bytes: int = 0  # bytes that all layers together keep when the loss is computed
+    seconds: float = 0.0  # time saved, since the operators are not called again
 
 
 def merged(steps: Sequence[RecordedStep]) -> RecordedStep:
@@ -112,10 +93,7 @@ def merged(steps: Sequence[RecordedStep]) -> RecordedStep:
 def proved(step: RecordedStep, tried: Mapping[str, frozenset[Call]], failed: Set[tuple[str, Call]]) -> RecordedStep:
     """The step without the kinds of results that were not tried, or that failed, in any layer.
 
-    Args:
-        step: The measured step.
-        tried: Calls whose results were kept and computed again, by the layer's name.
-        failed: Layers and calls whose results were not the same.
+    `tried` are the calls whose results were kept and computed again, by the layer's name.
     """
     known: dict[tuple[Call, int], bool] = {}
     for layer in step.layers:
@@ -136,14 +114,10 @@ def most(step: RecordedStep) -> int:
 
 
 def choose(step: RecordedStep, growth: float, kept: float, allocated: float, proving: bool = False) -> Plan:
-    """The plan that saves most time.
+    """The plan that saves most time, for a micro-batch of `growth` times the tokens of the measured one.
 
-    Args:
-        step: The measured step.
-        growth: Tokens of the micro-batch to plan for, as a multiple of those of the measured one.
-        kept: Most bytes to keep.
-        allocated: Most bytes to allocate.
-        proving: Whether the layers compute again what they keep, which then comes on top of their own peak.
+    It keeps at most `kept` bytes, and at most `allocated` bytes are allocated. While `proving`, the layers compute
+    again what they keep, which then comes on top of their own peak.
     """
     # Rooms of the layers' backwards in the order of the forward, and last that of the loss.
     rooms = [allocated - _grown(layer.peak, step.start, growth) for layer in step.layers]

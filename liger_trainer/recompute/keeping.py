@@ -28,9 +28,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def keeping_contexts(calls: frozenset[Call]) -> _Contexts:
     """The contexts of the forward and of the recomputation of one layer, for `torch.utils.checkpoint.checkpoint`.
 
-    Args:
-        calls: Whose results the forward keeps and the recomputation takes from it. None of them may draw random
-            numbers: those of later calls would be others in the recomputation.
+    The forward keeps the results of `calls`, and the recomputation takes them from it. None of them may draw random
+    numbers: those of later calls would be others in the recomputation.
     """
     seen: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     operators = {call.operator for call in calls}
@@ -79,10 +78,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[misc, valid-type]
 
 class _Comparing(TorchDispatchMode):  # type: ignore[misc, valid-type]
     def __init__(
-        self,
-        name: str,
-        kept: dict[Call, list[torch.Tensor]],
-        differs: list[tuple[str, Call, torch.Tensor | bool]],
+        self, name: str, kept: dict[Call, list[torch.Tensor]], differs: list[tuple[str, Call, torch.Tensor | bool]]
     ) -> None:
         super().__init__()
         self._layer, self._kept, self._differs, self._count = name, kept, differs, Counter[str]()

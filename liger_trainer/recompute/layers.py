@@ -44,11 +44,7 @@ def _itself(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def layers_of(model: nn.Module) -> Layers:
-    """The layers of `model` that transformers can checkpoint, or FSDP does.
-
-    Args:
-        model: With its wrappers.
-    """
+    """The layers of `model`, with its wrappers, that transformers can checkpoint, or FSDP does."""
     require(CHECKPOINTED_LAYERS)
     wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     found: Layers = weakref.WeakKeyDictionary()
@@ -65,10 +61,6 @@ def replace_checkpoints(layers: Layers, instead: Callable[..., Any]) -> None:
     """Has the `layers` that are checkpointed call `instead`, where they do not yet.
 
     Their own functions come back whenever somebody enables checkpointing again.
-
-    Args:
-        layers: Layers that [`layers_of`] returned.
-        instead: Called with the layer's name, the function that the layer had, and that function's arguments.
     """
     for module, (name, attribute) in layers.items():
         if attribute == OF_TRANSFORMERS and not module.gradient_checkpointing:

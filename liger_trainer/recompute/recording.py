@@ -44,12 +44,7 @@ class _Frame:
 
 
 class StepRecorder:
-    """Records micro-batches.
-
-    Args:
-        device: Where the model is trained.
-        memory: Its allocator; None where memory is not measured.
-    """
+    """Records micro-batches; without `memory`, the allocator of the device, no memory is measured."""
 
     def __init__(self, device: torch.device, memory: DeviceMemory | None) -> None:
         self._device, self._memory = device, memory
@@ -115,7 +110,8 @@ class _ForwardMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
         made = {address for tensor in results for address in _addresses(tensor)}
         is_new = bool(made) and not given & made and all(plain(tensor) is not None for tensor in results)
         depends = not given.isdisjoint(self._made)
-        keepable = is_new and depends and not _communicates(func)
+        communicates = any(argument.name in ("group", "group_name") for argument in func._schema.arguments)
+        keepable = is_new and depends and not communicates
         keepable = keepable and all(map(torch.equal, drawn, _random_state(self._device)))
         for address in made - given:  # a view leaves the memory to the call that made it
             self._made.pop(address, None)  # of a tensor that is gone
@@ -145,10 +141,6 @@ class _RecomputationMode(TorchDispatchMode):  # type: ignore[misc, valid-type]
         result = func(*args, **(kwargs or {}))
         self._frame.timings.append((call, stop()))
         return result
-
-
-def _communicates(operator: Any) -> bool:
-    return any(argument.name in ("group", "group_name") for argument in operator._schema.arguments)
 
 
 def _candidates(frame: _Frame, copy: float) -> tuple[Candidate, ...]:

@@ -141,13 +141,9 @@ def span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, most: int, whole: bool = False) -> list[tuple[float, str]]:
-    """Multiples of 1, 2 or 5 times a power of ten in [low, high], each with its label.
+    """About `most` multiples of 1, 2 or 5 times a power of ten in [low, high], each with its label.
 
-    Args:
-        low: The lower end; below `high`.
-        high: The upper end.
-        most: About how many there may be.
-        whole: Whether only integers make sense.
+    If they are `whole`, only integers make sense.
     """
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))

@@ -63,9 +63,7 @@ _HEAD = """<!DOCTYPE html>
 def page(title: str, sections: Iterable[str]) -> str:
     """The text of an HTML file, to be written as UTF-8. It loads nothing and runs no script.
 
-    Args:
-        title: Plain text, shown at the top and in the browser's tab.
-        sections: HTML, from [`section`], in the order of reading.
+    The title, in plain text, is shown at the top and in the browser's tab; the `sections` are HTML from [`section`].
     """
     head = _HEAD.format(generator=GENERATOR, title=escaped(title), style=STYLE)
     return f"{head}<body>\n<h1>{escaped(title)}</h1>\n{''.join(sections)}</body>\n</html>\n"
@@ -84,9 +82,7 @@ def paragraph(text: str) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table, which scrolls by itself where it is wider than the screen.
 
-    Args:
-        header: The names of the columns.
-        rows: A row holds a cell for each column, shown as `str` writes it; numbers are aligned to the right.
+    Cells are shown as `str` writes them; numbers are aligned to the right.
     """
     head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in rows)

@@ -70,11 +70,7 @@ def run_report(
             section("Curves", *(charts(state.log_history) or [paragraph("Nothing has been logged.")])),
             samples(completions),
             _kernels(kernels),
-            section(
-                "Arguments",
-                paragraph(declared),
-                _pairs(changed_arguments(args)),
-            ),
+            section("Arguments", paragraph(declared), _pairs(changed_arguments(args))),
             section("Environment", _pairs(environment(args))),
         ],
     )
@@ -136,17 +132,13 @@ def charts(history: Iterable[Mapping[str, Any]]) -> list[str]:
             continue
         for key, value in entry.items():
             number = math.nan if value is None else value
-            if not _is_logged_number(key, number) or "step" not in entry:
+            left_out = key in _NO_CURVES or (key.startswith("eval_") and key.endswith(_OF_THE_EVALUATION))
+            if left_out or isinstance(number, bool) or not isinstance(number, int | float) or "step" not in entry:
                 continue
             title, line = _place(key)
             found.setdefault(title, {}).setdefault(line, []).append((entry["step"], float(number)))
     order = {title: index for index, title in enumerate(_FIRST)}
     return [curves(title, found[title]) for title in sorted(found, key=lambda title: order.get(title, len(order)))]
-
-
-def _is_logged_number(key: str, value: object) -> bool:
-    left_out = key in _NO_CURVES or (key.startswith("eval_") and key.endswith(_OF_THE_EVALUATION))
-    return isinstance(value, int | float) and not isinstance(value, bool) and not left_out
 
 
 def _place(key: str) -> tuple[str, str]:

@@ -28,7 +28,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.autograd import saved_as_is, second_derivative_message
+from liger_trainer.kernels.autograd import second_derivative_message
+from liger_trainer.kernels.runtime import saved_as_is
 from liger_trainer.tiling.summed_linear import GradientSum, ResultFinder, SummingLinears
 
 DEFAULT_TILE_MEMORY = 512 * 2**20
@@ -216,9 +217,6 @@ def tile_length(module: nn.Module, x: torch.Tensor, num_tiles: int | None, tile_
 
     Without `num_tiles` it is as large as `tile_memory` allows, assuming that a token needs the input and the output of
     every linear layer or matrix in the module, which is about what the backward of a gated MLP holds.
-
-    Raises:
-        ValueError: If `num_tiles` or `tile_memory` is not positive, or the module has no matrices to estimate from.
     """
     tokens = x.numel() // max(x.shape[-1], 1)
     if num_tiles is not None:

@@ -92,13 +92,7 @@ def masks() -> str | None:
 
 
 def _problem_of_mask(given: dict[str, Any], kind: str | None, rows: str) -> str | None:
-    """What is wrong with our plans of a mask.
-
-    Args:
-        given: The arguments of an `attention_mask`.
-        kind: The kind of plan that there must be; None where there may be none.
-        rows: The kind of rows, such as "packed".
-    """
+    """What is wrong with our plans of a mask, of which there must be one of this `kind`; None: there may be none."""
     from transformers.masking_utils import sdpa_mask
 
     from liger_trainer.attention.masks import composed_pattern, read_plan, traced_plan

@@ -116,11 +116,7 @@ class ActivationMemoryMixin(ResumingMixin):
 
 
 def check_selective(args: Any) -> None:
-    """Checks that TRL's own choice of what to keep, which it takes out of the arguments, is not asked for too.
-
-    Raises:
-        ValueError: for `activation_memory` with TRL's `selective`.
-    """
+    """Checks that TRL's own choice of what to keep, which it takes out of the arguments, is not asked for too."""
     if activation_memory_of(args) is not None and _checkpointing_kwargs(args).get("selective"):
         raise ValueError(
             f"`activation_memory` is {args.activation_memory!r}, and `gradient_checkpointing_kwargs` has `selective`, "

@@ -151,10 +151,7 @@ def added_terms(tuner: Any, without_labels: bool) -> Iterator[list[torch.Tensor]
     """Inside, what a tuner of PEFT adds to the loss of its model's outputs is put into the list that this gives.
 
     The loss of the outputs is 0 while the tuner adds to it, so that what it is then is the term, with its own gradient.
-
-    Args:
-        tuner: PEFT's module around the model.
-        without_labels: Whether the term is taken from outputs without a loss too: label smoothing keeps the labels.
+    The term is taken from outputs `without_labels`, and so without a loss, too: label smoothing keeps the labels.
     """
     terms: list[torch.Tensor] = []
     held: list[Any] = []  # the loss of the outputs, while the tuner has them
@@ -196,9 +193,6 @@ class RankAllocationCallback(TrainerCallback):
     """Calls PEFT's `update_and_allocate` after each step of the optimizer, as its documentation asks of a loop.
 
     If something else calls it in a step, as a callback that users had to write so far, this does not.
-
-    Args:
-        tuner: PEFT's module around the model, which has that method.
     """
 
     def __init__(self, tuner: Any) -> None:

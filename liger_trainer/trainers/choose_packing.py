@@ -22,12 +22,9 @@ _ALIKE = "the same for all that share a prompt"
 
 
 def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | None, list[KernelReportRow]]:
-    """How batches are packed for a trainer's model, and what the report says about it.
+    """How batches are packed for a trainer's model with the kernels applied, and what the report says about it.
 
-    Args:
-        args: Arguments of the trainer, ours or TRL's.
-        model: With the kernels applied.
-        may_share: Whether the loss is of sequences that may begin alike.
+    `may_share` says whether the loss is of sequences that may begin alike.
     """
     base: Any = without_adapters(model)
     if _asked(args, PADDING_FREE, PackingFlags) is False:
@@ -61,13 +58,7 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
 def packing_of_reference(
     model: nn.Module, packing: Packing | None, rows: Sequence[KernelReportRow]
 ) -> tuple[Packing | None, Sequence[KernelReportRow]]:
-    """How batches are packed for a reference: as for the policy, so that the two differ by their weights alone.
-
-    Args:
-        model: The reference, which may be of another kind than the policy.
-        packing: The policy's.
-        rows: Rows of the kernel report about the policy.
-    """
+    """How batches are packed for a reference: as for the policy, so that the two differ by their weights alone."""
     if packing is None:
         return packing, rows
     agreement = prove_packing(model)
@@ -105,11 +96,6 @@ def _reason_against(args: Any, model: nn.Module) -> str:
 def check_packing(args: Any, rows: Sequence[KernelReportRow], has_router_loss: bool) -> None:
     """Checks what is asked for against what the model can do.
 
-    Args:
-        args: Arguments of the trainer.
-        rows: Rows of the kernel report that [`choose_packing`] returned.
-        has_router_loss: Whether the model's routers are balanced by a loss, which is not a sum over tokens.
-
     Raises:
         ValueError: for `tokens_per_micro_batch` without packed rows, with a router's loss, or with reentrant
             checkpoints on several processes; with `strict_kernels`, for a flag that is true and a model that is left
@@ -132,12 +118,7 @@ def check_packing(args: Any, rows: Sequence[KernelReportRow], has_router_loss: b
 
 
 def reason_against_splitting(args: Any, has_router_loss: bool) -> str | None:
-    """Why a batch of these arguments cannot run as several forwards, and what to do; None if it can.
-
-    Args:
-        args: Arguments of the trainer.
-        has_router_loss: Whether the model's routers are balanced by a loss.
-    """
+    """Why a batch of these arguments cannot run as several forwards, and what to do; None if it can."""
     if has_router_loss or getattr(args, "router_z_loss_coef", 0.0) > 0:
         return (
             "the routers' loss of a whole batch is not the sum of its parts'. Set `router_aux_loss_coef` and "

@@ -15,10 +15,6 @@ from liger_trainer.patching.report import KernelReportRow
 def store_base(trainer: Any, model: nn.Module) -> tuple[KernelReportRow, ...]:
     """Stores the base of `model` in fp8 on the trainer's device; see `store_base_in_fp8`.
 
-    Args:
-        trainer: A trainer with an accelerator.
-        model: The model that it trains.
-
     Raises:
         ValueError: If that cannot be: without LoRA adapters, with a quantised base, where the launch splits the model,
             with vLLM, or on a device without matmuls in fp8.

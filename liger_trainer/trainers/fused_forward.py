@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.chunked_module import chunked_log_probs
-from liger_trainer.head.deferred_logits import DeferredLogits, build, unwrapped, without_owner
+from liger_trainer.head.deferred_logits import build, recordable, unwrapped
 from liger_trainer.head.forward import compiler_restored, step_of_forward, whole_graph_wanted
 from liger_trainer.head.fused_loss import head_log_probs
 from liger_trainer.head.step import Forward, current_step, expected_gradient, running
@@ -114,7 +114,7 @@ def fused_forward(
             if rows is None:
                 with running(step_of_forward(self, native, args, kwargs, Forward(has_labels=True))):
                     outputs = native(self, *args, **kwargs)
-                statistics = token_statistics(outputs.logits, target.to(outputs.logits.device), options)
+                statistics = token_statistics(outputs.logits, target, options)
                 aux_loss = getattr(outputs, "aux_loss", None)
             else:
                 statistics, aux_loss = packed_statistics(self, native, kwargs, rows, target.shape, options)
@@ -160,15 +160,16 @@ def token_statistics(logits: torch.Tensor, labels: torch.Tensor, options: Statis
     """Statistics of `labels` `(...)` under `logits` `(..., V)`, without building logits that are deferred."""
     outputs, temperature = tuple(options.asked.values()) or ("top1",), options.temperature
     found: Any
-    logits = without_owner(logits)
-    if not isinstance(logits, DeferredLogits) or not logits.recordable:
-        found = log_probs(build(logits), labels, IGNORE_INDEX, temperature, outputs=outputs)
-    elif not logits.recorded.call.fused or logits.recorded.chain.fused_form() is None:
-        found = chunked_log_probs(logits, labels, outputs, temperature, IGNORE_INDEX)
+    deferred = recordable(logits)
+    if deferred is None:
+        built = build(logits)
+        found = log_probs(built, labels.to(built.device), IGNORE_INDEX, temperature, outputs=outputs)
+    elif not deferred.recorded.call.fused or deferred.recorded.chain.fused_form is None:
+        found = chunked_log_probs(deferred, labels, outputs, temperature, IGNORE_INDEX)
     else:
         expected = expected_gradient("sum") if options.uniform_gradient else None
         found = head_log_probs(
-            logits, labels, outputs, temperature, options.retain_memory, IGNORE_INDEX, expected, options.recomputed
+            deferred, labels, outputs, temperature, options.retain_memory, IGNORE_INDEX, expected, options.recomputed
         )
     statistics = TokenStatistics(found.log_probs)
     for theirs, ours in options.asked.items():
@@ -206,25 +207,24 @@ def packed_statistics(
         return found, getattr(outputs, "aux_loss", None)
 
     found = each_row(of, rows, model)
-    fields = {
-        name: _scattered([getattr(each, name) for each, _ in found], rows, shape)
-        for name, value in found[0][0]._asdict().items()
-        if value is not None
-    }
-    return TokenStatistics(**fields), found[-1][1]
+    statistics, losses = zip(*found)
+    return _scattered(statistics, rows, shape), losses[-1]
 
 
-def _scattered(values: list[torch.Tensor], rows: Sequence[PackedRow], shape: torch.Size) -> torch.Tensor:
-    """The values of the tokens that each packed row has scored, at their places in zeros of `shape`."""
-    batch = values[0].new_zeros(shape.numel())
-    for value, row in zip(values, rows):
+def _scattered(found: Sequence[TokenStatistics], rows: Sequence[PackedRow], shape: torch.Size) -> TokenStatistics:
+    """The statistics of the tokens that each packed row has scored, at their places in zeros of `shape`."""
+    batch: dict[str, torch.Tensor] = {}
+    for statistics, row in zip(found, rows):
         scored = row.scored
-        if value.is_floating_point():
+        for name, value in statistics._asdict().items():
+            if value is None:
+                continue
             # A row without labels adds no value, but has a backward, as it has on the other processes.
-            batch = batch.index_copy(0, scored.places, copied_rows(value, scored.copies))
-        else:
-            batch = batch.index_copy(0, scored.places, value[scored.copies.index])
-    return batch.view(shape)
+            differentiable = value.is_floating_point()
+            copied = copied_rows(value, scored.copies) if differentiable else value[scored.copies.index]
+            before = batch[name] if name in batch else value.new_zeros(shape.numel())
+            batch[name] = before.index_copy(0, scored.places, copied)
+    return TokenStatistics(**{name: value.view(shape) for name, value in batch.items()})
 
 
 def fused_output(
@@ -250,7 +250,7 @@ def fused_output(
     mask = (target != IGNORE_INDEX)[:, :length].to(statistics.log_probs.device)
     log_probs = statistics.log_probs[:, :length]
     if options.uniform_gradient and not torch.compiler.is_compiling() and expected_gradient("sum") is not None:
-        log_probs = SummedLogProbs.of(statistics.log_probs, length)
+        log_probs = _SignedPart.apply(statistics.log_probs, 1.0, length).as_subclass(SummedLogProbs)
     statistics = statistics._replace(log_probs=log_probs)
     for name in options.asked:
         statistics = statistics._replace(**{name: getattr(statistics, name)[:, :length]})
@@ -289,11 +289,6 @@ _CLONES = (torch.clone, torch.Tensor.clone)  # DistributedDataParallel clones th
 
 class SummedLogProbs(torch.Tensor):
     """Log-probabilities `(B, S)`: a plain tensor, except that the gradient of their negation stays expanded."""
-
-    @classmethod
-    def of(cls, log_probs: torch.Tensor, length: int) -> torch.Tensor:
-        """The first `length` positions of `log_probs` `(B, S)`; the other positions must have no label."""
-        return _SignedPart.apply(log_probs, 1.0, length).as_subclass(cls)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -88,9 +88,6 @@ def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
     """The forward for a call without the flag, and the model's own forward for one with it.
 
     Both take the model as their first argument.
-
-    Raises:
-        ValueError: for a forward that is not a method.
     """
     for layer in forward_layers(model):
         if layer in _fused_over:  # installed by an earlier trainer of this model; accelerate may have wrapped it

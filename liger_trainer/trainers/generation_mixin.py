@@ -98,11 +98,7 @@ class GenerationMixin(_Base, GroupedCompletions):
 
 
 def check_continuous_batching(trainer: Any) -> None:
-    """Checks that continuous batching can leave the weights of `trainer` in their dtype.
-
-    Raises:
-        ValueError: for weights in another dtype than that of mixed precision, which FSDP has split.
-    """
+    """Checks that continuous batching can leave the weights of `trainer` in their dtype."""
     args, dtype = trainer.args, _dtype_of_generation(trainer.args)
     if dtype is None or not trainer.is_fsdp_enabled:
         return

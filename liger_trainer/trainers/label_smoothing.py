@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LABEL_SMOOTHING
 from liger_trainer.head.step import current_step, running
+from liger_trainer.trainers.same_rows import as_evaluated
 
 if TYPE_CHECKING:
     from transformers.trainer_pt_utils import LabelSmoother
@@ -33,12 +34,10 @@ class FusedLabelSmoother(LabelSmoother):
 
     If a batch has `shift_labels`, the next token of each position, those are the labels: where context parallelism
     splits a sequence over processes, the next token of the last position is on another process.
-
-    Attributes:
-        shifts: Whether the label of position i + 1 is for the logits of position i; None to do as the caller says. The
-            Trainer says it by the name of the model's class, which a subclass need not have, so the model is asked.
     """
 
+    # Whether the label of position i + 1 is for the logits of position i; None to do as the caller says. The Trainer
+    # says it by the name of the model's class, which a subclass need not have, so the model is asked.
     shifts: bool | None = None
     _asked: bool = field(default=False, init=False, repr=False)
     _shifted: torch.Tensor | None = field(default=None, init=False, repr=False)
@@ -99,20 +98,14 @@ class FusedLabelSmoother(LabelSmoother):
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device).clamp(min=1)
 
 
-@torch.no_grad()
 def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int = -100) -> bool | None:
-    """Whether the loss of `model` compares the logits of position i with label i + 1.
+    """Whether the loss of `model` compares the logits of position i with label i + 1; False for labels of whole rows.
 
     The model is asked: a label at the first position alone has no logits before it, so that a loss that shifts is the
     same with it and without. This takes two forwards in evaluation mode, and leaves the model as it was.
 
-    Args:
-        model: A model that takes `labels`.
-        inputs: A batch, with `labels` of shape `(B, ...)`.
-        ignore_index: The label of what does not count.
-
     Returns:
-        False for labels of whole rows. None, with a warning, if the model computes no loss from labels.
+        None, with a warning, if the model computes no loss from labels.
     """
     labels: torch.Tensor = inputs["labels"]
     if labels.dim() < 2:
@@ -123,10 +116,9 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int
     # Not the token itself, which may be certain.
     first[:, 0] = ids[:, 0].eq(0) if isinstance(ids, torch.Tensor) and ids.shape == labels.shape else 0
     others = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with running(replace(current_step(), loss_follows=True, observer=None)):  # no evaluation counts these
+        # No evaluation counts these.
+        with as_evaluated(model), running(replace(current_step(), loss_follows=True, observer=None)):
             without, with_first = (_loss(model(**others, labels=labels)) for labels in (nothing, first))
     except torch.OutOfMemoryError:
         raise
@@ -137,9 +129,6 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any], ignore_index: int
             *(type(model).__name__, type(error).__name__, error),
         )
         return None
-    finally:
-        for module, mode in modes:
-            module.training = mode
     return torch.allclose(without, with_first, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 

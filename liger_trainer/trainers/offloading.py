@@ -19,11 +19,7 @@ require(PARTIAL_OFFLOADING)
 
 
 def check_offloading(args: TrainingArguments) -> None:
-    """Checks that there is a device to offload from.
-
-    Raises:
-        ValueError: for `activation_offloading` where training runs on the CPU.
-    """
+    """Checks that there is a device to offload from."""
     if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
         raise ValueError("`activation_offloading` is true, but training is on the CPU; set it to false.")
 
@@ -53,11 +49,7 @@ class PartialOffload(saved_tensors_hooks):
 
     Tensors are chosen by error diffusion over their bytes, in the order in which they are saved. The choice is spread
     evenly over the forward, is the same at every step, and misses the fraction by at most half of the largest tensor.
-    A tensor and its views share one decision. Parameters do not count; the offloading hooks leave them alone.
-
-    Args:
-        offload: The hooks, such as TRL's `OffloadActivations`; entered and left with this context.
-        fraction: The fraction of the bytes to offload, between 0 and 1.
+    A tensor and its views share one decision. Parameters do not count; the hooks of `offload` leave them alone.
     """
 
     def __init__(self, offload: saved_tensors_hooks, fraction: float) -> None:
@@ -80,15 +72,11 @@ class PartialOffload(saved_tensors_hooks):
         if isinstance(whole, nn.Parameter):
             return self.offload.pack_hook(tensor)
         if whole not in self._moved:
-            self._moved[whole] = self._is_due(tensor.nbytes)
+            self._due += self.fraction * tensor.nbytes
+            self._moved[whole] = self._due >= tensor.nbytes / 2
+            self._due -= tensor.nbytes * self._moved[whole]
         # Detached: an output that its own graph references would stay until the garbage collector runs.
         return self.offload.pack_hook(tensor) if self._moved[whole] else tensor.detach()
-
-    def _is_due(self, size: int) -> bool:
-        self._due += self.fraction * size
-        due = self._due >= size / 2
-        self._due -= size * due
-        return due
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         # What the offloading hooks have packed is a key, never a tensor.

@@ -29,23 +29,14 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class PairForward:
-    """Statistics of B pairs padded to a common length L, the chosen sequences before the rejected ones.
+    """Statistics of B pairs padded to a common length L, the chosen sequences before the rejected ones."""
 
-    Attributes:
-        log_probs: `(2B, L - 1)`, fp32, of the token after each position; differentiable.
-        mean_logits: `(2B, L)`, fp32, mean over the vocabulary at each position; 0 at padding.
-        counts: `(2B, L)`, 1 for a token, 0 for padding.
-        is_token: `(2B, L - 1)`, bool, whether the position after this one is not padding.
-        is_completion: `(2B, L - 1)`, bool, whether it is part of the completion.
-        aux_loss: The load-balancing loss, if the model is a mixture of experts that computes one.
-    """
-
-    log_probs: torch.Tensor
-    mean_logits: torch.Tensor
-    counts: torch.Tensor
-    is_token: torch.Tensor
-    is_completion: torch.Tensor
-    aux_loss: torch.Tensor | None
+    log_probs: torch.Tensor  # `(2B, L - 1)`, fp32, of the token after each position; differentiable
+    mean_logits: torch.Tensor  # `(2B, L)`, fp32, mean over the vocabulary at each position; 0 at padding
+    counts: torch.Tensor  # `(2B, L)`, 1 for a token, 0 for padding
+    is_token: torch.Tensor  # `(2B, L - 1)`, bool, whether the position after this one is not padding
+    is_completion: torch.Tensor  # `(2B, L - 1)`, bool, whether it is part of the completion
+    aux_loss: torch.Tensor | None  # the load-balancing loss, if the model is a mixture of experts that computes one
 
     def completion_log_probs(self, average: bool) -> torch.Tensor:
         """Log-probability of each completion, `(2B,)`: the sum over its tokens, or their average."""
@@ -64,11 +55,6 @@ class PairForward:
         """What `concatenated_forward` returns, with the means of the logits in place of the logits.
 
         TRL takes nothing but the mean from them. It unpacks the tuple by position, in this order.
-
-        Args:
-            log_probs: `(2B,)`.
-            positions: Over how many of the L positions TRL takes the mean.
-            nll: The loss of the chosen sequences.
         """
         sums, counts = (each[:, :positions].sum(-1).chunk(2) for each in (self.mean_logits, self.counts))
         means = (total.sum() / count.sum() for total, count in zip(sums, counts))
@@ -133,11 +119,7 @@ class PairMixin(_Base):
         return True
 
     def tokenize_row(self, feature: dict[str, Any], model: Any = None) -> dict[str, Any]:
-        """TRL's tokenisation of a pair.
-
-        Raises:
-            ValueError: for a completion without a token where the loss averages over its tokens.
-        """
+        """TRL's tokenisation of a pair."""
         row = super().tokenize_row(feature, model)
         if self.is_encoder_decoder or not self._averages():
             return row

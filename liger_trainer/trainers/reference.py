@@ -44,7 +44,8 @@ class ReferenceMixin(LigerTRLMixin):
     nothing, and in resumed runs.
     """
 
-    _metrics: dict[str, Any]  # this and the next are TRL's
+    ref_model: Any  # this and the next two are TRL's
+    _metrics: dict[str, Any]
     _precompute_model_hash: Any
 
     _given_reference: bool
@@ -62,14 +63,14 @@ class ReferenceMixin(LigerTRLMixin):
 
     def _finish_init(self) -> None:
         super()._finish_init()
-        self._own_reference = self._reference
+        self._own_reference = self.ref_model
         self._must_be_policy = self._is_policy_at_first() and available(FIRST_STEP)
-        if self._must_be_policy and self._reference is not None:
+        if self._must_be_policy and self.ref_model is not None:
             self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
         """Raises WrongReferenceError for a reference with another number of embeddings, which could not be run."""
-        models = map(self.accelerator.unwrap_model, (self.model, self._reference))
+        models = map(self.accelerator.unwrap_model, (self.model, self.ref_model))
         policy, reference = (getattr(each.get_input_embeddings(), "num_embeddings", None) for each in models)
         if policy != reference:
             raise WrongReferenceError(
@@ -90,7 +91,7 @@ class ReferenceMixin(LigerTRLMixin):
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss of a micro-batch; in the first step, the reference has to be the policy."""
-        if self.state.global_step > 0 or self._reference is not self._own_reference:
+        if self.state.global_step > 0 or self.ref_model is not self._own_reference:
             self._must_be_policy = False
         if not self._must_be_policy or not self.model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -123,7 +124,7 @@ class ReferenceMixin(LigerTRLMixin):
         policy: Any = self.model
         with as_evaluated(policy), self.compute_loss_context_manager():
             apart, cached = None, False
-            if self._reference is not None or hasattr(model, "peft_config"):
+            if self.ref_model is not None or hasattr(model, "peft_config"):
                 with self._as_reference(model) as reference:
                     expected = _scores(reference, call)
                 apart = compare(lambda: _scores(policy, call), expected)
@@ -139,8 +140,8 @@ class ReferenceMixin(LigerTRLMixin):
     @contextlib.contextmanager
     def _as_reference(self, model: Any) -> Any:
         """The model that TRL takes for the reference; if it is the policy, with the adapters that TRL sets."""
-        if self._reference is not None:
-            yield self._reference
+        if self.ref_model is not None:
+            yield self.ref_model
             return
         from trl.trainer.utils import use_adapter
 
@@ -150,7 +151,7 @@ class ReferenceMixin(LigerTRLMixin):
     def _scores_to_cache(self, inputs: Any) -> torch.Tensor:
         """What TRL would cache of a micro-batch, with the model that it would take, which has not been trained yet."""
         trainer: Any = self
-        return _joined(trainer.compute_ref_log_probs(self._reference or self.model, inputs))
+        return _joined(trainer.compute_ref_log_probs(self.ref_model or self.model, inputs))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -160,11 +161,6 @@ class ReferenceMixin(LigerTRLMixin):
         super()._before_resuming(checkpoint)
         with naming(str(checkpoint)):
             load_reference(self, checkpoint)
-
-    @property
-    def _reference(self) -> Any:
-        trainer: Any = self
-        return trainer.ref_model
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL's cache knows the model and the rows, but not how the collator cuts them, nor what it sums up.

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import SFT_HEAD, SFT_LOSS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
-from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.deferred_logits import DeferredLogits, recordable
 from liger_trainer.trainers.answer_labels import templates_without_markers, with_answer_masks
 from liger_trainer.trainers.base import parameters_of, wants_kernels
 from liger_trainer.trainers.fused_forward import (
@@ -132,7 +132,8 @@ class OnePassModel:
         self._outputs = outputs
         if isinstance(logits, DeferredLogits):
             # Derived, not a view: what a loss function does to its logits in place must not change these.
-            self._logits = logits.derive(logits.meta, detached=True) if logits.recordable else None
+            deferred = recordable(logits)
+            self._logits = None if deferred is None else deferred.derive(deferred.meta, detached=True)
         else:
             self._logits, self._version = logits.detach(), logits._version
 

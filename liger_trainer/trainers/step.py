@@ -119,7 +119,10 @@ def labels_of(batch: Any) -> dict[str, torch.Tensor]:
 
 def most_labels(labels: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The labels of the forward that has most, of those that [`labels_of`] found; 0-d."""
-    return torch.stack([tensor.ne(NO_LABEL[name]).sum() for name, tensor in labels.items()]).amax()
+    counts = []
+    for name, tensor in labels.items():
+        counts.append(tensor.ne(NO_LABEL[name]).sum())
+    return torch.stack(counts).amax()
 
 
 def labels_of_parts(mask: torch.Tensor, rows: int | None) -> torch.Tensor:

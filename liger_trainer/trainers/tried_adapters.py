@@ -25,6 +25,7 @@ from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 from liger_trainer.patching.probe import HOOKS, neutral
 from liger_trainer.patching.side_effects import copies_of_containers
+from liger_trainer.patching.trial import relative_difference
 from liger_trainer.trainers.checkpoints.run_state import random_numbers, set_random_numbers
 
 logger = logging.getLogger("liger_trainer")
@@ -38,17 +39,11 @@ _TOLERANCE, _TOLERANCE_OF_HALF = 1e-4, 2**-5
 
 @dataclasses.dataclass(frozen=True)
 class TriedAdapters:
-    """What was found of the layers of a model's adapters.
+    """What was found of the layers of a model's adapters."""
 
-    Args:
-        mixing: Why its batches cannot be packed; empty if they can.
-        drawing: The class of a layer that draws random numbers in training; empty if none does.
-        always: Whether one draws in evaluation too.
-    """
-
-    mixing: str = ""
-    drawing: str = ""
-    always: bool = False
+    mixing: str = ""  # why its batches cannot be packed; empty if they can
+    drawing: str = ""  # the class of a layer that draws random numbers in training; empty if none does
+    always: bool = False  # whether one draws in evaluation too
 
     def __or__(self, other: TriedAdapters) -> TriedAdapters:
         return TriedAdapters(self.mixing or other.mixing, self.drawing or other.drawing, self.always or other.always)
@@ -59,9 +54,6 @@ def try_adapters(model: nn.Module) -> TriedAdapters:
 
     Of several processes, all get what any of them has found. A layer that cannot be tried counts as one that computes
     each token by itself: its weights are elsewhere, or its forward takes more than tokens.
-
-    Args:
-        model: A model of transformers, with PEFT's layers in it or without.
     """
     layers = _distinct_layers(model)
     if not layers:
@@ -145,7 +137,9 @@ def _compared(layer: Any, tokens: torch.Tensor, tolerance: float) -> TriedAdapte
         if not torch.equal(together, again):
             found = found | TriedAdapters(drawing=_name(layer), always=not training)
         else:
-            error = max(_difference(together[:, each], tried(tokens[:, [each]])[:, 0]) for each in (0, _TOKENS - 1))
+            error = max(
+                relative_difference(together[:, each], tried(tokens[:, [each]])[:, 0]) for each in (0, _TOKENS - 1)
+            )
             if error > tolerance:
                 return found | TriedAdapters(f"{what} gives a token other values among others than alone ({error:.1e})")
         if _differ(kept, changed):
@@ -159,11 +153,6 @@ def _compared(layer: Any, tokens: torch.Tensor, tolerance: float) -> TriedAdapte
 
 def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
-
-
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    largest = one.double().abs().amax().clamp(min=1e-30)
-    return float((one.double() - other.double()).abs().amax() / largest)
 
 
 def _statistics(layer: nn.Module) -> dict[str, torch.Tensor]:
@@ -188,12 +177,7 @@ def _noisy_copy(layer: Any, training: bool) -> nn.Module:
 
 
 class _Copies:
-    """Copies of modules, of which one that is in two places has one.
-
-    Args:
-        base: The ids of the modules that keep their weights.
-        training: The mode of the copies.
-    """
+    """Copies of modules, of which one that is in two places has one; those with an id in `base` keep their weights."""
 
     def __init__(self, base: set[int], training: bool) -> None:
         self._base, self._training = base, training

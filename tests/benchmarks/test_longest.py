@@ -2,7 +2,7 @@
 
 import pytest
 
-from liger_trainer.benchmarks import longest
+from liger_trainer.benchmarks import training
 from liger_trainer.benchmarks.records import LongestRecord, Run, TrainingRecord
 from liger_trainer.benchmarks.training import OUT_OF_MEMORY, Task
 from liger_trainer.tools.cli import main
@@ -13,7 +13,7 @@ TASK = Task("tiny", trainer="dpo", batch=1, length=1024, steps=2, lora=4)
 @pytest.mark.parametrize(("limit", "tries"), [(5000, 7), (1024, 5), (700, 5), (100_000, 11), (1, 11), (0, 11)])
 def test_search(limit, tries):
     tried = {}
-    longest.search(lambda length: tried.setdefault(length, length <= limit), 1024)
+    training.search(lambda length: tried.setdefault(length, length <= limit), 1024)
     good = max((length for length, trains in tried.items() if trains), default=0)
     bad = min(length for length, trains in tried.items() if not trains)
     assert good <= limit < bad
@@ -36,8 +36,8 @@ def records(outcomes):
 
 def test_the_record_is_of_the_longest_that_trained(monkeypatch):
     lines = []
-    monkeypatch.setattr(longest, "run_provider", records(lambda length: "" if length <= 2500 else OUT_OF_MEMORY))
-    found = longest.find_longest(TASK, "hf", tell=lines.append)
+    monkeypatch.setattr(training, "run_provider", records(lambda length: "" if length <= 2500 else OUT_OF_MEMORY))
+    found = training.find_longest(TASK, "hf", tell=lines.append)
     assert (found.length, found.too_long, found.peak_gibibytes) == (2304, 2560, 2304 / 1024)
     assert list(found.tries) == ["1024", "2048", "4096", "3072", "2560", "2304"]
     assert found.tries["1024"] == "trains, 10 tokens/s, 1.0 GiB"
@@ -48,15 +48,15 @@ def test_the_record_is_of_the_longest_that_trained(monkeypatch):
 
 @pytest.mark.parametrize("failure", ["no result in 3 s", "TypeError: unexpected keyword"])
 def test_another_failure_ends_the_search(failure, monkeypatch):
-    monkeypatch.setattr(longest, "run_provider", records(lambda length: "" if length <= 2500 else failure))
-    found = longest.find_longest(TASK, "hf", tell=lambda text: None)
+    monkeypatch.setattr(training, "run_provider", records(lambda length: "" if length <= 2500 else failure))
+    found = training.find_longest(TASK, "hf", tell=lambda text: None)
     assert (found.length, found.too_long) == (2048, None)
     assert found.tries["4096"] == failure
 
 
 def test_no_time(monkeypatch):
-    monkeypatch.setattr(longest, "run_provider", records(lambda length: ""))
-    assert longest.find_longest(TASK, "hf", seconds=-1.0, tell=lambda text: None).tries == {}
+    monkeypatch.setattr(training, "run_provider", records(lambda length: ""))
+    assert training.find_longest(TASK, "hf", seconds=-1.0, tell=lambda text: None).tries == {}
 
 
 FULL_BEYOND_2 = """

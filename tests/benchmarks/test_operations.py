@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from liger_trainer.benchmarks.device import Device
+from liger_trainer.benchmarks.measure import Settings, run_operation
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.operations import attention
 from liger_trainer.benchmarks.records import Machine
 from liger_trainer.benchmarks.registry import OPERATIONS, Data, load_operations
-from liger_trainer.benchmarks.suite import Settings, run_operation
 
 load_operations()
 CPU = Device(torch.device("cpu"))

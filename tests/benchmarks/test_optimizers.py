@@ -2,32 +2,41 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from liger_trainer.benchmarks import optimizers
+from liger_trainer.benchmarks.evidence.results import Evidence
 from liger_trainer.benchmarks.optimizers import FP32, OPTIMIZERS, Bench
 from liger_trainer.benchmarks.small_llama import Sizes
 
 CPU = torch.device("cpu")
 TINY = Sizes(hidden=256, layers=1, rows=4, length=16, pretraining=2, steps=8, held_out=1, seeds=1)
+SETTINGS = {"device": "a device", "command": "a command"}
 OTHERS = {"bitsandbytes AdamW8bit": "bitsandbytes", "torchao AdamW8bit, stochastic": "torchao"}
 
 
 @pytest.fixture(scope="module")
 def results(small_corpus):
-    """The points of every optimizer of torch and ours, by task and name, and the lines on the way."""
+    """The values of every optimizer of torch and ours, and the lines on the way."""
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         for package in OTHERS.values():
             patch.setitem(sys.modules, package, None)
             patch.setitem(sys.modules, f"{package}.optim", None)
-        return [*optimizers.compare(TINY, CPU, lines.append)][-1], lines
+        return [*optimizers.compare(TINY, CPU, Evidence.begin(SETTINGS), lines.append)][-1], lines
 
 
-def last(points):
-    return {(point.task, point.optimizer): point for point in points if point.step == TINY.steps}
+def last(found):
+    """What was measured at the end of a run, by task and name."""
+    ends = {}
+    for value in found.values:
+        if value.index == TINY.steps:
+            task, measure = value.measure.split()
+            ends.setdefault((task, value.variant), SimpleNamespace()).__dict__[measure] = value.value
+    return ends
 
 
 def test_fp32_is_followed_and_rounding_to_nearest_is_not(results):
@@ -49,7 +58,7 @@ def test_fp32_is_followed_and_rounding_to_nearest_is_not(results):
 
 def test_every_run_starts_alike(results):
     for task, loss in (("SFT", None), ("DPO", math.log(2))):
-        losses = {point.loss for point in results[0] if point.task == task and not point.step}
+        losses = {value.value for value in results[0].values if (value.measure, value.index) == (f"{task} loss", 0)}
         assert len(losses) == 1
         if loss is not None:
             assert losses.pop() == pytest.approx(loss)
@@ -83,8 +92,14 @@ def test_rejected_answers_have_typos():
 
 def test_a_file_is_drawn_and_printed(results, tmp_path, capsys):
     file = tmp_path / "optimizers.csv"
-    optimizers.write(results[0], file, {"device": "a device", "command": "a command"})
-    assert optimizers.read(file) == (results[0], "a device")
+    results[0].write(file)
+    read = Evidence.read(file)
+    assert read.setting == SETTINGS
+    kept, given = (
+        {(value.variant, value.seed, value.measure, value.index): value.value for value in each.values if value.index}
+        for each in (read, results[0])
+    )
+    assert kept == pytest.approx(given)
     optimizers.main(["--plot", str(file)])
     printed = capsys.readouterr().out
     assert all(printed.count(name) >= 2 for name in OPTIMIZERS if name not in OTHERS)

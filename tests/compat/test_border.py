@@ -16,6 +16,7 @@ PYTHONS_OWN = {"_asdict", "_exit", "_fields", "_getframe", "_replace"}
 """Documented names of Python: of named tuples, `os` and `sys`."""
 
 CHECKED_BY = {
+    "liger_trainer.attention.interface": "liger_trainer.patching.attention",
     "liger_trainer.patching.binding": "liger_trainer.patching.moe.experts",
     "liger_trainer.patching.moe.experts_formula": "liger_trainer.patching.moe.experts",
     "liger_trainer.plan.running": "liger_trainer.trainers.trl_mixin",

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from liger_trainer.head import DeferredLogits
+from liger_trainer.head.forward import make_head_forward
 from liger_trainer.head.step import Forward
 from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.head import make_head_forward
 from tests.steps import step_with
 
 B, S, H, V = 2, 5, 6, 11

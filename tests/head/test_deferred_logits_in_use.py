@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.head import DeferredLogits, warn_once
+from liger_trainer.head.forward import make_head_forward
 from liger_trainer.head.step import Forward
 from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.head import make_head_forward
 from tests.accuracy import as_large_as
 from tests.head.deferring import CHAINS, MASK, B, H, S, V, assert_equal, defer, real
 from tests.steps import step_with

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from liger_trainer.head import divergence, fused_loss, lm_head
 from liger_trainer.head.chunked_module import ModuleCall, chunked_log_probs
+from liger_trainer.head.forward import make_head_forward
 from liger_trainer.head.fused_loss import head_log_probs
-from liger_trainer.head.labelled_rows import AllRows, LabelledRows, labelled_rows
+from liger_trainer.head.labelled_rows import LabelledRows, labelled_rows
 from liger_trainer.head.step import Forward
-from liger_trainer.kernels.head import linear_log_probs_gradients as gradients_of_log_probs
+from liger_trainer.kernels.head import linear_log_probs
 from liger_trainer.patching.binding import bind_forward
-from liger_trainer.patching.head import make_head_forward
 from tests.calls import saved_tensors
 from tests.steps import step_with
 
@@ -82,7 +82,7 @@ def multiplied(monkeypatch):
 
         monkeypatch.setattr(module, name, spy)
 
-    for name in ("linear_cross_entropy", "linear_log_probs", "linear"):
+    for name in ("linear_cross_entropy", "log_probs_of_head", "linear"):
         spied(fused_loss, name)
     spied(divergence, "linear_jsd")
     spied(lm_head, "linear")  # of a chunked head that is a plain linear layer, and of its teacher
@@ -211,8 +211,8 @@ def test_a_bound_that_is_too_low_makes_the_loss_nan(loss_name, kind):
 def test_the_gradient_of_a_sum_is_seen_to_be_one_number(weighted, monkeypatch):
     """Without reading it, for which the host would wait."""
     read = []
-    by_values = gradients_of_log_probs.number_by_values
-    monkeypatch.setattr(gradients_of_log_probs, "number_by_values", lambda *args: read.append(1) or by_values(*args))
+    by_values = linear_log_probs.number_by_values
+    monkeypatch.setattr(linear_log_probs, "number_by_values", lambda *args: read.append(1) or by_values(*args))
     head, hidden = make_head("trained"), make_hidden()
     with step_with(labelled=lambda: 300):
         found = head_log_probs(defer(head, hidden), make_labels(300), ("top1",), expected_grad=1.0).log_probs
@@ -236,7 +236,7 @@ class Sink(torch.autograd.Function):
 def test_a_missing_gradient_stays_missing(monkeypatch):
     """One of zeros would make the head compute its logits again."""
     again = lambda *args: pytest.fail("the logits were recomputed")  # noqa: E731
-    monkeypatch.setattr(gradients_of_log_probs, "recomputed_gradients", again)
+    monkeypatch.setattr(linear_log_probs, "recomputed_gradients", again)
     head, hidden = make_head("trained"), make_hidden()
     with step_with(labelled=lambda: 300):
         found = head_log_probs(defer(head, hidden), make_labels(300), ("entropy",), expected_grad=1.0)
@@ -281,7 +281,7 @@ def test_what_more_than_half_of_the_rows_take_comes_out_of_the_logits(count, dif
         assert isinstance(rows, LabelledRows)
         assert rows.logits_memory == big - 4096 + memory
         # Where that is more than half, all rows are multiplied.
-        assert type(labelled_rows(hidden, labels, -100, 1024)) is (LabelledRows if memory == 4096 else AllRows)
+        assert (labelled_rows(hidden, labels, -100, 1024) is not None) == (memory == 4096)
 
 
 def test_a_teacher_takes_memory_too():
@@ -294,18 +294,18 @@ def test_a_teacher_takes_memory_too():
 
 def test_all_rows_without_a_bound_and_for_few_tokens():
     hidden, labels = make_hidden(), make_labels(10)
-    assert type(labelled_rows(hidden, labels, -100, 2**20)) is AllRows
+    assert labelled_rows(hidden, labels, -100, 2**20) is None
     asked = []
     with step_with(labelled=lambda: asked.append(1) or 10):
-        assert type(labelled_rows(hidden[:1, :560], labels[:1, :560], -100, 2**20)) is AllRows
+        assert labelled_rows(hidden[:1, :560], labels[:1, :560], -100, 2**20) is None
         assert not asked, "a count may have to be waited for"
-        assert type(labelled_rows(hidden, labels, -100, 2**20)) is LabelledRows
+        assert labelled_rows(hidden, labels, -100, 2**20) is not None
 
 
 def test_not_while_tracing(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with step_with(labelled=lambda: 10):
-        assert type(labelled_rows(make_hidden(), make_labels(10), -100, 2**20)) is AllRows
+        assert labelled_rows(make_hidden(), make_labels(10), -100, 2**20) is None
 
 
 def test_chunks_of_labelled_rows(multiplied):
@@ -319,3 +319,19 @@ def test_chunks_of_labelled_rows(multiplied):
     assert multiplied == [100] * 5 + [12]
     loss.backward()
     assert (100, V) not in {tensor.shape for tensor in saved}
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        (make_labels(300)[:, :-1], {}, r"`target` has shape \(2, 699\); `hidden` of shape"),
+        (make_labels(300).float(), {}, "`target` has dtype torch.float32; class ids must be int64 or int32"),
+        (make_labels(300), {"temperature": 0.0}, "`temperature` is 0.0; it must be more than 0"),
+        (make_labels(300), {"retain_memory": -1}, "`retain_memory` is -1; it must be 0 bytes or more"),
+        (make_labels(300).clamp(min=V), {}, r"`target` holds the label 11, outside \[0, 11\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(labels, options, message):
+    deferred = defer(make_head("trained"), make_hidden())
+    with pytest.raises(ValueError, match=message):
+        head_log_probs(deferred, labels, ("top1",), **options)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from liger_trainer.kernels.operator import Operator
-from tests.operators import OPERATORS, VARIANTS, transposed
+from tests.operators import OPERATORS, VARIANTS, of_schema, transposed
 
 # opcheck compares all results, and the padding of 70 columns of logits is not initialised. The last has no operator.
 LEFT_OUT = ("linear_log_probs", "grpo_loss_from_log_probs")
@@ -47,7 +47,7 @@ def test_opcheck(name, device, monkeypatch):
         result = call(self, *arguments)
         # Tracing asks for gradients of empty results too, which stand for results that were not asked for.
         traceable = all(x.numel() or not x.requires_grad for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-        calls.append((self, self.of_schema(arguments_before), rules if traceable else RULES[:-1]))
+        calls.append((self, of_schema(self, arguments_before), rules if traceable else RULES[:-1]))
         return result
 
     monkeypatch.setattr(Operator, "__call__", record)

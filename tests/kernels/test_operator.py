@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.operator import operator
+from tests.operators import of_schema
 
 
 @operator("liger_trainer_tests::product")
@@ -318,7 +319,7 @@ def test_named_tuples_in_every_way_of_calling(offset, summand):
         torch.testing.assert_close(torch.Tensor(result), plain)
         torch.testing.assert_close(torch.autograd.grad(result.sum(), leaves), expected)
     arguments = (x, Line(3.0, offset), "name", Power(2, [factor], term))
-    torch.library.opcheck(of_records.custom, of_records.of_schema(arguments))
+    torch.library.opcheck(of_records.custom, of_schema(of_records, arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from liger_trainer.kernels.attention.plan import dense
 from liger_trainer.packing.layout import Group, groups_of, layout_of, parts_of, starts_and_lengths
 from liger_trainer.packing.packed_row import packed_rows
-from liger_trainer.trainers.fused_forward import _scattered
+from liger_trainer.trainers.fused_forward import TokenStatistics, _scattered
 from tests.packing.batches import Rows, random_rows, rows_of_tokens
 
 CASES: dict[str, Rows] = {
@@ -190,8 +190,8 @@ def test_statistics_are_back_at_the_labels_of_their_tokens(rows, share, most):
         labels = each.scored.labels.tolist()
         assert len(set(zip(tokens, labels))) == len(labels)  # each is scored once
         keys = [(*beginning(rows, *divmod(token, rows.ids.shape[1])), label) for token, label in zip(tokens, labels)]
-        values.append(torch.tensor([numbers.get(key, 0.0) for key in keys], dtype=torch.float64))
-    found = _scattered(values, made, torch.Size(rows.ids.shape))
+        values.append(TokenStatistics(torch.tensor([numbers.get(key, 0.0) for key in keys], dtype=torch.float64)))
+    found = _scattered(values, made, torch.Size(rows.ids.shape)).log_probs
     assert np.array_equal(found.numpy(), expected)
 
 

@@ -179,7 +179,7 @@ def test_a_module_of_ones_own_is_refused():
     assert prove_packing(nn.Linear(2, 2)).reason == "it is not a transformers model"
 
 
-def wider(self, window, chunk, plan=PackedRow._plan):
+def wider(self, window, chunk, plan=PackedRow.plan):
     return plan(self, window and window + 1, chunk and chunk + 1)
 
 
@@ -206,7 +206,7 @@ def counted_once(batch, layout, labels, made=packed_row._packed_row):
 
 
 FAULTS = {
-    "windows and chunks": (PackedRow, "_plan", wider, ("gemma3_text", "llama4_text")),
+    "windows and chunks": (PackedRow, "plan", wider, ("gemma3_text", "llama4_text")),
     "keys": (Layout, "documents", without_first_key, ("hrm_text", "llama", "gemma3_text", "granite")),
     "positions": (packed_row, "_packed_row", later, ("hrm_text", "llama", "gemma3_text", "phi3", "granite")),
     "weights of the router's loss": (packed_row, "_packed_row", counted_once, ("qwen3_moe", "mixtral")),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from liger_trainer.patching.probe import Probe, dummy_module, identity, projection
+from liger_trainer.patching.trial import Trial
 from tests.patching import toys
 
 
@@ -22,7 +23,7 @@ def product(x, w):
 
 
 def test_equal(probe):
-    agreement = probe.compare(product, lambda x, w: w * x, [probe.randn(4, 5), probe.randn(5)])
+    agreement = Trial(product, [probe.randn(4, 5), probe.randn(5)]).compare(lambda x, w: w * x)
     assert agreement.equal
     assert agreement.error == agreement.distance == 0.0
 
@@ -42,7 +43,7 @@ def test_equal(probe):
     ],
 )
 def test_not_equal(probe, ours, reason):
-    agreement = probe.compare(product, ours, [probe.randn(4, 5), probe.randn(5)])
+    agreement = Trial(product, [probe.randn(4, 5), probe.randn(5)]).compare(ours)
     assert not agreement.equal
     assert reason in agreement.reason
 
@@ -53,10 +54,10 @@ def test_more_rounding_than_the_original_is_refused_and_less_is_not(probe):
     def rounding_thrice(x, w):
         return x * w * 1.25 / 1.25  # exact in float32 to its last place
 
-    refused = probe.compare(product, rounding_thrice, tensors)
+    refused = Trial(product, tensors).compare(rounding_thrice)
     assert refused.error < 1e-6
     assert "in bfloat16 it rounds differently" in refused.reason
-    assert probe.compare(rounding_thrice, product, tensors).equal
+    assert Trial(rounding_thrice, tensors).compare(product).equal
 
 
 def test_a_dummy_module_shares_nothing_that_can_be_changed():

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
 from liger_trainer import apply_liger_kernel
+from liger_trainer.head.forward import make_head_forward
 from liger_trainer.patching import inputs
-from liger_trainer.patching.head import TOLERANCE, make_head_forward, probe_head
+from liger_trainer.patching.head import TOLERANCE, probe_head
 from liger_trainer.patching.moe.load_balancing import _prove
 from liger_trainer.patching.probe import Probe, identity
 from liger_trainer.patching.side_effects import SideEffectError, run_part

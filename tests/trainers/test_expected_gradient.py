@@ -2,15 +2,14 @@
 
 import pytest
 
-from liger_trainer.kernels.head import linear_cross_entropy
-from liger_trainer.kernels.head import linear_log_probs_gradients as _linear_expected_gradient
+from liger_trainer.kernels.head import linear_cross_entropy, linear_log_probs
 from tests.trainers.builders import causal, sft
 
 
 @pytest.fixture
 def expected_and_received(monkeypatch):
     pairs = []
-    for module in (_linear_expected_gradient, linear_cross_entropy):  # log-probabilities, and a loss
+    for module in (linear_log_probs, linear_cross_entropy):  # log-probabilities, and a loss
 
         def spy(gradients, upstream, expected, function, original=module.rescaled_gradients):
             pairs.append((expected.clone(), upstream.clone()))

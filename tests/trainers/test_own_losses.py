@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.configs.trl_configs import LigerSFTConfig
-from liger_trainer.kernels.head import linear_log_probs_gradients as expected_gradients
-from liger_trainer.trainers.fused_forward import SummedLogProbs
+from liger_trainer.kernels.head import linear_log_probs as expected_gradients
+from liger_trainer.trainers.fused_forward import SummedLogProbs, _SignedPart
 from liger_trainer.trainers.fused_head import own_fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from tests.trainers.parity import lora, naive_fused_head
@@ -220,14 +220,17 @@ def test_log_probs_are_a_tensor_like_any_other() -> None:
         uses = [-log_probs, torch.neg(log_probs) * weights, log_probs.neg().exp(), log_probs.clone(), changed]
         return [*uses, log_probs[:, 1:], log_probs.exp().detach() * log_probs, log_probs.sum(1), log_probs.mean()]
 
-    for ours, plain in zip(uses(SummedLogProbs.of(values * labelled, 3)), uses(values[:, :3])):
+    def summed(values: torch.Tensor) -> torch.Tensor:
+        return _SignedPart.apply(values, 1.0, 3).as_subclass(SummedLogProbs)
+
+    for ours, plain in zip(uses(summed(values * labelled)), uses(values[:, :3])):
         for reduced in (lambda x: x.sum(), lambda x: x.square().sum(), lambda x: (-x).sum()):
             expected = torch.autograd.grad(reduced(plain), values, retain_graph=True)
             torch.testing.assert_close(torch.autograd.grad(reduced(ours), values, retain_graph=True), expected)
-    log_probs = SummedLogProbs.of(values.detach(), 3)
+    log_probs = summed(values.detach())
     assert torch.equal(pickle.loads(pickle.dumps(log_probs)), values.detach()[:, :3])
     file = io.BytesIO()
-    torch.save({"log_probs": SummedLogProbs.of(values, 3)}, file)
+    torch.save({"log_probs": summed(values)}, file)
     file.seek(0)
     assert type(torch.load(file, weights_only=True)["log_probs"]) is torch.Tensor
     assert type(log_probs.sum()) is type(log_probs * 2) is type(-log_probs) is torch.Tensor

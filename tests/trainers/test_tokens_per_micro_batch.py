@@ -128,10 +128,10 @@ def test_activations_of_one_forward_are_in_memory(case, folders, tmp_path, monke
     def watched(hidden, *args, **kwargs):
         if torch.is_grad_enabled():
             forwards.see(hidden)
-        return linear_log_probs(hidden, *args, **kwargs)
+        return log_probs_of_head(hidden, *args, **kwargs)
 
-    linear_log_probs = fused_loss.linear_log_probs
-    monkeypatch.setattr(fused_loss, "linear_log_probs", watched)
+    log_probs_of_head = fused_loss.log_probs_of_head
+    monkeypatch.setattr(fused_loss, "log_probs_of_head", watched)
     trainer.train()
     assert len(forwards.tokens) > 4
     assert max(forwards.alive) == 1

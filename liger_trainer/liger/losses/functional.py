@@ -39,7 +39,6 @@ _DISTILLED = (
 )
 
 liger_fused_linear_dpo: _Loss = spelled(
-    __name__,
     "liger_fused_linear_dpo(_input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, "
     "ignore_index=-100, beta=0.1, compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, "
     "chunk_size=1, loss_type='sigmoid', label_smoothing=0.0, discopop_tau=0.05, alpha=1.0)",
@@ -47,28 +46,24 @@ liger_fused_linear_dpo: _Loss = spelled(
     weight="lin_weight",
 )
 liger_fused_linear_orpo: _Loss = spelled(
-    __name__,
     "liger_fused_linear_orpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, "
     "nll_target=None, compiled=True, chunk_size=1)",
     LigerFusedLinearORPOLoss,
     weight="lin_weight",
 )
 liger_fused_linear_cpo: _Loss = spelled(
-    __name__,
     "liger_fused_linear_cpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, "
     "label_smoothing=0.0, compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1)",
     LigerFusedLinearCPOLoss,
     weight="lin_weight",
 )
 liger_fused_linear_simpo: _Loss = spelled(
-    __name__,
     "liger_fused_linear_simpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, "
     "label_smoothing=0.0, compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1)",
     LigerFusedLinearSimPOLoss,
     weight="lin_weight",
 )
 liger_fused_linear_kto: _Loss = spelled(
-    __name__,
     "liger_fused_linear_kto(_input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, "
     "ref_bias=None, kl=None, ignore_index=-100, beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, "
     "chunk_size=1)",
@@ -76,7 +71,6 @@ liger_fused_linear_kto: _Loss = spelled(
     weight="lin_weight",
 )
 liger_fused_linear_grpo: _Loss = spelled(
-    __name__,
     "liger_fused_linear_grpo(_input, weight, selected_token_ids, attention_mask, advantages, bias=None, "
     "ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, beta=0.04, "
     "epsilon_low=0.2, epsilon_high=0.2, loss_type='dapo', max_completion_length=None, "
@@ -86,7 +80,5 @@ liger_fused_linear_grpo: _Loss = spelled(
     LigerFusedLinearGRPOLoss,
     weight="lin_weight",
 )
-liger_fused_linear_jsd = spelled(__name__, f"liger_fused_linear_jsd{_DISTILLED}", LigerFusedLinearJSDLoss)
-liger_fused_linear_cosine = spelled(
-    __name__, f"liger_fused_linear_cosine{_DISTILLED}", LigerFusedLinearCosineSimilarityLoss
-)
+liger_fused_linear_jsd = spelled(f"liger_fused_linear_jsd{_DISTILLED}", LigerFusedLinearJSDLoss)
+liger_fused_linear_cosine = spelled(f"liger_fused_linear_cosine{_DISTILLED}", LigerFusedLinearCosineSimilarityLoss)

@@ -60,35 +60,13 @@ def triton_grpo_loss(
 ) -> Any:
     """[`liger_trainer.functional.grpo_loss`] with Liger's arguments and results.
 
-    Unlike there, `inplace` is False by default: the caller's logits are not overwritten. "luspo" sums the losses of a
-    sequence whatever its padding.
+    Unlike in Liger, `inplace` is False by default: the caller's logits are not overwritten. "luspo" sums the losses of
+    a sequence whatever its padding.
 
-    Args:
-        logits: (batch, tokens + 1, vocab).
-        old_logp: (batch, tokens), or None.
-        ref_logp: (batch, tokens), or None without `beta`.
-        completion_ids: (batch, tokens).
-        advantages: (batch,).
-        completion_mask: (batch, tokens), or None.
-        temperature: Divides the logits.
-        beta: Factor of the KL penalty.
-        eps_low: Lower clipping distance.
-        eps_high: Upper clipping distance.
-        inplace: Lets the backward write over the logits.
-        loss_type: Which loss.
-        max_completion_length: Length that "dr_grpo" divides by.
-        importance_sampling_level: "token" or "sequence".
-        reduce: Whether the loss is reduced.
-        sapo_temperature_pos: Temperature of "sapo" for positive advantages.
-        sapo_temperature_neg: Temperature of "sapo" for the other advantages.
-        vllm_is_ratio: (batch,), (batch, 1) or (batch, tokens).
-        delta: Upper bound of an unclipped ratio.
-        use_bias_correction_kl: Multiplies the KL penalty by the ratio.
-        num_items_in_batch: Tokens of the whole batch, over all processes.
-        vespo_k_pos: Shape of "vespo" for advantages of at least 0.
-        vespo_lambda_pos: Rate of "vespo" for advantages of at least 0.
-        vespo_k_neg: Shape of "vespo" for negative advantages.
-        vespo_lambda_neg: Rate of "vespo" for negative advantages.
+    Arguments of other names are `old_logp` and `ref_logp` (`old_log_probs`, `ref_log_probs`), `eps_low` and `eps_high`
+    (`epsilon_low`, `epsilon_high`), `inplace` (`inplace_backward`) and `vllm_is_ratio` (`sampling_ratio`). `reduce`
+    says whether the loss is reduced, `num_items_in_batch` is the number of tokens of the whole batch, over all
+    processes.
 
     Returns:
         With `reduce` the loss and a list of the mean KL, if there is a `beta`, and the clipped share; else the losses,
@@ -116,29 +94,13 @@ def triton_grpo_loss(
 class LigerFusedLinearGRPOLoss(OptionsModule):
     """GRPO, DAPO, BNPO, Dr. GRPO, LUSPO, CISPO, SAPO and VESPO over a head.
 
-    The formulas are those of [`liger_trainer.functional.grpo_loss_from_log_probs`].
+    Formulas and options are those of [`liger_trainer.functional.grpo_loss_from_log_probs`], and these:
 
-    Args:
-        beta: Factor of the KL penalty.
-        compiled: No effect.
-        use_ref_model: Whether there is a reference for the penalty. Without one it is 0, as is its gradient.
-        chunk_size: No effect: chunks are planned by memory.
-        epsilon_low: Lower clipping distance.
-        epsilon_high: Upper clipping distance; for "cispo" the upper bound of the ratio itself.
-        loss_type: "grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo" or "vespo".
-        max_completion_length: Length that "dr_grpo" divides by; by default that of the batch with its padding.
-        importance_sampling_level: "token", or "sequence" for the first five loss types.
-        sapo_temperature_pos: Temperature of "sapo" for positive advantages, above 0.
-        sapo_temperature_neg: Temperature of "sapo" for the other advantages.
-        temperature: Divides the logits of policy and reference, above 0.
-        delta: Upper bound of an unclipped ratio, above 0; for the first five loss types.
-        use_bias_correction_kl: Multiplies the KL penalty by the ratio.
-        vespo_k_pos: Shape of "vespo" for advantages of at least 0.
-        vespo_lambda_pos: Rate of "vespo" for advantages of at least 0.
-        vespo_k_neg: Shape of "vespo" for negative advantages.
-        vespo_lambda_neg: Rate of "vespo" for negative advantages.
-        logits_memory: Bytes of logits at a time, 1 GiB by default. A head that is trained costs three matmuls; four
-            where the loss couples the tokens of a completion ("vespo", or ratios of sequences) whose logits do not fit.
+    - `temperature`: Divides the logits of policy and reference, above 0;
+    - `use_ref_model`: Whether there is a reference for the penalty. Without one it is 0, as is its gradient;
+    - `logits_memory`: Bytes of logits at a time, 1 GiB by default. A head that is trained costs three matmuls; four
+      where the loss couples the tokens of a completion ("vespo", or ratios of sequences) whose logits do not fit;
+    - `compiled` and `chunk_size`: No effect: chunks are planned by memory.
 
     Raises:
         ValueError: For an option that is not allowed or does not fit the loss type.

@@ -24,15 +24,7 @@ class LigerFusedLinearKTOLoss(OptionsModule):
 
     The formula is `liger_trainer.liger.losses.preference_formulas.kto`.
 
-    Args:
-        ignore_index: Label of tokens that do not count.
-        beta: Strength of the pull to the reference.
-        compiled: No effect.
-        use_ref_model: Whether there is a reference; without one its log-probabilities are taken to be 0.
-        average_log_prob: Take the mean of a completion's log-probabilities, not their sum.
-        chunk_size: No effect: chunks are planned by memory.
-        logits_memory: Bytes of logits at a time, 1 GiB by default. While one completion's logits fit, a head that is
-            trained costs three matmuls; beyond it four.
+    The options are those of [`LigerFusedLinearDPOLoss`], with single completions in place of pairs.
     """
 
     ignore_index: int = -100
@@ -58,18 +50,10 @@ class LigerFusedLinearKTOLoss(OptionsModule):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The mean loss of the completions.
 
-        Args:
-            _input: `(batch, tokens, hidden)`, such that a position predicts the token at its place in `target`.
-            lin_weight: `(vocab, hidden)`.
-            target: `(batch, tokens)`.
-            bias: `(vocab,)`.
-            preference_labels: `(batch,)`, whether a completion is desirable. Needed.
-            ref_input: `(batch, tokens, hidden)` of the reference model, whose hidden size may be another.
-            ref_weight: `(vocab, hidden)`, its head, which gets no gradient.
-            ref_bias: `(vocab,)`.
-            kl: `(batch,)`, `(1,)` or 0-d, estimate of the divergence from the reference, which gets no gradient; None
-                for 0, which is APO-zero of unpaired completions.
-            ref_log_probs: `(batch, tokens)`, the reference's log-probabilities of `target`, instead of those three.
+        Their tensors are those of [`LigerFusedLinearDPOLoss`], of `batch` completions that are no pairs.
+        `preference_labels`, `(batch,)`, says whether a completion is desirable, and is needed. `kl`, `(batch,)`, `(1,)`
+        or 0-d, is an estimate of the divergence from the reference, which gets no gradient; None for 0, which is
+        APO-zero of unpaired completions.
 
         Returns:
             The loss, and a tuple of sums without a gradient, over desirable and over other completions each: of the

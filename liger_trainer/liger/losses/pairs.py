@@ -114,16 +114,7 @@ class _Batch:
 
 
 class PairLoss(OptionsModule):
-    """What DPO, ORPO, CPO and SimPO have in common; each is a dataclass of its options, in Liger's order.
-
-    Attributes:
-        ignore_index: Label of tokens that do not count.
-        beta: The loss's own.
-        alpha: Factor of the negative log-likelihood of the chosen completions.
-        compute_nll_loss: Whether that is part of the loss.
-        average_log_prob: Whether a completion's log-probability is the mean over its tokens, not the sum.
-        logits_memory: Bytes of logits at a time.
-    """
+    """What DPO, ORPO, CPO and SimPO have in common; each is a dataclass of its options, in Liger's order."""
 
     ignore_index: int
     beta: float
@@ -145,15 +136,8 @@ class PairLoss(OptionsModule):
     ) -> tuple[torch.Tensor, Pairs, tuple[torch.Tensor, ...]]:
         """The loss, the pairs without gradient, and the first five of the outputs that Liger returns beside the loss.
 
-        Args:
-            losses: The loss of each pair, whose mean is taken.
-            hidden: `(2 * pairs, T, H)`.
-            weight: `(V, H)`.
-            target: `(2 * pairs, T)`.
-            bias: `(V,)`.
-            nll_target: `(2 * pairs, T)`, as described for ORPO.
-            reference: `(2 * pairs, T)` log-probabilities.
-            couples_pairs: Whether `losses` must see all pairs at once.
+        The tensors are those of the losses. `losses` gives the loss of each pair, whose mean is taken; `couples_pairs`
+        says that it must see all pairs at once.
         """
         check_pairs(hidden, target, nll_target)
         mask = by_pair(target != self.ignore_index)

@@ -135,13 +135,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
 class LigerFusedLinearORPOLoss(PairLoss):
     """ORPO over a head: the odds ratio of log-probabilities per token, and the negative log-likelihood.
 
-    Args:
-        ignore_index: Label of tokens that do not count.
-        beta: Factor of the odds ratio's loss.
-        compute_nll_loss: Whether the negative log-likelihood of the chosen completions is part of the loss.
-        compiled: No effect.
-        chunk_size: No effect: chunks are planned by memory.
-        logits_memory: Bytes of logits at a time, as for [`LigerFusedLinearDPOLoss`].
+    `beta` is the factor of the odds ratio's loss. The other options are those of [`LigerFusedLinearDPOLoss`].
     """
 
     ignore_index: int = -100
@@ -160,22 +154,15 @@ class LigerFusedLinearORPOLoss(PairLoss):
         bias: torch.Tensor | None = None,
         nll_target: torch.Tensor | None = None,
     ) -> Result:
-        """The mean loss of pairs that are stacked, all chosen completions and then all rejected ones.
+        """The mean loss of the pairs; the arguments but `nll_target` are those of [`LigerFusedLinearDPOLoss`].
 
-        Args:
-            lin_weight: `(vocab, hidden)`.
-            _input: `(2 * pairs, tokens, hidden)`.
-            target: `(2 * pairs, tokens)`.
-            bias: `(vocab,)`.
-            nll_target: `(2 * pairs, tokens)`, whose first half holds the labels of the negative log-likelihood, where
-                more tokens count there than in `target`, such as those of the prompt. A token that counts in both must
-                have the same label in both.
+        The first half of `nll_target`, `(2 * pairs, tokens)`, holds the labels of the negative log-likelihood, where
+        more tokens count there than in `target`, such as those of the prompt. A token that counts in both must have the
+        same label in both.
 
         Returns:
-            The loss, and a tuple of tensors without a gradient: log-probabilities per token of chosen and of rejected
-            completions, `(pairs,)` each; means of the logits over the tokens that count in `target`, of both; the
-            negative log-likelihood, 0 where it is not part of the loss; the rewards of both, `(pairs,)` each; the mean
-            of log S(log odds ratio); and the mean log odds ratio.
+            The results of DPO, with log-probabilities per token, and after them the mean of log S(log odds ratio) and
+            the mean log odds ratio.
 
         Raises:
             ValueError: For a shape or dtype that is not allowed, or (on the CPU) labels that contradict each other.
@@ -202,28 +189,9 @@ class _ContrastiveLoss(PairLoss):
         check_label_smoothing(self.label_smoothing)
 
     def forward(
-        self,
-        lin_weight: torch.Tensor,
-        _input: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
     ) -> Result:
-        """The mean loss of pairs that are stacked, all chosen completions and then all rejected ones.
-
-        Args:
-            lin_weight: `(vocab, hidden)`.
-            _input: `(2 * pairs, tokens, hidden)`.
-            target: `(2 * pairs, tokens)`.
-            bias: `(vocab,)`.
-
-        Returns:
-            The loss, and a tuple of tensors without a gradient: log-probabilities of chosen and of rejected
-            completions, `(pairs,)` each; means of the logits over the tokens that count, of both; the negative
-            log-likelihood, 0 where it is not part of the loss; and the rewards of both, `(pairs,)` each.
-
-        Raises:
-            ValueError: For a shape or dtype that is not allowed.
-        """
+        """The mean loss of the pairs; arguments, results and errors are those of [`LigerFusedLinearDPOLoss`]."""
         losses = functools.partial(contrastive, beta=self.beta, label_smoothing=self.label_smoothing, gamma=self.gamma)
         loss, pairs, outputs = self._loss(losses, _input, lin_weight, target, bias)
         return loss, (*outputs, *self._rewards(pairs))
@@ -233,19 +201,8 @@ class _ContrastiveLoss(PairLoss):
 class LigerFusedLinearCPOLoss(_ContrastiveLoss):
     """CPO over a head: DPO without a reference, and the negative log-likelihood.
 
-    Args:
-        ignore_index: Label of tokens that do not count.
-        beta: Factor of the margin.
-        alpha: Factor of the negative log-likelihood of the chosen completions.
-        label_smoothing: Share of pairs whose labels are taken to be the wrong way round, in [0, 1].
-        compute_nll_loss: Whether the negative log-likelihood is part of the loss.
-        compiled: No effect.
-        average_log_prob: Take the mean of a completion's log-probabilities, not their sum.
-        chunk_size: No effect: chunks are planned by memory.
-        logits_memory: Bytes of logits at a time, as for DPO.
-
-    Raises:
-        ValueError: For an option out of its range.
+    `beta` is the factor of the margin, `label_smoothing` the share of pairs whose labels are taken to be the wrong way
+    round, in [0, 1]. Other options and errors are those of [`LigerFusedLinearDPOLoss`].
     """
 
     average_log_prob: bool = False
@@ -257,19 +214,8 @@ class LigerFusedLinearCPOLoss(_ContrastiveLoss):
 class LigerFusedLinearSimPOLoss(_ContrastiveLoss):
     """SimPO over a head: log-probabilities per token, which must be `gamma` apart, and the negative log-likelihood.
 
-    Args:
-        ignore_index: Label of tokens that do not count.
-        beta: Factor of the margin.
-        alpha: Factor of the negative log-likelihood of the chosen completions.
-        label_smoothing: Share of pairs whose labels are taken to be the wrong way round, in [0, 1].
-        compute_nll_loss: Whether the negative log-likelihood is part of the loss. It is not in the paper.
-        compiled: No effect.
-        gamma: The target margin, after beta.
-        chunk_size: No effect: chunks are planned by memory.
-        logits_memory: Bytes of logits at a time, as for DPO.
-
-    Raises:
-        ValueError: For an option out of its range.
+    `gamma` is the target margin, after `beta`; the negative log-likelihood is not in the paper. Other options and
+    errors are those of [`LigerFusedLinearCPOLoss`].
     """
 
     gamma: float = 0.5

@@ -9,16 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from liger_trainer.functional import (
-    DivergenceOutput,
-    fused_ce_tvd,
-    jsd,
-    kl_div,
-    linear_cosine_distance,
-    linear_jsd,
-    linear_kl_div,
-    tvd,
-)
+from liger_trainer import functional as F
 from liger_trainer.liger.nn.losses import OptionsModule
 
 
@@ -26,11 +17,8 @@ from liger_trainer.liger.nn.losses import OptionsModule
 class LigerFusedLinearJSD(OptionsModule):
     """Generalised JSD of two heads; see [`liger_trainer.functional.linear_jsd`]. The loss is float32.
 
-    Args:
-        jsd_beta: Between 0, ``KL(teacher || student)``, and 1, ``KL(student || teacher)``.
-        ignore_index: Label of tokens that do not count.
-        temperature: Divides the logits of both.
-        accum_dtype: No effect: what is accumulated over chunks always has float32 accuracy or a tested bound.
+    `jsd_beta` is the function's `beta`. `accum_dtype` has no effect: what is accumulated over chunks always has float32
+    accuracy or a tested bound.
     """
 
     jsd_beta: float = 0.5
@@ -47,7 +35,7 @@ class LigerFusedLinearJSD(OptionsModule):
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The mean over the tokens, (tokens, hidden) of each model, whose label in `shift_labels` counts."""
-        loss = linear_jsd(
+        loss = F.linear_jsd(
             student_input,
             student_weight,
             teacher_input,
@@ -65,12 +53,7 @@ class LigerFusedLinearJSD(OptionsModule):
 class LigerFusedLinearKLDivLoss(OptionsModule):
     """KL divergence of a head from given probabilities; see [`liger_trainer.functional.linear_kl_div`].
 
-    Args:
-        reduction: ``"batchmean"``, ``"mean"`` or ``"sum"``.
-        ignore_index: Label of tokens that do not count.
-        temperature: Divides the student's logits.
-        eps: Lower bound of the probabilities in the logarithm.
-        accum_dtype: No effect: what is accumulated over chunks always has float32 accuracy or a tested bound.
+    `accum_dtype` has no effect, as in [`LigerFusedLinearJSD`].
     """
 
     reduction: str = "batchmean"
@@ -87,7 +70,7 @@ class LigerFusedLinearKLDivLoss(OptionsModule):
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The loss of `student_input`, (tokens, hidden), under its head against `target`, (tokens, vocab)."""
-        loss = linear_kl_div(
+        loss = F.linear_kl_div(
             student_input,
             student_weight,
             target,
@@ -103,12 +86,7 @@ class LigerFusedLinearKLDivLoss(OptionsModule):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LigerJSD(OptionsModule):
-    """Generalised JSD of log-probabilities; see [`liger_trainer.functional.jsd`]. The loss is float32.
-
-    Args:
-        beta: Between 0, ``KL(P || Q)``, and 1, ``KL(Q || P)``.
-        ignore_index: Label of rows that do not count.
-    """
+    """Generalised JSD of log-probabilities; see [`liger_trainer.functional.jsd`]. The loss is float32."""
 
     beta: float = 0.5
     ignore_index: int = -100
@@ -117,7 +95,7 @@ class LigerJSD(OptionsModule):
         self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The mean over the rows of the student's `log_q` and the teacher's `log_p`, (tokens, vocab)."""
-        return jsd(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
+        return F.jsd(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -135,33 +113,24 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
     def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
         """The loss of the log-probabilities `y_pred` against `y_true`, (tokens, vocab)."""
-        return kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
+        return F.kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LigerTVDLoss(OptionsModule):
-    """Total variation distance of probabilities; see [`liger_trainer.functional.tvd`]. The loss is float32.
-
-    Args:
-        reduction: ``"batchmean"``, ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: Label of rows that do not count.
-    """
+    """Total variation distance of probabilities; see [`liger_trainer.functional.tvd`]. The loss is float32."""
 
     reduction: str = "batchmean"
     ignore_index: int = -100
 
     def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
         """The distance of `p`, which gets the gradient, and `q`, (tokens, vocab)."""
-        return tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+        return F.tvd(p, q, shift_labels, self.reduction, self.ignore_index)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LigerFusedCETVDLoss(OptionsModule):
-    """Cross entropy and total variation distance of each token; see [`liger_trainer.functional.fused_ce_tvd`].
-
-    Args:
-        ignore_index: Label of tokens that do not count.
-    """
+    """Cross entropy and total variation distance of each token; see [`liger_trainer.functional.fused_ce_tvd`]."""
 
     ignore_index: int = -100
 
@@ -169,7 +138,7 @@ class LigerFusedCETVDLoss(OptionsModule):
         self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Both terms of the logits, (tokens, vocab), and labels `target`, (tokens,), without reduction."""
-        return fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
+        return F.fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -216,7 +185,7 @@ class _FusedLinearDistillation(OptionsModule):
             vocab_size=min(student_weight.shape[0], teacher_weight.shape[0]),
             outputs=("soft_loss", "hard_loss") if self.return_soft_hard_loss else (),
         )
-        if isinstance(result, DivergenceOutput):
+        if isinstance(result, F.DivergenceOutput):
             return result.loss, result.soft_loss, result.hard_loss
         return result
 
@@ -227,18 +196,12 @@ class LigerFusedLinearJSDLoss(_FusedLinearDistillation):
     Where one head has more rows than the other, the rows that both have are compared: padding takes no part, instead of
     being compared with logits of 0.
 
-    Args:
-        weight_hard_loss: Factor of the cross entropy.
-        weight_soft_loss: Factor of the divergence.
-        beta: Between 0, ``KL(teacher || student)``, and 1, ``KL(student || teacher)``.
-        ignore_index: Label of tokens that do not count.
-        temperature: Divides the logits of both in the divergence.
-        compiled: No effect.
-        chunk_size: No effect: chunks are planned by memory (`logits_memory`).
-        return_soft_hard_loss: Return the divergence and the cross entropy too.
+    `weight_hard_loss` and `weight_soft_loss` are the function's `hard_weight` and `soft_weight`.
+    `return_soft_hard_loss` returns the divergence and the cross entropy too. `compiled` and `chunk_size` have no
+    effect: chunks are planned by memory (`logits_memory`).
     """
 
-    function = staticmethod(linear_jsd)
+    function = staticmethod(F.linear_jsd)
 
 
 class LigerFusedLinearCosineSimilarityLoss(_FusedLinearDistillation):
@@ -250,4 +213,4 @@ class LigerFusedLinearCosineSimilarityLoss(_FusedLinearDistillation):
     factor of the distance, and `temperature` has no influence on a cosine.
     """
 
-    function = staticmethod(linear_cosine_distance)
+    function = staticmethod(F.linear_cosine_distance)

@@ -75,16 +75,8 @@ class LigerSparsemax(nn.Module):
 class LigerMultiTokenAttention(nn.Module):
     """Convolved causal attention weights; see [`liger_trainer.functional.multi_token_attention`] for the formula.
 
-    Args:
-        in_channels: Heads.
-        out_channels: Heads after the convolution.
-        kernel_size: Height (queries) and width (keys) of the convolution; one number for both.
-        stride: Stride of the convolution.
-        padding: Zeros around the attention weights.
-        dilation: Distance of the kernel's taps.
-        groups: Groups of heads that are convolved on their own.
-        bias: Whether there is a bias; it starts at zero.
-        sparse: Sparsemax instead of softmax.
+    The arguments are those of ``torch.nn.Conv2d``, of which channels are heads, queries height and keys width, and
+    `sparse`: sparsemax instead of softmax. The bias starts at zero.
 
     Raises:
         ValueError: if `groups` does not divide the heads.

@@ -106,17 +106,12 @@ class _CrossEntropy(OptionsModule):
 class LigerCrossEntropyLoss(_CrossEntropy):
     """Cross entropy of logits; see [`liger_trainer.functional.cross_entropy`]. The loss is float32.
 
-    Args:
-        weight: Class weights, (vocab,).
-        ignore_index: Target that does not count.
-        lse_square_scale: Factor of the z-loss, the squared log-sum-exp.
-        label_smoothing: Between 0 and 1.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        softcap: Logits become ``softcap * tanh(logits / softcap)``.
-        return_z_loss: Return the z-loss too.
-        return_token_accuracy: Return the share of valid tokens whose largest logit is the target; with reduction
-            ``"none"``, 1 or 0 for every token.
-        return_predicted_tokens: Return the index of every token's largest logit.
+    `weight` and `lse_square_scale` are the function's `class_weights` and `z_loss`. What the function does not have:
+
+    - `return_z_loss`: Return the z-loss too;
+    - `return_token_accuracy`: Return the share of valid tokens whose largest logit is the target; with reduction
+      ``"none"``, 1 or 0 for every token;
+    - `return_predicted_tokens`: Return the index of every token's largest logit.
 
     Raises:
         ValueError: for a value out of range.
@@ -145,21 +140,10 @@ class LigerCrossEntropyLoss(_CrossEntropy):
 class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
     """Cross entropy of ``_input @ lin_weight.T + bias`` without the logits in memory.
 
-    See [`liger_trainer.functional.linear_cross_entropy`].
-
-    Args:
-        ce_weight: Class weights, (vocab,).
-        ignore_index: Target that does not count.
-        lse_square_scale: Factor of the z-loss, the squared log-sum-exp.
-        label_smoothing: Between 0 and 1.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        softcap: Logits become ``softcap * tanh(logits / softcap)``.
-        return_z_loss: Return the z-loss too.
-        accum_dtype: No effect: what is accumulated over chunks always has float32 accuracy or a tested bound.
-        use_token_scaling: Weight every token's loss with its predicted probability (detached), as in Liger.
-        return_token_accuracy: Return the share of valid tokens whose largest logit is the target; with reduction
-            ``"none"``, 1 or 0 for every token.
-        return_predicted_tokens: Return the index of every token's largest logit.
+    See [`liger_trainer.functional.linear_cross_entropy`]. The options are those of [`LigerCrossEntropyLoss`], with
+    `ce_weight` for `weight`, and `use_token_scaling`: weight every token's loss with its predicted probability
+    (detached), as in Liger. `accum_dtype` has no effect: what is accumulated over chunks always has float32 accuracy or
+    a tested bound.
 
     Raises:
         ValueError: for a value out of range.

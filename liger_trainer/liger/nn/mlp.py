@@ -71,13 +71,7 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
-    """The MLP of Hunyuan V1.
-
-    Args:
-        config: See [`LigerSwiGLUMLP`].
-        layer_idx: Kept as an attribute.
-        is_shared_mlp: No effect.
-    """
+    """[`LigerSwiGLUMLP`] of Hunyuan V1, which keeps `layer_idx` as an attribute. `is_shared_mlp` has no effect."""
 
     def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
         super().__init__(config)
@@ -93,14 +87,7 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
-    """``down_proj(silu(gate) * up)`` with one projection ``gate_up_proj(x) = [gate, up]``, without biases.
-
-    Args:
-        config: Has `hidden_size`, `intermediate_size` and `hidden_act`.
-
-    Raises:
-        ValueError: if the config's activation is not SiLU.
-    """
+    """[`LigerSwiGLUMLP`] with one projection ``gate_up_proj(x) = [gate, up]``."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -117,14 +104,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
 
 class LigerBlockSparseTop2MLP(nn.Module):
-    """One expert of Mixtral, ``w2(silu(w1(x)) * w3(x))``, without biases.
-
-    Args:
-        config: Has `hidden_size`, `intermediate_size` and `hidden_act`.
-
-    Raises:
-        ValueError: if the config's activation is not SiLU.
-    """
+    """One expert of Mixtral: [`LigerSwiGLUMLP`] as ``w2(silu(w1(x)) * w3(x))``."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -142,11 +122,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 class LigerFalconH1SwiGLUMLP(GatedMLP):
     """``down_proj(silu(gate_proj(x) * gate_multiplier) * up_proj(x)) * down_multiplier``.
 
-    Args:
-        config: Has `hidden_size`, `intermediate_size`, `hidden_act`, `mlp_multipliers` and maybe `mlp_bias`.
-
-    Raises:
-        ValueError: if the config's activation is not SiLU.
+    The config is that of [`LigerSwiGLUMLP`], with `mlp_multipliers` and maybe `mlp_bias`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -167,12 +143,6 @@ class LigerMLP(GatedMLP):
     """[`LigerSwiGLUMLP`] that recomputes the product in its backward; see [`swiglu_down`].
 
     It reads `down_proj.weight` itself, so an adapter or a hook on `down_proj` is not seen.
-
-    Args:
-        config: Has `hidden_size`, `intermediate_size` and `hidden_act`.
-
-    Raises:
-        ValueError: if the config's activation is not SiLU.
     """
 
     def __init__(self, config: Any) -> None:
@@ -193,9 +163,6 @@ class LigerMLP(GatedMLP):
 
 class LigerFalconH1MLP(LigerMLP):
     """[`LigerFalconH1SwiGLUMLP`] that recomputes the product in its backward, as [`LigerMLP`].
-
-    Args:
-        config: Has `hidden_size`, `intermediate_size`, `hidden_act` and `mlp_multipliers`.
 
     Raises:
         ValueError: if the config's activation is not SiLU, or it asks for biases.
@@ -260,12 +227,7 @@ class LigerReLUSquared(nn.Module):
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
     """[`LigerSwiGLUMLP`] that saves only its input and recomputes the rest, tile by tile; see [`tiled_mlp`].
 
-    Args:
-        config: See [`LigerSwiGLUMLP`].
-        num_shards: How many tiles; None for as many as hold half a GiB each.
-
-    Raises:
-        ValueError: if the config's activation is not SiLU.
+    `num_shards` is the number of tiles; None for as many as hold half a GiB each.
     """
 
     def __init__(self, config: Any, num_shards: int | None = None) -> None:
@@ -278,11 +240,7 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):
-    """[`LigerGEGLUMLP`] that saves only its input and recomputes the rest, tile by tile; see [`tiled_mlp`].
-
-    Args:
-        config: See [`LigerGEGLUMLP`].
-        num_shards: How many tiles; None for as many as hold half a GiB each.
+    """[`LigerGEGLUMLP`] in tiles, as [`LigerTiledSwiGLUMLP`].
 
     Raises:
         ValueError: if the config names an activation that is not GELU.

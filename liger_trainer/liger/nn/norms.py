@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from liger_trainer.functional import (
-    dyt,
-    fused_add_rms_norm,
-    group_norm,
-    layer_norm,
-    modulated_rms_norm,
-    poly_norm,
-    rms_norm,
-)
+from liger_trainer import functional as F
 from liger_trainer.kernels.norms.rms_norm import CASTINGS
 
 
@@ -26,15 +18,10 @@ def _initial_weight(size: int, init_fn: str) -> nn.Parameter:
 class LigerRMSNorm(nn.Module):
     """RMSNorm over the last dimension; see [`liger_trainer.functional.rms_norm`] for the formula.
 
-    Args:
-        hidden_size: Size of the last dimension.
-        eps: Added to the mean square.
-        offset: Added to the weight (1.0 in Gemma).
-        casting_mode: Where the result is rounded: ``"llama"``, ``"gemma"``, ``"olmo2"`` or ``"none"``.
-        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
-        in_place: No effect: the caller's gradient tensor is never overwritten.
-        row_mode: No effect: the launch follows from the shape.
-        elementwise_affine: Whether there is a weight.
+    `hidden_size` is the size of the last dimension. `eps`, `offset` and `casting_mode` (there `casting`) are those of
+    the function. `init_fn` is the initial weight, ``"ones"`` or ``"zeros"``, and `elementwise_affine` says whether
+    there is one. `in_place` and `row_mode` have no effect: the caller's gradient tensor is never overwritten, and the
+    launch follows from the shape.
 
     Raises:
         ValueError: for an unknown `init_fn` or `casting_mode`.
@@ -66,7 +53,7 @@ class LigerRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises `hidden_states`, (..., hidden_size)."""
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
+        return F.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
 
     def extra_repr(self) -> str:
         """What printing the module shows."""
@@ -74,16 +61,11 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """LayerNorm over the last dimension; it always has a bias, which starts at zero unless `bias` is set.
+    """LayerNorm over the last dimension; it always has a bias.
 
-    Args:
-        hidden_size: Size of the last dimension.
-        eps: Added to the variance.
-        bias: Start the bias from random values, as Liger does, and not from zero.
-        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
-        impl: No effect: there is one implementation.
-        mode: No effect.
-        backend: No effect; Liger's old name of `impl`.
+    `hidden_size` and `init_fn` are those of [`LigerRMSNorm`], `eps` is added to the variance. `bias` starts the bias
+    from random values, as Liger does, and not from zero. `impl`, `mode` and `backend`, Liger's old name of `impl`, have
+    no effect: there is one implementation.
 
     Raises:
         ValueError: for an unknown `init_fn`.
@@ -107,7 +89,7 @@ class LigerLayerNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises `hidden_states`, (..., hidden_size)."""
-        return layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+        return F.layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         """What printing the module shows."""
@@ -115,14 +97,9 @@ class LigerLayerNorm(nn.Module):
 
 
 class LigerGroupNorm(nn.Module):
-    """GroupNorm of (batch, channels, ...); it always has a bias, which starts at zero unless `bias` is set.
+    """GroupNorm of (batch, num_channels, ...) in `num_groups` groups, a divisor of `num_channels`.
 
-    Args:
-        num_channels: Channels of the input.
-        num_groups: Number of groups, a divisor of `num_channels`.
-        eps: Added to the variance.
-        bias: Start the bias from random values, as Liger does, and not from zero.
-        init_fn: Initial weight, ``"ones"`` or ``"zeros"``.
+    `eps`, `bias` and `init_fn` are those of [`LigerLayerNorm`].
 
     Raises:
         ValueError: for an unknown `init_fn`, or groups that do not divide the channels.
@@ -142,7 +119,7 @@ class LigerGroupNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises `hidden_states`, (batch, num_channels, ...)."""
-        return group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.variance_epsilon)
+        return F.group_norm(hidden_states, self.num_groups, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         """What printing the module shows."""
@@ -152,9 +129,7 @@ class LigerGroupNorm(nn.Module):
 class LigerPolyNorm(nn.Module):
     """PolyNorm; see [`liger_trainer.functional.poly_norm`] for the formula. Weights start at 1/3, the bias at 1.
 
-    Args:
-        eps: Added to each mean square.
-        in_place: No effect: the caller's gradient tensor is never overwritten.
+    `in_place` has no effect, as in [`LigerRMSNorm`].
     """
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
@@ -165,7 +140,7 @@ class LigerPolyNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises `hidden_states`, (..., hidden_size)."""
-        return poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+        return F.poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         """What printing the module shows."""
@@ -193,7 +168,7 @@ class LigerDyT(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the function to `x`, (..., hidden_size)."""
-        return dyt(x, self.alpha, self.gamma, self.beta)
+        return F.dyt(x, self.alpha, self.gamma, self.beta)
 
     def extra_repr(self) -> str:
         """What printing the module shows."""
@@ -221,7 +196,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         self, hidden_states: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The normalised sum of `hidden_states` and `residual`, and the sum."""
-        return fused_add_rms_norm(
+        return F.fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
 
@@ -250,7 +225,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
         self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Normalises and modulates `hidden_states`, (..., hidden_size), by a row for each sample, token, or for all."""
-        return modulated_rms_norm(
+        return F.modulated_rms_norm(
             hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
         )
 

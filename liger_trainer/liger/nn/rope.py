@@ -62,18 +62,10 @@ def liger_multimodal_rotary_pos_emb(
     mrope_section: Sequence[int],
     unsqueeze_dim: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates q and k by the tables of three axes; see [`liger_trainer.functional.rope_multimodal`].
+    """[`liger_rotary_pos_emb`] with tables of three axes, (3, batch or 1, seq, head_dim).
 
-    Args:
-        q: Queries, (batch, heads, seq, head_dim).
-        k: Keys, (batch, kv_heads, seq, head_dim).
-        cos: (3, batch or 1, seq, head_dim).
-        sin: As `cos`.
-        mrope_section: How many pairs follow time, height and width.
-        unsqueeze_dim: Where the heads are: 1, or 2 for (batch, seq, heads, head_dim).
-
-    Returns:
-        q and k, rotated.
+    `mrope_section` says how many pairs follow time, height and width; see
+    [`liger_trainer.functional.rope_multimodal`].
     """
     return rope_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim)
 
@@ -90,15 +82,9 @@ def liger_llama4_vision_rotary_pos_emb(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates q and k of (batch, seq, heads, head_dim) by the complex factors of Llama 4's vision tower.
 
-    Args:
-        query: Queries, (batch, seq, heads, head_dim).
-        key: Keys, as `query`.
-        freqs_ci: (seq, head_dim / 2), with a dimension of 1 in the middle or not, or (1, seq, 1, head_dim / 2).
-            A real table is what is left of a complex buffer when a model is cast to bf16: it is taken as it is, as the
-            model's own code does, and then only scales.
-
-    Returns:
-        query and key, rotated.
+    `freqs_ci` is (seq, head_dim / 2), with a dimension of 1 in the middle or not, or (1, seq, 1, head_dim / 2). A real
+    table is what is left of a complex buffer when a model is cast to bf16: it is taken as it is, as the model's own
+    code does, and then only scales.
     """
     if freqs_ci.dim() == 4:
         freqs_ci = freqs_ci.squeeze(2)

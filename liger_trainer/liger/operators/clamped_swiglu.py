@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.activation import GatedActivation
-from liger_trainer.kernels.mlp.gated_activation import fused_kernel_takes, gated_activation
+from liger_trainer.kernels.mlp.gated_activation import gated_activation
+from liger_trainer.kernels.mlp.glu import kernel_takes
 
 
 def clamped_swiglu(
@@ -48,7 +49,7 @@ def clamped_swiglu(
     """
     if not alpha > 0:
         raise ValueError(f"`alpha` is {alpha}; it must be more than 0.")
-    if fused_kernel_takes(gate_up, inplace_backward, interleaved):
+    if kernel_takes(gate_up, None, inplace_backward, interleaved=interleaved):
         form = GatedActivation.of("silu", alpha, 1.0 / alpha, limit, up_offset, interleaved)
         return gated_activation(gate_up, None, form, inplace_backward)
     return clamped_swiglu_reference(gate_up, alpha, limit, up_offset=up_offset, interleaved=interleaved)

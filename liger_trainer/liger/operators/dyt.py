@@ -20,20 +20,29 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.autograd import differentiate_norm
 from liger_trainer.kernels.fast_math import tanh_and_derivative
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     NormConfig,
     as_rows,
-    check_all_dtensors,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
     memory_order,
 )
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    check_all_dtensors,
+    check_arguments,
+    has_elements,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 _BLOCK = 1024  # largest number of columns in a tile
 _TILE = 2048  # elements in a tile
@@ -132,7 +141,7 @@ def _block(hidden_size: int) -> int:
 def _dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
     hidden_size, order = x.shape[-1], memory_order(x)
     y = empty_in_order(x, order, x.dtype)
-    if x.numel() == 0:
+    if not has_elements(x):
         return y
     rows, block, config = as_rows(x, order), _block(hidden_size), launch_config(hidden_size)
     with on_device(x):
@@ -152,11 +161,6 @@ def _dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.
     return y
 
 
-@_dyt.register_fake
-def _(x, alpha, gamma, beta):
-    return empty_in_order(x, memory_order(x), x.dtype)
-
-
 @operator("liger_trainer::dyt_backward")
 def _dyt_backward(
     dy: torch.Tensor,
@@ -167,7 +171,7 @@ def _dyt_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dx, dalpha, dgamma, dbeta = empty_gradients(needed, x, alpha, gamma, beta)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dalpha.zero_(), dgamma.zero_(), dbeta.zero_()
     hidden_size, order = x.shape[-1], memory_order(x)
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
@@ -204,24 +208,7 @@ def _dyt_backward(
     return dx, dalpha, dgamma, dbeta
 
 
-@_dyt_backward.register_fake
-def _(dy, x, alpha, gamma, beta, needed):
-    return empty_gradients(needed, x, alpha, gamma, beta)
-
-
-refuse_second_derivative(_dyt_backward, "dyt")
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dy):
-    needed = list(ctx.needs_input_grad)
-    return where_needed(needed, *_dyt_backward(dy, *ctx.saved_tensors, needed))
-
-
-_dyt.register_autograd(_backward, setup_context=_setup_context)
+differentiate_norm(_dyt, _dyt_backward, "dyt", (0, 1, 2, 3))
 
 
 def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:

@@ -26,7 +26,16 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import as_rows
-from liger_trainer.kernels.runtime import cdiv, graph_is_kept, is_expanded, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    graph_is_kept,
+    has_elements,
+    is_expanded,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 @triton.jit
@@ -160,18 +169,13 @@ def _num_warps(x: torch.Tensor) -> int:
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int) -> torch.Tensor:
     vocab, cols = weight.shape
     out = weight.new_empty((*ids.shape, cols))
-    if out.numel() == 0:
+    if not has_elements(out):
         return out
     ids, weight = ids.reshape(-1).contiguous(), as_rows(weight, None)
     grid, options = (len(ids), cdiv(cols, _COLUMNS)), {"BLOCK": _COLUMNS, "num_warps": _num_warps(weight)}
     with on_device(weight):
         _gather_kernel[grid](ids, weight, out, vocab, cols, weight.stride(0), **options)
     return out
-
-
-@_embedding.register_fake
-def _(ids, weight, padding_idx):
-    return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
 @operator("liger_trainer::embedding_backward")
@@ -181,24 +185,14 @@ def _embedding_backward(dy: torch.Tensor, ids: torch.Tensor, vocab: int, padding
     return gradient
 
 
-@_embedding_backward.register_fake
-def _(dy, ids, vocab, padding_idx):
-    return dy.new_empty((vocab, dy.shape[-1]))
-
-
 @operator("liger_trainer::embedding_backward_", mutates=("grad_weight",))
 def _embedding_backward_(grad_weight: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, padding_idx: int) -> None:
     _add_rows(grad_weight, dy, ids, padding_idx, accumulate=True)
 
 
-@_embedding_backward_.register_fake
-def _(grad_weight, dy, ids, padding_idx):
-    return None
-
-
 def _add_rows(gradient: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, padding_idx: int, accumulate: bool) -> None:
     """Writes, or adds, the sums of the rows of `dy` with equal ids to those rows of `gradient`."""
-    if dy.numel() == 0:
+    if not has_elements(dy):
         return
     dy, ids = as_rows(dy, None), ids.reshape(-1).contiguous()
     (tokens, cols), stride = dy.shape, gradient.stride(0)

@@ -23,9 +23,10 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.logit_rows import fold, row_config, row_layout, row_start, row_view
-from liger_trainer.kernels.head.loss_options import check_labels_on_cpu, check_target, compute_dtype
+from liger_trainer.kernels.head.loss_options import check_target
+from liger_trainer.kernels.head.token_statistics import check_labels_on_cpu
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import has_elements, on_device, tl, triton, use_triton
 
 
 @triton.jit
@@ -157,7 +158,7 @@ def _fused_ce_tvd(
     """The ce and tvd of every token, and what the backward saves of it, `(3, N)`."""
     tokens, vocab_size = target.numel(), student.shape[-1]
     out = student.new_empty(5, tokens, dtype=torch.float32)
-    if tokens:
+    if has_elements(target):
         block, warps, _ = row_config(vocab_size)
         with on_device(student):
             _forward_kernel[(tokens,)](
@@ -165,13 +166,6 @@ def _fused_ce_tvd(
                 tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps,
             )  # fmt: skip
     return out[0].clone(), out[1].clone(), out[2:].clone()  # an operator's results may not share memory
-
-
-@_fused_ce_tvd.register_fake
-def _(student, teacher, target, ignore_index):
-    tokens = target.numel()
-    ce, tvd, saved = (student.new_empty(shape, dtype=torch.float32) for shape in (tokens, tokens, (3, tokens)))
-    return ce, tvd, saved
 
 
 @operator("liger_trainer::fused_ce_tvd_backward")
@@ -187,7 +181,7 @@ def _fused_ce_tvd_backward(
     """The gradient of `student`, contiguous."""
     tokens, vocab_size = target.numel(), student.shape[-1]
     out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-    if tokens:
+    if has_elements(target):
         block, warps, _ = row_config(vocab_size)
         with on_device(student):
             _backward_kernel[(tokens,)](
@@ -196,11 +190,6 @@ def _fused_ce_tvd_backward(
                 tokens, vocab_size, ignore_index, BLOCK=block, num_warps=warps,
             )  # fmt: skip
     return out
-
-
-@_fused_ce_tvd_backward.register_fake
-def _(ce_grad, tvd_grad, student, teacher, target, saved, ignore_index):
-    return torch.empty(student.shape, dtype=student.dtype, device=student.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -271,7 +260,7 @@ def fused_ce_tvd_reference(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fused_ce_tvd` in plain torch, computed in fp32 (float64 for float64 logits)."""
-    dtype = compute_dtype(student_logits)
+    dtype = torch.promote_types(student_logits.dtype, torch.float32)
     ignored = target == ignore_index
     in_range = (target >= 0) & (target < student_logits.shape[-1])
     x, y = (

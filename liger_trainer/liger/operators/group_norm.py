@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.autograd import differentiate_norm
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     NormConfig,
@@ -33,7 +33,16 @@ from liger_trainer.kernels.rows import (
     empty_gradients,
     fit_config,
 )
-from liger_trainer.kernels.runtime import cdiv, is_dtensor, next_power_of_2, num_sms, on_device, use_triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    has_elements,
+    is_dtensor,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    reference_of,
+    use_triton,
+)
 from liger_trainer.liger.operators.group_norm_kernels import (
     MAX_CHUNKS,
     channel_sums_kernel,
@@ -95,8 +104,9 @@ def _group_norm(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, mean, rstd = _outputs(x, num_groups, dtype)
-    if x.numel() == 0:
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    mean, rstd = (x.new_empty(x.shape[0], num_groups, dtype=torch.float32) for _ in range(2))
+    if not has_elements(x):
         return y, mean, rstd
     x = _by_position(x)
     samples, channels, positions = x.shape
@@ -146,18 +156,6 @@ def _group_norm(
     return y, mean, rstd
 
 
-def _outputs(x: torch.Tensor, num_groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised y, contiguous, and mean and rstd of shape (samples, groups)."""
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    mean, rstd = (x.new_empty(x.shape[0], num_groups, dtype=torch.float32) for _ in range(2))
-    return y, mean, rstd
-
-
-@_group_norm.register_fake
-def _(x, num_groups, weight, bias, eps, dtype):
-    return _outputs(x, num_groups, dtype)
-
-
 @operator("liger_trainer::group_norm_backward")
 def _group_norm_backward(
     dy: torch.Tensor,
@@ -169,7 +167,7 @@ def _group_norm_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dx, dweight, dbias = empty_gradients(needed, x.contiguous(), weight, bias)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dweight.zero_(), dbias.zero_()
     dy, x, mean, rstd = _by_position(dy), _by_position(x), mean.contiguous(), rstd.contiguous()
     samples, channels, positions = x.shape
@@ -230,27 +228,7 @@ def _group_norm_backward(
     return dx, dweight, dbias
 
 
-@_group_norm_backward.register_fake
-def _(dy, x, weight, bias, mean, rstd, needed):
-    return empty_gradients(needed, x.contiguous(), weight, bias)
-
-
-refuse_second_derivative(_group_norm_backward, "group_norm")
-
-
-def _setup_context(ctx, inputs, output):
-    x, _, weight, bias, _, _ = inputs
-    ctx.save_for_backward(x, weight, bias, *output[1:])
-
-
-def _backward(ctx, dy, _mean_grad, _rstd_grad):
-    needs_dx, _, needs_dweight, needs_dbias = ctx.needs_input_grad[:4]
-    needed = [needs_dx, needs_dweight, needs_dbias]
-    dx, dweight, dbias = where_needed(needed, *_group_norm_backward(dy, *ctx.saved_tensors, needed))
-    return dx, None, dweight, dbias, None, None
-
-
-_group_norm.register_autograd(_backward, setup_context=_setup_context)
+differentiate_norm(_group_norm, _group_norm_backward, "group_norm", (0, 2, 3))
 
 
 def group_norm(
@@ -314,13 +292,8 @@ def _check(x: torch.Tensor, num_groups: int, **parameters: torch.Tensor | None) 
             )
 
 
-def group_norm_reference(
-    x: torch.Tensor,
-    num_groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-) -> torch.Tensor:
+@reference_of(group_norm)
+def group_norm_reference(x, num_groups, weight, bias, eps):
     """`group_norm` through torch's own operator, in fp32, as `layer_norm_reference`."""
     if x.numel() == 0:  # torch gives a weight the gradient NaN
         return sum((p.sum() * 0 for p in (weight, bias) if p is not None), x).to(autocast_dtype(x))

@@ -295,35 +295,15 @@ def grpo_loss(
 ) -> GRPOLossOutput:
     """The loss of a policy from its logits.
 
-    `grpo_loss_from_log_probs` of `linear_log_probs` gives the same without the logits in memory.
+    `grpo_loss_from_log_probs` of `linear_log_probs` gives the same without the logits in memory. The arguments are
+    those of that function, with log-probabilities at the same temperature, and in place of the policy's:
 
-    Args:
-        logits: `(B, L, V)`, or `(B, L + 1, V)` as a model returns them for a prompt token and L completion tokens: the
-            last position, which predicts the token after the completion, gets no gradient.
-        completion_ids: `(B, L)` of int64 or int32.
-        advantages: `(B,)`, `(B, 1)` or `(B, L)`.
-        completion_mask: `(B, L)`, 0 where a token does not count; its logits are not read.
-        old_log_probs: `(B, L)`, at the same temperature; by default the policy itself.
-        ref_log_probs: `(B, L)`, at the same temperature; needed with `beta`.
-        temperature: Divides the logits, more than 0.
-        inplace_backward: Lets the backward write the gradient over `logits`, as in `cross_entropy`.
-        loss_type: As for `grpo_loss_from_log_probs`, as are all arguments below.
-        importance_sampling_level: "token" or "sequence".
-        epsilon_low: Lower clipping distance.
-        epsilon_high: Upper clipping distance; for "cispo" the upper bound itself.
-        delta: Upper bound of an unclipped ratio.
-        beta: Factor of the KL penalty.
-        use_bias_correction_kl: Multiplies the KL penalty by the ratio.
-        sampling_ratio: Corrects for a sampler that differs from the old policy.
-        sapo_temperature_pos: Temperature of "sapo" for positive advantages.
-        sapo_temperature_neg: Temperature of "sapo" for the other advantages.
-        vespo_k_pos: Shape k of "vespo" for advantages of at least 0.
-        vespo_lambda_pos: Rate lambda of "vespo" for advantages of at least 0.
-        vespo_k_neg: Shape k for negative advantages.
-        vespo_lambda_neg: Rate lambda for negative advantages.
-        max_completion_length: Length that "dr_grpo" divides by.
-        num_items: Divides the sum of "dapo", "cispo" and "vespo".
-        reduction: "mean" or "none".
+    - `logits`: `(B, L, V)`, or `(B, L + 1, V)` as a model returns them for a prompt token and L completion tokens: the
+      last position, which predicts the token after the completion, gets no gradient. The logits of a token that
+      `completion_mask` leaves out are not read;
+    - `completion_ids`: `(B, L)` of int64 or int32;
+    - `temperature`: Divides the logits, more than 0;
+    - `inplace_backward`: Lets the backward write the gradient over `logits`, as in `cross_entropy`.
 
     Returns:
         A `GRPOLossOutput`.

@@ -24,16 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.kernels.autocast import head_as_autocast
-from liger_trainer.kernels.autograd import saved_as_is
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.head_chunks import HeadGradients, Needs, chunk_rows, chunk_spans, logits_buffer
-from liger_trainer.kernels.head.linear_log_probs import LogProbsOutput, linear_log_probs
-from liger_trainer.kernels.head.loss_options import LossOptions, check_labels_on_cpu, check_linear, check_transform
-from liger_trainer.kernels.head.rescale import expected_gradient, rescaled_gradients
-from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.head.head_chunks import HeadGradients, Needs, chunk_rows, expected_gradient, logits_buffer
+from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
+from liger_trainer.kernels.head.loss_options import LossOptions, check_linear, check_transform
+from liger_trainer.kernels.head.rescale import rescaled_gradients
+from liger_trainer.kernels.head.token_statistics import ExtraStats, LogProbsOutput, RowStats, check_labels_on_cpu
 from liger_trainer.kernels.matmul import fp32_reductions
-from liger_trainer.kernels.runtime import cdiv
+from liger_trainer.kernels.runtime import as_autocast, cdiv, saved_as_is
 
 Formula = Callable[[torch.Tensor, int, int], torch.Tensor]
 """``formula(log_probs, start, stop)``: the contribution of tokens `start` to `stop`, whole groups, to the loss, 0-d."""
@@ -75,7 +73,8 @@ class _GradientInForward(torch.autograd.Function):
         sums = HeadGradients(hidden, weight, bias, needs, cdiv(tokens, rows))
         buffer = logits_buffer(hidden, weight, rows)
         with fp32_reductions(weight):
-            for start, stop in chunk_spans(0, tokens, rows):
+            for start in range(0, tokens, rows):
+                stop = min(start + rows, tokens)
                 labels, found = target[start:stop], stats.rows(start, stop)
                 logits = torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start, : weight.shape[0]])
                 width = buffer.shape[1]
@@ -150,7 +149,7 @@ def linear_grouped_loss(
         RuntimeError: In a backward with ``create_graph=True``.
     """
     check_transform(temperature)
-    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     check_linear(hidden, weight, target, bias, logits_memory)
     grad_enabled = torch.is_grad_enabled()
     trained = grad_enabled and any(tensor is not None and tensor.requires_grad for tensor in (weight, bias))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_trainer.kernels.autocast import head_as_autocast
 from liger_trainer.kernels.head.divergence import (
     DivergenceOptions,
     DivergenceOutput,
@@ -19,6 +18,7 @@ from liger_trainer.kernels.head.divergence import (
 )
 from liger_trainer.kernels.head.linear_divergence import reduced_divergence
 from liger_trainer.kernels.head.loss_options import check_head
+from liger_trainer.kernels.runtime import as_autocast
 
 
 def linear_kl_div(
@@ -48,27 +48,14 @@ def linear_kl_div(
     is not normalised and gets no gradient. Logits are fp32, as in `linear_jsd`. The gradients are
     computed in the forward, in three matmuls (two for a frozen head); double backward is an error.
 
-    Args:
-        hidden: `(..., H)` of fp16, bf16, fp32 or float64.
-        weight: `(V, H)` of the dtype of `hidden`; under autocast as in `linear_cross_entropy`.
-        target: `(..., V)` probabilities, of any floating dtype.
-        labels: `(...)`, or None if every token counts; see `linear_jsd`.
-        bias: `(V,)`, floating.
-        temperature: Divides the logits after the soft-cap, more than 0.
-        ignore_index: Tokens with this label give no loss and no gradient.
-        reduction: "batchmean" (the sum over the valid tokens divided by their number), "mean" (that divided by the
-            vocabulary, as in ``torch.nn.KLDivLoss``) or "sum".
-        num_items: Divides the sum over the tokens, instead of the number of valid tokens or 1.
-        softcap: Soft-cap of the logits, more than 0.
-        logit_scale: Factor of the logits before the soft-cap.
-        eps: Lower bound of the probabilities in the logarithm.
-        soft_weight: Factor of the divergence.
-        hard_weight: Factor of the cross entropy with `labels`, of the logits before the temperature.
-        token_weights: `(...)`, floating, factors of the token losses, not differentiated.
-        vocab_size: Compares only the first `vocab_size` classes.
-        outputs: Names among "soft_loss", "hard_loss", "entropy", "token_divergence".
-        logits_memory: Bytes for the chunk of fp32 logits, 512 MiB by default, as in `linear_jsd`.
-        expected_grad: The upstream gradient to expect in the backward, as in `linear_cross_entropy`.
+    The arguments are those of the student and the options in `linear_jsd`, without the prefix ``student_``, but:
+
+    - `target`: `(..., V)` probabilities, of any floating dtype;
+    - `reduction`: "batchmean" (the sum over the valid tokens divided by their number), "mean" (that divided by the
+      vocabulary, as in ``torch.nn.KLDivLoss``) or "sum". `num_items` takes the place of the number of valid tokens, or
+      of 1;
+    - `eps`: Lower bound of the probabilities in the logarithm;
+    - `logits_memory`: Bytes for the one chunk of fp32 logits, 512 MiB by default.
 
     Returns:
         The fp32 0-d loss (float64 for float64 inputs); with `outputs` a `DivergenceOutput`.
@@ -77,7 +64,7 @@ def linear_kl_div(
         ValueError: For a shape, dtype, device, option or (on the CPU) label that is not allowed.
         RuntimeError: In a backward with ``create_graph=True``.
     """
-    hidden, weight, bias = head_as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     check_head(hidden, weight, bias, "student_")
     if reduction not in ("batchmean", "mean", "sum"):
         raise ValueError(f"`reduction` is {reduction!r}; it must be 'batchmean', 'mean' or 'sum'.")

@@ -28,19 +28,27 @@ import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
 from liger_trainer.kernels.norms.layer_norm import backward_config
-from liger_trainer.kernels.norms.rms_norm import check_casting, load_scale, normalise, rms_norm_reference
+from liger_trainer.kernels.norms.rms_norm import CASTINGS, load_scale, normalise, rms_norm_reference, unknown_casting
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     as_row_values,
     as_rows,
-    check_all_dtensors,
-    check_arguments,
     column_sum,
     fit_config,
     forward_tiles,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import cdiv, num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    check_all_dtensors,
+    check_arguments,
+    has_elements,
+    num_sms,
+    on_device,
+    reference_of,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_group"])
@@ -200,7 +208,7 @@ def _modulated_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if x.numel() == 0:
+    if not has_elements(x):
         return y, rstd
     rows, scale_rows = as_rows(x, None), as_rows(scale, None)
     shift_rows = None if shift is None else as_rows(shift, None)
@@ -226,11 +234,6 @@ def _modulated_rms_norm(
     return y, rstd
 
 
-@_modulated_rms_norm.register_fake
-def _(x, weight, scale, shift, eps, offset, casting):
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
 @operator("liger_trainer::modulated_rms_norm_backward")
 def _modulated_rms_norm_backward(
     dy: torch.Tensor,
@@ -243,8 +246,13 @@ def _modulated_rms_norm_backward(
     needed: list[bool],
     shift_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = _gradients(x, weight, scale, needed, shift_dtype)
-    if x.numel() == 0:
+    gradients = (
+        x.new_empty(x.shape if needed[0] else 0),
+        x.new_empty(0) if weight is None or not needed[1] else weight.new_empty(weight.shape),
+        scale.new_empty(scale.shape if needed[2] else 0),
+        x.new_empty(0) if shift_dtype is None else x.new_empty(scale.shape, dtype=shift_dtype),
+    )
+    if not has_elements(x):
         for gradient in gradients:
             gradient.zero_()
         return gradients
@@ -294,28 +302,7 @@ def _modulated_rms_norm_backward(
     return gradients
 
 
-@_modulated_rms_norm_backward.register_fake
-def _(dy, x, weight, scale, rstd, offset, casting, needed, shift_dtype):
-    return _gradients(x, weight, scale, needed, shift_dtype)
-
-
 refuse_second_derivative(_modulated_rms_norm_backward, "modulated_rms_norm")
-
-
-def _gradients(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    scale: torch.Tensor,
-    needed: list[bool],
-    shift_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised gradients of x, weight, scale and, with its dtype, shift; empty where not needed."""
-    return (
-        x.new_empty(x.shape if needed[0] else 0),
-        x.new_empty(0) if weight is None or not needed[1] else weight.new_empty(weight.shape),
-        scale.new_empty(scale.shape if needed[2] else 0),
-        x.new_empty(0) if shift_dtype is None else x.new_empty(scale.shape, dtype=shift_dtype),
-    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -379,11 +366,12 @@ def modulated_rms_norm(
         ValueError: If `scale` or `shift` does not fit `x` in shape or device or has no floating dtype, and as
             `rms_norm`.
     """
-    check_casting("modulated_rms_norm", casting)
-    check_arguments("modulated_rms_norm", x, weight=weight)
+    if casting not in CASTINGS:
+        raise unknown_casting("modulated_rms_norm", casting)
+    on_triton = check_arguments("modulated_rms_norm", x, weight=weight)
     check_all_dtensors("modulated_rms_norm", x, scale=scale, shift=shift)
     scale_rows, shift_rows = _scale_and_shift(scale, shift, x)
-    if not runs_on_triton(x, weight, scale_rows, shift_rows):
+    if not (on_triton and use_triton(scale_rows) and (shift_rows is None or use_triton(shift_rows))):
         return modulated_rms_norm_reference(x, weight, scale, shift, eps, offset, casting)
     return _modulated_rms_norm(x, weight, scale_rows, shift_rows, eps, offset, casting)[0]
 
@@ -439,15 +427,8 @@ def _for_each_token(modulation: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return modulation[:, None].expand(-1, tokens // groups, -1).reshape(tokens, hidden_size)
 
 
-def modulated_rms_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    scale: torch.Tensor,
-    shift: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> torch.Tensor:
+@reference_of(modulated_rms_norm)
+def modulated_rms_norm_reference(x, weight, scale, shift, eps, offset, casting):
     """`modulated_rms_norm` in plain torch, with torch's own autograd."""
     scale, shift = _scale_and_shift(scale, shift, x)
     compute = torch.promote_types(x.dtype, torch.float32)

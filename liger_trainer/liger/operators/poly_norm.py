@@ -20,24 +20,30 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.autograd import refuse_second_derivative, where_needed
+from liger_trainer.kernels.autograd import differentiate_norm
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     NormConfig,
     as_row_values,
     as_rows,
     backward_tiles,
-    check_all_dtensors,
-    check_arguments,
     column_sum,
     empty_gradients,
     empty_in_order,
     empty_row_values,
     forward_tiles,
     memory_order,
-    runs_on_triton,
 )
-from liger_trainer.kernels.runtime import next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import (
+    check_all_dtensors,
+    check_arguments,
+    has_elements,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -154,8 +160,9 @@ def _poly_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     order = memory_order(x)
-    y, rstd_3, rstd_2, rstd_1 = _outputs(x)
-    if x.numel() == 0:
+    y = empty_in_order(x, order, x.dtype)
+    rstd_3, rstd_2, rstd_1 = (empty_row_values(x, order) for _ in range(3))
+    if not has_elements(x):
         return y, rstd_3, rstd_2, rstd_1
     rows = as_rows(x, order)
     programs, options = forward_tiles(rows)
@@ -176,18 +183,6 @@ def _poly_norm(
     return y, rstd_3, rstd_2, rstd_1
 
 
-def _outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised y, and r_3, r_2 and r_1 of each row."""
-    order = memory_order(x)
-    rstd_3, rstd_2, rstd_1 = (empty_row_values(x, order) for _ in range(3))
-    return empty_in_order(x, order, x.dtype), rstd_3, rstd_2, rstd_1
-
-
-@_poly_norm.register_fake
-def _(x, weight, bias, eps):
-    return _outputs(x)
-
-
 @operator("liger_trainer::poly_norm_backward")
 def _poly_norm_backward(
     dy: torch.Tensor,
@@ -200,7 +195,7 @@ def _poly_norm_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dx, dweight, dbias = empty_gradients(needed, x, weight, bias)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dweight.zero_(), dbias.zero_()
     order = memory_order(x)
     rows, dy_rows = as_rows(x, order), as_rows(dy, order)
@@ -230,24 +225,7 @@ def _poly_norm_backward(
     return dx, dweight, dbias
 
 
-@_poly_norm_backward.register_fake
-def _(dy, x, weight, bias, rstd_3, rstd_2, rstd_1, needed):
-    return empty_gradients(needed, x, weight, bias)
-
-
-refuse_second_derivative(_poly_norm_backward, "poly_norm")
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3], *output[1:])
-
-
-def _backward(ctx, dy, _rstd_3_grad, _rstd_2_grad, _rstd_1_grad):
-    needed = list(ctx.needs_input_grad[:3])
-    return *where_needed(needed, *_poly_norm_backward(dy, *ctx.saved_tensors, needed)), None
-
-
-_poly_norm.register_autograd(_backward, setup_context=_setup_context)
+differentiate_norm(_poly_norm, _poly_norm_backward, "poly_norm", (0, 1, 2))
 
 
 def poly_norm(
@@ -271,7 +249,7 @@ def poly_norm(
         ValueError: If `weight` is not three and `bias` not one floating point number on the device of `x`, or `x` is
             not of a floating dtype or has no last dimension of at least 1.
     """
-    check_arguments("poly_norm", x)
+    on_triton = check_arguments("poly_norm", x)
     check_all_dtensors("poly_norm", x, weight=weight, bias=bias)
     for argument, parameter, size in (("weight", weight, 3), ("bias", bias, 1)):
         if parameter is None:
@@ -282,7 +260,7 @@ def poly_norm(
                 f"`{argument}` of poly_norm has shape {tuple(parameter.shape)}, dtype {parameter.dtype} and is on "
                 f"{parameter.device}; give a floating point tensor of shape ({size},) on {x.device}, where `x` is."
             )
-    if not runs_on_triton(x, weight, bias):
+    if not (on_triton and use_triton(weight) and (bias is None or use_triton(bias))):
         return poly_norm_reference(x, weight, bias, eps)
     return _poly_norm(x, weight, bias, eps)[0]
 

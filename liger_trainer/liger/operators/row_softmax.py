@@ -17,9 +17,9 @@ count as -inf, and are written as 0.
 
 Bytes moved for (N, V) elements of b bytes: 2*N*V*b forward, 3*N*V*b backward; 1.5 and 2 with the mask. Saved for
 backward: y. A half-precision y is rounded, so that dx differs from that of attention weights rounded after an fp32
-softmax. In half precision, `causal_softmax` therefore saves x and an fp32 log-sum-exp per row, from which the backward
-recomputes y unrounded, for the same bytes moved. Rows too long for registers are read tile by tile, mostly from L2:
-twice for softmax, twice and once per step for sparsemax.
+softmax. In half precision, softmax with the mask therefore saves x and an fp32 log-sum-exp per row, from which the
+backward recomputes y unrounded, for the same bytes moved. Rows too long for registers are read tile by tile, mostly
+from L2: twice for softmax, twice and once per step for sparsemax.
 
 Shapes: N rows, V columns; x, y and their gradients (N, V), or (..., V, V) with the causal mask.
 """
@@ -33,7 +33,7 @@ import torch
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import as_rows, device_limits
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, has_elements, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit
@@ -349,89 +349,50 @@ def launch_backward(
             backward_kernel[(cdiv(num_rows, options["ROWS"]),)](*tensors, *strides, num_rows, num_cols, **options)
 
 
+def _recomputes(x: torch.Tensor, sparse: bool, causal: bool) -> bool:
+    """Whether the backward recomputes the result from `x`."""
+    return causal and not sparse and x.dtype != torch.float32
+
+
 @operator("liger_trainer::row_softmax")
-def row_softmax(x: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
-    """Softmax or sparsemax over the last dimension, contiguous. Call `softmax` or `sparsemax`, which check `x`."""
+def _row_softmax(x: torch.Tensor, sparse: bool, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, contiguous, and the fp32 log-sum-exp of each row, without elements where the backward needs none."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        launch_forward(x, y, sparse, causal)
-    return y
-
-
-@row_softmax.register_fake
-def _(x: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@operator("liger_trainer::row_softmax_backward")
-def _row_softmax_backward(dy: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    if dx.numel():
-        launch_backward(dy, y, dx, sparse, causal)
-    return dx
-
-
-@_row_softmax_backward.register_fake
-def _(dy: torch.Tensor, y: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
-    return torch.empty(y.shape, dtype=y.dtype, device=y.device)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.sparse, ctx.causal = inputs
-    ctx.save_for_backward(output)
-
-
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    (y,) = ctx.saved_tensors
-    return _row_softmax_backward(dy, y, ctx.sparse, ctx.causal), None, None
-
-
-row_softmax.register_autograd(_backward, setup_context=_setup_context)
-refuse_second_derivative(_row_softmax_backward, "softmax and sparsemax")
-
-
-@operator("liger_trainer::causal_softmax")
-def _causal_softmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The causal softmax, contiguous, and the fp32 log-sum-exp of each row."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    lse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if y.numel():
-        launch_forward(x, y, sparse=False, causal=True, lse=lse)
+    recomputes = _recomputes(x, sparse, causal)
+    lse = torch.empty(x.shape[:-1] if recomputes else 0, dtype=torch.float32, device=x.device)
+    if has_elements(y):
+        launch_forward(x, y, sparse, causal, lse if recomputes else None)
     return y, lse
 
 
-@_causal_softmax.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@operator("liger_trainer::causal_softmax_backward")
-def _causal_softmax_backward(dy: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if dx.numel():
-        launch_backward(dy, x, dx, sparse=False, causal=True, lse=lse)
+@operator("liger_trainer::row_softmax_backward")
+def _row_softmax_backward(
+    dy: torch.Tensor, saved: torch.Tensor, lse: torch.Tensor, sparse: bool, causal: bool
+) -> torch.Tensor:
+    dx = torch.empty(saved.shape, dtype=saved.dtype, device=saved.device)
+    if has_elements(dx):
+        launch_backward(dy, saved, dx, sparse, causal, lse if _recomputes(saved, sparse, causal) else None)
     return dx
 
 
-@_causal_softmax_backward.register_fake
-def _(dy: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, ctx.sparse, ctx.causal = inputs
+    y, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(x if _recomputes(*inputs) else y, lse)
 
 
-def _setup_causal(ctx: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(inputs[0], output[1])
+def _backward(ctx: Any, dy: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None]:
+    return _row_softmax_backward(dy, *ctx.saved_tensors, ctx.sparse, ctx.causal), None, None
 
 
-def _backward_of_causal(ctx: Any, dy: torch.Tensor, _: None) -> torch.Tensor:
-    x, lse = ctx.saved_tensors
-    return _causal_softmax_backward(dy, x, lse)
+_row_softmax.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivative(_row_softmax_backward, "softmax and sparsemax")
 
 
-_causal_softmax.register_autograd(_backward_of_causal, setup_context=_setup_causal)
-refuse_second_derivative(_causal_softmax_backward, "softmax and sparsemax")
+def row_softmax(x: torch.Tensor, sparse: bool, causal: bool) -> torch.Tensor:
+    """Softmax or sparsemax over the last dimension, contiguous. Call `softmax` or `sparsemax`, which check `x`.
 
-
-def causal_softmax(x: torch.Tensor) -> torch.Tensor:
-    """Causal softmax of square matrices, whose gradient is that of the softmax before rounding to half precision."""
-    return row_softmax(x, False, True) if x.dtype == torch.float32 else _causal_softmax(x)[0]
+    The gradient of the causal softmax is that before rounding to half precision.
+    """
+    return _row_softmax(x, sparse, causal)[0]

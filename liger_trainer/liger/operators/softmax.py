@@ -1,7 +1,6 @@
 """Softmax, sparsemax and multi-token attention; kernels and the operator of the first two are in `row_softmax`.
 
-Sparsemax (arXiv 1602.02068) is the point of the probability simplex nearest to the input, which is sparse. Its
-threshold is found without sorting, by Newton's method with the row in registers.
+Sparsemax (arXiv 1602.02068) is the point of the probability simplex nearest to the input, which is sparse.
 
 Multi-token attention (arXiv 2504.00927): a convolution over queries, keys and heads of causal attention weights.
 
@@ -21,8 +20,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.kernels.runtime import use_triton
-from liger_trainer.liger.operators.row_softmax import causal_softmax, row_softmax
+from liger_trainer.kernels.runtime import reference_of, use_triton
+from liger_trainer.liger.operators.row_softmax import row_softmax
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
@@ -126,10 +125,7 @@ def multi_token_attention(
             f"`scores` has shape {tuple(scores.shape)} and dtype {scores.dtype}; give floats of "
             "(batch, heads, length, length), with or without the batch."
         )
-    if not use_triton(scores):
-        probabilities = _causal_reference(scores, sparse)
-    else:
-        probabilities = row_softmax(scores, True, True) if sparse else causal_softmax(scores)
+    probabilities = row_softmax(scores, sparse, True) if use_triton(scores) else _causal_reference(scores, sparse)
     return F.conv2d(probabilities, weight, bias, stride, padding, dilation, groups).tril_()
 
 
@@ -141,15 +137,7 @@ def _causal_reference(scores: torch.Tensor, sparse: bool) -> torch.Tensor:
     return torch.softmax(masked, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
 
 
-def multi_token_attention_reference(
-    scores: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
-    groups: int = 1,
-    sparse: bool = False,
-) -> torch.Tensor:
+@reference_of(multi_token_attention)
+def multi_token_attention_reference(scores, weight, bias, stride, padding, dilation, groups, sparse):
     """`multi_token_attention` in plain torch."""
     return F.conv2d(_causal_reference(scores, sparse), weight, bias, stride, padding, dilation, groups).tril()

@@ -44,9 +44,6 @@ def store_base_in_fp8(model: nn.Module, device: torch.device) -> tuple[KernelRep
 
     Returns:
         A row for every kind of layer, with the reason where one is left alone.
-
-    Raises:
-        ValueError: If no layer can be stored in fp8.
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     findings = []

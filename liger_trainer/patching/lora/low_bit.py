@@ -38,12 +38,9 @@ def is_linear_4bit(module: nn.Module) -> bool:
 
 
 def nf4_weight_of(module: Any, x: torch.Tensor, drops: bool) -> NF4Weight | None:
-    """The weight that `module` multiplies `x` by; None if the layer must be called.
+    """The weight that `module`, a layer in 4 bits, multiplies `x`, `(..., in_features)`, by; None if it must be called.
 
-    Args:
-        module: A layer in 4 bits.
-        x: `(..., in_features)`.
-        drops: Whether an adapter of the layer has dropout now.
+    `drops` says whether an adapter of the layer has dropout now.
     """
     if not drops and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
         return None
@@ -117,10 +114,6 @@ class Fp8Linear(nn.Module):
     """``nn.Linear`` with a weight in fp8; see `kernels/fp8/stored.py`.
 
     Codes and scales are frozen parameters, since DDP would broadcast buffers at every forward.
-
-    Args:
-        linear: The layer, whose bias stays as it is.
-        device: Where the weight is cast and stays.
 
     Attributes:
         codes: (out_features, in_features), uint8: the bytes of float8_e4m3fn.

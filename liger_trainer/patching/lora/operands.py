@@ -17,7 +17,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_products import Weight
-from liger_trainer.patching.as_written import is_bound_by_us, is_plain_linear, is_unchanged_linear, is_unhooked
+from liger_trainer.patching.as_written import is_bound_by_us, is_plain_linear, is_unhooked
 from liger_trainer.patching.lora.low_bit import Fp8Linear, is_linear_4bit, nf4_weight_of
 from liger_trainer.tiling.summed_linear import LinearInTile
 
@@ -129,7 +129,7 @@ def plain_adapter(module: Any, name: str, x: torch.Tensor) -> PlainAdapter | Non
         return None
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     for matrix in (a, b):
-        if not is_unchanged_linear(matrix, _LINEARS) or matrix.bias is not None:
+        if not is_plain_linear(matrix, None, _LINEARS) or matrix.bias is not None:
             return None
         weight = matrix.weight
         # Of any dtype: PEFT casts x to that of the adapter.

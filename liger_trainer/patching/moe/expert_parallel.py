@@ -21,7 +21,7 @@ from torch import nn
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import EXPERT_EXCHANGE
-from liger_trainer.kernels.autocast import as_autocast
+from liger_trainer.kernels.runtime import as_autocast, local_part
 from liger_trainer.parallel.expert_exchange import bring_back, plan_exchange, send
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.report import SWITCHED_OFF, Finding
@@ -104,7 +104,7 @@ def _exchanging(held: Mapping[str, Any], original: Callable[..., torch.Tensor]) 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        hidden_states, top_k_weights = (_local(x) for x in (hidden_states, top_k_weights))
+        hidden_states, top_k_weights = map(local_part, (hidden_states, top_k_weights))
         if evaluates_alone and not (torch.is_grad_enabled() and hidden_states.requires_grad):
             return original(hidden_states, top_k_index, top_k_weights)
         tokens = len(hidden_states)
@@ -116,10 +116,6 @@ def _exchanging(held: Mapping[str, Any], original: Callable[..., torch.Tensor]) 
         return _tokens_of_all(way.tp_mesh, output, tokens).to(hidden_states.dtype)
 
     return forward
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _own_tokens(mesh: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:

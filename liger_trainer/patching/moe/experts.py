@@ -62,11 +62,7 @@ _TOP_K = 4
 def liger_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The implementation in transformers' registry.
-
-    Raises:
-        ValueError: For a module for which [`apply_liger_kernel`] has not proved it.
-    """
+    """The implementation in transformers' registry."""
     config = self.config
     if not isinstance(config, ChosenConfig):
         raise ValueError(

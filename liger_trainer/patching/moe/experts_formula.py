@@ -22,29 +22,18 @@ NORM = "post_expert_norm"
 
 
 class ExpertsFormula(NamedTuple):
-    """Options of `moe_experts`, and the names of the weights.
+    """Options of `moe_experts`, and the names of the weights."""
 
-    Args:
-        first: Name of the first projection's parameter.
-        gated: Whether it holds gate and up.
-        transposed: Whether weights have the layout (experts, in, out).
-        biases: Whether both projections have one.
-        activation: Name of the activation; `OWN` for the one that transformers' implementations call.
-        interleaved: Whether gate and up alternate.
-        limit: Clamps gate and up; None for none.
-        alpha: Multiplies the gate inside SiLU's sigmoid only, with 1 added to up, as in GPT-OSS; None for neither.
-        normed: Whether `NORM` follows each expert.
-    """
-
-    first: str
-    gated: bool
-    transposed: bool
-    biases: bool
-    activation: str = "silu"
-    interleaved: bool = False
-    limit: float | None = None
+    first: str  # name of the first projection's parameter
+    gated: bool  # whether it holds gate and up
+    transposed: bool  # whether weights have the layout (experts, in, out)
+    biases: bool  # whether both projections have one
+    activation: str = "silu"  # name of the activation; `OWN` for the one that transformers' implementations call
+    interleaved: bool = False  # whether gate and up alternate
+    limit: float | None = None  # clamps gate and up; None for none
+    # Multiplies the gate inside SiLU's sigmoid only, with 1 added to up, as in GPT-OSS; None for neither.
     alpha: float | None = None
-    normed: bool = False
+    normed: bool = False  # whether `NORM` follows each expert
 
     @property
     def kernel(self) -> str:
@@ -70,12 +59,7 @@ class ExpertsFormula(NamedTuple):
     ) -> torch.Tensor:
         """`moe_experts` with the weights of the module `experts`, each of which is read once.
 
-        Args:
-            experts: The module.
-            hidden: (T, H).
-            top_k_index: (T, k).
-            top_k_weights: (T, k).
-            adapters: For each parameter that has some; each adds ``scaling * b @ a`` in the parameter's own layout.
+        The adapters of a parameter each add ``scaling * b @ a`` in the parameter's own layout.
         """
         with saved_in_4_bits(experts, self.weights) as weights:
             weighted_sum = functools.partial(self._sum, experts, weights, adapters or {})

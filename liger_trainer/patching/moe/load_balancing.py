@@ -39,9 +39,7 @@ _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 def make_load_balancing_loss(native: Callable, over_processes: bool) -> Callable:
     """Our function instead of `native`, transformers', which still runs for inputs that ours does not support.
 
-    Args:
-        native: `load_balancing_loss_func` of a modelling module.
-        over_processes: Whether a loss with a gradient counts the tokens of all processes.
+    With `over_processes`, a loss with a gradient counts the tokens of all processes.
     """
 
     @functools.wraps(native)

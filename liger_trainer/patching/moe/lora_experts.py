@@ -30,6 +30,7 @@ from liger_trainer.patching.moe.quantized_experts import declared_weights, four_
 from liger_trainer.patching.moe.scaled_experts import are_proved
 from liger_trainer.patching.probe import Agreement, Probe, Proof, class_of, dummy_module, projection
 from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
+from liger_trainer.patching.trial import Trial
 
 _SIZES = (3, 16, 24, 4)  # experts, two features and the rank of the dummy module
 
@@ -141,16 +142,13 @@ def _obstacle(module: Any, enabled: Callable[[str], bool], probe: Probe) -> str:
 def _prove(module: Any, probe: Probe) -> Agreement:
     experts, one, other, rank = _SIZES
     weights = [probe.randn(*shape).cpu() for shape in ((experts * rank, one), (other, rank * experts))]
+
+    def ours(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        adapter = factors(_dummy(module, a, b), "default")
+        return adapter.b @ adapter.a * adapter.scaling
+
     with probe.on_cpu():
-        return probe.compare(
-            lambda a, b: _dummy(module, a, b).get_delta_weight("default"),
-            lambda a, b: _delta(factors(_dummy(module, a, b), "default")),
-            weights,
-        )
-
-
-def _delta(adapter: ExpertLoRA) -> torch.Tensor:
-    return adapter.b @ adapter.a * adapter.scaling
+        return Trial(lambda a, b: _dummy(module, a, b).get_delta_weight("default"), weights).compare(ours)
 
 
 def _dummy(module: Any, a: torch.Tensor, b: torch.Tensor) -> Any:

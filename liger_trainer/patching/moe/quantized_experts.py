@@ -20,8 +20,8 @@ from liger_trainer.compat.bitsandbytes import QUANTISED_EXPERTS
 from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import FOUR_BIT_EXPERTS, MODULE_CONTENTS, SAVED_IN_FOUR_BITS
-from liger_trainer.kernels.autocast import as_autocast
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
+from liger_trainer.kernels.runtime import as_autocast
 
 require(FOUR_BIT_EXPERTS)
 require(MODULE_CONTENTS)
@@ -34,9 +34,6 @@ class FourBits(nn.Module):
     """The parametrisation of one stacked weight: it dequantises the 4 bits.
 
     The scales of the blocks are frozen parameters, because DDP would broadcast buffers at every forward.
-
-    Args:
-        state: bitsandbytes' quantisation state.
     """
 
     code: torch.Tensor
@@ -172,11 +169,7 @@ def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractCo
 
 
 def check_adapted(model: nn.Module) -> None:
-    """Checks that no adapter targets experts that were in 4 bits already when it was created: PEFT skips those.
-
-    Raises:
-        ValueError: naming the adapter.
-    """
+    """Checks that no adapter targets experts that were in 4 bits already when it was created: PEFT skips those."""
     _, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
     experts = {path.replace(".base_layer", ""): four_bits(module) for path, module in model.named_modules()}
     wrapped = {

@@ -32,27 +32,15 @@ _FP32 = torch.float32
 
 
 class RouterFormula(NamedTuple):
-    """What a router computes.
+    """What a router computes."""
 
-    Args:
-        project: Computes the logits from hidden states, weight and bias.
-        route: Computes the results of the forward from the module, the hidden states, the logits and the correction
-            bias, (experts,) or None.
-        kernel: The operator inside, for the report.
-        reads: The attributes of the module that `route` reads at each call.
-        mixed: Whether `project` equals the model's own product if hidden states and weight differ in dtype.
-    """
-
-    project: Callable
+    project: Callable  # computes the logits from hidden states, weight and bias
+    # Computes the results of the forward from the module, the hidden states, the logits and the correction bias,
+    # (experts,) or None.
     route: Callable
-    kernel: str
-    reads: tuple[str, ...]
-    mixed: bool = False
-
-
-def in_groups(module: nn.Module) -> bool:
-    """Whether `module` says that its experts come in groups."""
-    return (getattr(module, "num_group", None) or 1) > 1
+    kernel: str  # the operator inside, for the report
+    reads: tuple[str, ...]  # the attributes of the module that `route` reads at each call
+    mixed: bool = False  # whether `project` equals the model's own product if hidden states and weight differ in dtype
 
 
 def _in_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -161,13 +149,10 @@ def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe)
 
 
 class _Verdict(NamedTuple):
-    """What is found of a router for calls of one kind.
+    """What is found of a router for calls of one kind: how each formula compares, and the one that equals it, if any.
 
-    Args:
-        agreements: How each formula compares.
-        formula: The one that equals it; None if there is none.
-        flattens: Whether it takes hidden states of more dimensions as ours does.
-        autocast: Whether it equals it under autocast.
+    That formula may take hidden states of more dimensions as the router does (`flattens`), and equal it under
+    `autocast`.
     """
 
     agreements: dict[RouterFormula, Agreement]
@@ -250,7 +235,7 @@ def _verdict(module: nn.Module, probe: Probe, names: tuple[str, ...], corrected:
     agreements = {formula: trial.compare(ours(formula)) for formula in ROUTER_FORMULAS}
     equal = sorted((each for each in agreements if agreements[each].equal), key=lambda each: agreements[each].distance)
     on_cpu = _trial_on_cpu(original, tensors, constants, top_k)
-    ranks_sums = corrected or _BIAS in biases or in_groups(module)
+    ranks_sums = corrected or _BIAS in biases or _groups(module)["num_groups"] > 1
     with probe.on_cpu():
         for formula in equal:
             agreements[formula] = on_cpu.everywhere(ours(formula), agreements[formula])
@@ -325,11 +310,7 @@ def _dummy(module: nn.Module, weight: torch.Tensor, biases: dict[str, torch.Tens
 
 
 def _by_expert(result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Logits, and weights of all experts, so that the order of the chosen ones does not matter.
-
-    Raises:
-        ValueError: If the ids of the experts are not int64.
-    """
+    """Logits, and weights of all experts, so that the order of the chosen ones does not matter."""
     if len(result) != 3:
         return result
     logits, weights, index = result

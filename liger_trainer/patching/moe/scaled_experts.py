@@ -42,7 +42,8 @@ _Forwards = tuple[Callable, Callable]  # of the block, and of its experts
 
 def find_scaled_experts(module: Any, enabled: Callable[[str], bool], probe: Probe) -> list[Finding]:
     """The findings for `module` and its experts if it is such a block."""
-    block, experts = module._modules, _without_adapters(module._modules.get("experts"))
+    block, experts = module._modules, module._modules.get("experts")
+    experts = experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts
     if experts is None or block.get("router") is None or only_argument(experts) is None:
         return []
     layout = layout_of(experts)
@@ -69,10 +70,6 @@ def are_proved(experts: nn.Module, probe: Probe) -> bool:
     """Whether `experts` belong to a block that was found and proved equal to ours."""
     proofs = (proof for key, proof in probe.cache.items() if key[0] == _KEY and key[2] == identity(experts))
     return any(formula is not None for formula, _, _ in proofs)
-
-
-def _without_adapters(experts: Any) -> Any:
-    return experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts
 
 
 def _obstacle(block: Any, experts: nn.Module, layout: ExpertsFormula | str) -> str:
@@ -103,11 +100,7 @@ def _probe_block(
 
     def on(block_forward: Callable, experts_forward: Callable) -> Callable:
         def computation(
-            x: torch.Tensor,
-            of_router: torch.Tensor,
-            other: torch.Tensor,
-            *weights: torch.Tensor,
-            training: bool = True,
+            x: torch.Tensor, of_router: torch.Tensor, other: torch.Tensor, *weights: torch.Tensor, training: bool = True
         ) -> Any:
             children = {"router": dummy_module(block.router, {"weight": of_router, "bias": None}, {}, training)}
             children |= {name: projection(other) for name in others}

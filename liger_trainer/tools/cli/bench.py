@@ -66,10 +66,7 @@ def add_parser(commands: Any) -> None:
         help="sequences or pairs in a step on one GPU; default: 4, 1; with --group, two groups",
     )
     training.add_argument(
-        "--length",
-        type=counts,
-        metavar="N[,...]",
-        help="their tokens; default: 4096, 16384 (the first length to try)",
+        "--length", type=counts, metavar="N[,...]", help="their tokens; default: 4096, 16384 (the first length to try)"
     )
     training.add_argument(
         "--lengths",
@@ -146,14 +143,7 @@ def add_parser(commands: Any) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Measures the requested operations, or lists all of them; returns the exit code.
-
-    Args:
-        arguments: The parsed command line; `argv`, as it was written, is recorded with the results.
-
-    Raises:
-        BenchmarkError: for a mistake in the arguments.
-    """
+    """Measures the requested operations, or lists all of them; returns the exit code."""
     from liger_trainer.benchmarks.registry import BenchmarkError, load_operations
 
     load_operations(arguments.provider_file)
@@ -192,11 +182,10 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
     import torch
 
     from liger_trainer.benchmarks.device import Device, find_device
-    from liger_trainer.benchmarks.measure import DeviceLost
+    from liger_trainer.benchmarks.measure import DeviceLost, Settings, run_operation
     from liger_trainer.benchmarks.records import Machine, Run
     from liger_trainer.benchmarks.registry import OPERATIONS, choose_models, closest, family
     from liger_trainer.benchmarks.report import make_console, table
-    from liger_trainer.benchmarks.suite import Settings, run_operation
 
     names = [closest(name, [*OPERATIONS, "all", "training", "longest"], "operation") for name in arguments.operations]
     operations = [OPERATIONS[name] for name in (OPERATIONS if "all" in names else names)]

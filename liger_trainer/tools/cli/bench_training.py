@@ -10,7 +10,6 @@ import math
 import sys
 
 from liger_trainer.benchmarks.device import Device, find_device
-from liger_trainer.benchmarks.longest import find_longest, table
 from liger_trainer.benchmarks.records import (
     ACTIVATION_MEMORY,
     DEFAULT_OPTIM,
@@ -22,13 +21,14 @@ from liger_trainer.benchmarks.records import (
     Run,
 )
 from liger_trainer.benchmarks.registry import BenchmarkError, choose_models, closest, family
-from liger_trainer.benchmarks.report import line, make_console, sweep_table, training_table
+from liger_trainer.benchmarks.report import line, longest_table, make_console, sweep_table, training_table
 from liger_trainer.benchmarks.training import (
     ALIGNMENT,
     GROUP_SIZE,
     GROUPS,
     WHOLE_ROWS,
     Task,
+    find_longest,
     parse_lengths,
     run_lengths,
 )
@@ -46,12 +46,7 @@ _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
 def measure_training(arguments: argparse.Namespace, command: str) -> int:
     """Measures training steps, or looks for the longest sequence; each provider in its own processes.
 
-    Args:
-        arguments: The parsed command line.
-        command: The command line as it was typed, which is recorded with the results.
-
-    Raises:
-        BenchmarkError: for an unknown provider, model, device or configuration.
+    The command line as it was typed is recorded with the results.
     """
     if arguments.operations == ["longest"]:
         _check_longest(arguments)
@@ -90,7 +85,7 @@ def _measure_longest(arguments: argparse.Namespace, task: Task, providers: list[
         run.longest.append(find_longest(task, provider, arguments.provider_file, seconds))
         if arguments.output is not None:
             run.write(arguments.output)
-    make_console().print(table(run.longest[before:]))
+    make_console().print(longest_table(run.longest[before:]))
 
 
 def _measure_steps(arguments: argparse.Namespace, task: Task, providers: list[str], run: Run) -> None:
@@ -136,11 +131,11 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         trainer,
         batch,
         (arguments.length or [length])[0],
-        arguments.steps or steps,
         not arguments.no_checkpointing,
-        str(device.device),
-        arguments.lora,
-        arguments.warmup,
+        steps=arguments.steps or steps,
+        device=str(device.device),
+        lora=arguments.lora,
+        warmup=arguments.warmup,
         accelerate_config=_accelerate_config(arguments, device),
         quantize=arguments.quantize,
         documents=arguments.documents,

@@ -50,11 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def chat(arguments: Namespace) -> int:
-    """Talks until the input ends; returns the exit code.
-
-    Raises:
-        UserError: if there is no model, tokenizer or, for `--system`, chat template.
-    """
+    """Talks until the input ends; returns the exit code."""
     quiet_libraries()
     from liger_trainer.tools.export.conversation import open_conversation
     from liger_trainer.tools.export.saved_run import find_run

@@ -57,9 +57,6 @@ def compare(arguments: Namespace, options: Sequence[str]) -> int:
 
     Returns:
         0 if ours agrees with stock, 1 if it differs, 130 after Ctrl-C.
-
-    Raises:
-        UserError: for a mistake, what cannot be compared, and a run that fails.
     """
     _check_launch()
     prepare_libraries(offline=arguments.smoke)
@@ -116,11 +113,7 @@ def _request(arguments: Namespace, options: Sequence[str]) -> Request:
 
 
 def _make(folder: Path) -> Path:
-    """Creates the folder of the results, which must be new or empty.
-
-    Raises:
-        UserError: if it holds anything, or cannot be created.
-    """
+    """Creates the folder of the results, which must be new or empty."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         empty = not any(folder.iterdir())

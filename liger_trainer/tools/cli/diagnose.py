@@ -40,9 +40,6 @@ def run(arguments: Namespace, options: Sequence[str]) -> int:
 
     Returns:
         The exit code: 1 if there are traps, or if something keeps the package from working, else 0.
-
-    Raises:
-        RecipeError: for a mistake that training would refuse too.
     """
     if arguments.subject is None:
         if arguments.smoke:

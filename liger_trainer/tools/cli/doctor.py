@@ -15,13 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal
 
-from liger_trainer.compat.private import (
-    TESTED,
-    available,
-    installed_version,
-    is_at_least,
-    is_newer_than_tested,
-)
+from liger_trainer.compat.private import TESTED, available, installed_version, is_at_least, is_newer_than_tested
 from liger_trainer.compat.transformers import LEAST_PEFT
 
 

@@ -42,16 +42,7 @@ def inspect(arguments: Namespace) -> int:
 def kernel_report(
     model: str, kernel_config: str | dict[str, Any] | None = None, trust_remote_code: bool = False
 ) -> KernelReport:
-    """The report that `apply_liger_kernel` gives for a model built without its weights.
-
-    Args:
-        model: A Hub id, a model folder, a ``config.json``, or a recipe.
-        kernel_config: Switches by component, as in ``liger_kernel_config``.
-        trust_remote_code: Whether to run code that comes with the model.
-
-    Raises:
-        RecipeError: if there is no such model.
-    """
+    """The report that `apply_liger_kernel` gives for a model built without its weights."""
     import torch
 
     from liger_trainer.configs.kernel_config import KernelConfig

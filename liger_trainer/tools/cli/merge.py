@@ -25,14 +25,7 @@ TYPES = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "auto")
 
 
 def find_converter(llama_cpp: str | None) -> list[str]:
-    """The command of llama.cpp's converter.
-
-    Args:
-        llama_cpp: A checkout of llama.cpp, whose script runs with this Python; by default the script is on the PATH.
-
-    Raises:
-        UserError: if it is not there.
-    """
+    """The command of llama.cpp's converter: of a checkout, whose script runs with this Python, or on the PATH."""
     if llama_cpp is None:
         found = shutil.which(CONVERTER)
         if found is None:
@@ -48,11 +41,7 @@ def find_converter(llama_cpp: str | None) -> list[str]:
 
 
 def convert(converter: list[str], folder: Path, kind: str) -> Path:
-    """Writes the model in `folder` as one GGUF file there, and gives its path.
-
-    Raises:
-        UserError: if the converter fails; its last line is in the message.
-    """
+    """Writes the model in `folder` as one GGUF file there, and gives its path."""
     file = folder / f"{folder.absolute().name}-{kind}.gguf"
     command = [*converter, str(folder), "--outtype", kind, "--outfile", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -96,11 +85,7 @@ def add_parser(commands: Any) -> None:
 
 
 def merge(arguments: Namespace) -> int:
-    """Merges the run ``arguments.run``; returns the exit code.
-
-    Raises:
-        UserError: if it cannot be merged, or the merged model is not the adapted one.
-    """
+    """Merges the run ``arguments.run``; returns the exit code."""
     if arguments.llama_cpp is not None and arguments.gguf is None:
         raise UserError("`--llama_cpp` is given without `--gguf`; name the type, such as `--gguf q8_0`.")
     converter = find_converter(arguments.llama_cpp) if arguments.gguf is not None else None

@@ -49,11 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def plan(arguments: Namespace, options: Sequence[str]) -> int:
-    """Prints the plan of ``arguments.recipe`` with the `options` that win over it; returns the exit code.
-
-    Raises:
-        UserError: if nothing fits.
-    """
+    """Prints the plan of ``arguments.recipe`` with the `options` that win over it; returns the exit code."""
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     from liger_trainer.tools.planning.choose import make_plan
     from liger_trainer.tools.planning.inputs import read_inputs

@@ -87,7 +87,6 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     """
     prepare_environment()
     from liger_trainer.tools.cli.doctor import unmet_requirement
-    from liger_trainer.tools.cli.run_recipe import rank, recorded
 
     unmet = unmet_requirement()
     if unmet is not None:
@@ -109,11 +108,7 @@ def prepare_environment() -> None:
 
 
 def prepare_libraries(offline: bool = False) -> None:
-    """[`prepare_environment`], and what else is set before the first import of transformers, TRL and datasets.
-
-    Args:
-        offline: Whether nothing may be downloaded.
-    """
+    """[`prepare_environment`], and what else is set before the first import of transformers, TRL and datasets."""
     prepare_environment()
     # Newer versions of transformers call it activation_checkpointing; every supported version knows the older name.
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
@@ -133,7 +128,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     from liger_trainer.callbacks.stop_on_signal import StoppedBySignal
     from liger_trainer.recipe import RecipeError, load_recipe
     from liger_trainer.recipe.file import TrainingError
-    from liger_trainer.tools.cli.run_recipe import leave_process_group, rank
 
     try:
         recipe = load_recipe(name, options, smoke="--smoke" in arguments)

@@ -72,11 +72,7 @@ def train(arguments: Namespace, options: Sequence[str]) -> int:
 
 
 def _config_of(recipe: Path, smoke: bool) -> str | None:
-    """The accelerate configuration that a recipe names; None for a smoke run, in a launched process, or without GPUs.
-
-    Raises:
-        RecipeError: if there is no such configuration, even if it would not be used.
-    """
+    """The accelerate configuration of a recipe; None for a smoke run, in a launched process, or without GPUs."""
     from liger_trainer.recipe.file import accelerate_config, read_recipe
 
     name = read_recipe(recipe).get("accelerate_config")
@@ -88,11 +84,7 @@ def _config_of(recipe: Path, smoke: bool) -> str | None:
 def launch_command(
     recipe: Path, options: Sequence[str], config: str | None, num_processes: int | None
 ) -> list[str] | None:
-    """The `accelerate launch` command line, or None if one process in place is enough.
-
-    Raises:
-        RecipeError: if `config` is neither a shipped configuration nor a file, or needs GPUs and there are none.
-    """
+    """The `accelerate launch` command line, or None if one process in place is enough."""
     import torch
 
     from liger_trainer.recipe.file import accelerate_config

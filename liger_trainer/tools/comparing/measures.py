@@ -18,12 +18,9 @@ from liger_trainer.recipe.file import RecipeError
 
 
 def split_sums(model: nn.Module) -> int:
-    """Makes every linear layer of `model` sum its products in two halves.
+    """Makes every linear layer of `model` sum its products in two halves; returns how many there are.
 
     A layer with a forward of its own, such as bitsandbytes', is called on each half of the columns with the others 0.
-
-    Returns:
-        The number of layers.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module.in_features > 1]
     for layer in layers:
@@ -97,11 +94,9 @@ def compare_gradients(model: nn.Module, folder: Path) -> dict[str, dict[str, flo
 
 
 class Completions:
-    """Takes the place of `generate` of every model in this process, until it is closed.
+    """Takes the place of `generate` of every model in this process.
 
-    Args:
-        folder: Where the calls are recorded, one file each.
-        record: Whether to generate and record; else the recorded calls are repeated.
+    It records the calls in a folder, one file each, or repeats those that are recorded there.
     """
 
     def __init__(self, folder: Path, record: bool) -> None:
@@ -128,36 +123,21 @@ class Completions:
         mixin.generate = generate
 
     def _recorded(self, model: Any, native: Any, *args: Any, **kwargs: Any) -> Any:
-        file, prompts = self.folder / f"{self.calls}.pt", kwargs.get("input_ids", args[0] if args else None)
+        file = self.folder / f"{self.calls}.pt"
+        prompts: Any = kwargs.get("input_ids", args[0] if args else None)
         self.calls += 1
         if self.record:
             result = native(model, *args, **kwargs)
-            torch.save({"prompts": prompts, "result": result, "random": random_state()}, file)
+            on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+            torch.save({"prompts": prompts, "result": result, "random": (torch.get_rng_state(), on_gpu)}, file)
             return result
         if not file.is_file():
             raise RecipeError(f"The stock run generated {self.calls - 1} times, and this one once more.")
         call = torch.load(file, map_location=model.device, weights_only=False)  # written by the stock run
-        if not same_prompts(prompts, call["prompts"]):
+        if prompts is not call["prompts"] and not torch.equal(prompts, call["prompts"].to(prompts.device)):
             raise RecipeError("The runs asked for completions of different prompts, so they cannot be compared.")
-        set_random_state(call["random"])
+        on_cpu, on_gpu = call["random"]
+        torch.set_rng_state(on_cpu.cpu())
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu.cpu())
         return call["result"]
-
-
-def same_prompts(found: Any, expected: Any) -> bool:
-    """Whether both are the same ids."""
-    return found is expected or (found.shape == expected.shape and bool((found == expected.to(found.device)).all()))
-
-
-def random_state() -> dict[str, torch.Tensor]:
-    """The state of torch's random numbers on the CPU and the accelerator."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Continues from a [`random_state`]."""
-    torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu())

@@ -15,18 +15,7 @@ from liger_trainer.tools.comparing.side import SIDES, Measured
 
 
 def run_sides(request: Request, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Runs every side in a process of its own, and deletes what they left for each other.
-
-    Args:
-        request: The comparison; its folder exists.
-        say: Is told what runs.
-
-    Returns:
-        Each side with what it measured.
-
-    Raises:
-        UserError: if a run fails; its log stays in the folder.
-    """
+    """Runs every side in a process of its own, and deletes what they left for each other; `say` is told what runs."""
     request.work.mkdir()
     request.write()
     try:

@@ -55,21 +55,13 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to compare.
+    """What to compare."""
 
-    Args:
-        recipe: A recipe's file or name, or a model's folder or name on the Hub.
-        options: Command-line options, which win over the recipe.
-        steps: Optimizer steps of each run.
-        smoke: Whether to shrink the recipe, as ``train --smoke`` does.
-        folder: Where results go.
-    """
-
-    recipe: str
-    options: tuple[str, ...]
-    steps: int
-    smoke: bool
-    folder: Path
+    recipe: str  # a recipe's file or name, or a model's folder or name on the Hub
+    options: tuple[str, ...]  # command-line options, which win over the recipe
+    steps: int  # optimizer steps of each run
+    smoke: bool  # whether to shrink the recipe, as ``train --smoke`` does
+    folder: Path  # where results go
 
     @property
     def work(self) -> Path:
@@ -89,11 +81,7 @@ class Request:
 
 
 def values_of(request: Request) -> tuple[dict[str, Any], Path, list[str]]:
-    """The keys of every run, with their values, the recipe's file, and what was changed, as sentences.
-
-    Raises:
-        RecipeError: for a mistake in the recipe or the options, and for what cannot be compared.
-    """
+    """The keys of every run, with their values, the recipe's file, and what was changed, as sentences."""
     source, written = read_source(request)
     _check_options(request)
     checked, given = check_values(written, request.options, source)
@@ -120,11 +108,7 @@ def values_of(request: Request) -> tuple[dict[str, Any], Path, list[str]]:
 
 
 def read_source(request: Request) -> tuple[Path, dict[str, Any]]:
-    """The recipe's file with its keys, or the keys with which a model is fine-tuned.
-
-    Raises:
-        RecipeError: if it is neither a recipe nor, by its looks, a model.
-    """
+    """The recipe's file with its keys, or the keys with which a model is fine-tuned."""
     name = request.recipe
     if Path(name).is_file() or Path(name).name.removesuffix(".yaml") in shipped_recipes():
         path = find_recipe(name)

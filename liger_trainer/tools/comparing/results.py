@@ -26,21 +26,13 @@ _SHOWN = 40  # parts of the model on the page; all are in the JSON file
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Everything that a comparison found.
-
-    Args:
-        request: The comparison.
-        title: The recipe and its trainer.
-        runs: The measurements of each of `SIDES`.
-        verdict: The verdict.
-        notes: Differences from the recipe, as sentences.
-    """
+    """Everything that a comparison found."""
 
     request: Request
-    title: str
-    runs: dict[str, Measured]
+    title: str  # the recipe and its trainer
+    runs: dict[str, Measured]  # the measurements of each of `SIDES`
     verdict: Verdict
-    notes: list[str]
+    notes: list[str]  # differences from the recipe, as sentences
 
     @property
     def headline(self) -> str:

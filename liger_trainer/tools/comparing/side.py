@@ -42,33 +42,21 @@ SIDES = (STOCK, AGAIN, OURS)
 
 @dataclasses.dataclass
 class Measured:
-    """What a run leaves.
+    """What a run leaves."""
 
-    Args:
-        weights: A digest of the weights that it started from.
-        loss: The loss of each step.
-        grad_norm: The norm of each step's gradients before they are clipped, summed in fp32 whatever their dtype.
-        tokens: Tokens of each step, without padding.
-        seconds: Time of each step, without generation.
-        peak_memory_gib: Peak memory of the accelerator or, on a CPU, of the process.
-        device: Where it ran.
-        gradients: For each part of a layer, norm and difference of [`compare_gradients`]; empty for the stock run.
-        dropped: Arguments of ours that the stock run does not have.
-        generated: How often it asked for completions.
-        kernels: Patched parts, as rows of component, target, count and kernel; empty for the stock runs.
-    """
-
-    weights: str
-    loss: list[float]
+    weights: str  # a digest of the weights that it started from
+    loss: list[float]  # the loss of each step
+    # The norm of each step's gradients before they are clipped, summed in fp32 whatever their dtype.
     grad_norm: list[float]
-    tokens: list[int]
-    seconds: list[float]
-    peak_memory_gib: float
-    device: str
+    tokens: list[int]  # tokens of each step, without padding
+    seconds: list[float]  # time of each step, without generation
+    peak_memory_gib: float  # peak memory of the accelerator or, on a CPU, of the process
+    device: str  # where it ran
+    # For each part of a layer, norm and difference of [`compare_gradients`]; empty for the stock run.
     gradients: dict[str, dict[str, float]]
-    dropped: dict[str, Any]
-    generated: int
-    kernels: list[list[str]]
+    dropped: dict[str, Any]  # arguments of ours that the stock run does not have
+    generated: int  # how often it asked for completions
+    kernels: list[list[str]]  # patched parts, as rows of component, target, count and kernel; empty for the stock runs
 
     @classmethod
     def read(cls, work: Path, side: str) -> Measured:
@@ -77,10 +65,7 @@ class Measured:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a side, or the warm start before all of them.
-
-    Args:
-        arguments: One of `SIDES` or ``"warm_start"``, and the folder of a written `Request`.
+    """Runs a side, or the warm start before all of them, of the `Request` that is written in a folder.
 
     Returns:
         0, or 2 after an error that the user can correct, which is printed as one line.
@@ -90,7 +75,9 @@ def main(arguments: Sequence[str]) -> int:
     request = Request.read(Path(folder))
     try:
         if side == WARM_START:
-            run_warm_start(request)
+            recipe = load_recipe(request.recipe, [*request.options, "--output_dir", str(request.work)], request.smoke)
+            if recipe.warm_start is not None:
+                train_recipe(recipe.warm_start)
         else:
             measured = run_side(request, side)
             text = json.dumps(dataclasses.asdict(measured), default=str)
@@ -101,19 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run_warm_start(request: Request) -> None:
-    """Trains the supervised recipe that the runs continue from."""
-    recipe = load_recipe(request.recipe, [*request.options, "--output_dir", str(request.work)], request.smoke)
-    if recipe.warm_start is not None:
-        train_recipe(recipe.warm_start)
-
-
 def run_side(request: Request, side: str) -> Measured:
-    """Trains one side and measures it.
-
-    Raises:
-        RecipeError: for a mistake in the recipe or its data.
-    """
+    """Trains one side and measures it."""
     recipe, dropped = recipe_of(request, side)
     trainer = trainer_of(recipe)
     model: Any = trainer.model
@@ -125,7 +101,7 @@ def run_side(request: Request, side: str) -> Measured:
         split_sums(model)
     recorder = Recorder(trainer, completions, request.work / "gradients", record=side == STOCK)
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    device, history = trainer.args.device, [entry for entry in trainer.state.log_history if "loss" in entry]
     return Measured(
         weights=weights,
         loss=[math.nan if entry["loss"] is None else float(entry["loss"]) for entry in history],
@@ -133,7 +109,7 @@ def run_side(request: Request, side: str) -> Measured:
         tokens=recorder.tokens,
         seconds=recorder.seconds,
         peak_memory_gib=recorder.peak_memory_gib(),
-        device=device_name(trainer.args.device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         gradients=recorder.gradients,
         dropped=dropped,
         generated=completions.calls,
@@ -142,11 +118,6 @@ def run_side(request: Request, side: str) -> Measured:
             for row in getattr(trainer, "kernel_report", None) or ()
         ],
     )
-
-
-def device_name(device: torch.device) -> str:
-    """The name of a GPU, or the kind of any other device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def recipe_of(request: Request, side: str) -> tuple[Recipe, dict[str, Any]]:
@@ -159,11 +130,7 @@ def recipe_of(request: Request, side: str) -> tuple[Recipe, dict[str, Any]]:
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
-    """Builds the trainer as ``train`` does, with our classes or the stock ones.
-
-    Raises:
-        RecipeError: for a mistake in the recipe or its data, and for quantised experts, which only we can train.
-    """
+    """Builds the trainer as ``train`` does, with our classes or the stock ones."""
     check_before_loading(recipe)
     if recipe.model.load_in_4bit and count_experts(config_of_recipe(recipe)):
         raise RecipeError(
@@ -197,11 +164,8 @@ def digest(model: Any) -> str:
 class Recorder:
     """Measures the steps of a trainer: their time, tokens, norms of gradients, and the gradients of the first.
 
-    Args:
-        trainer: A trainer that has not trained yet.
-        completions: The callback that takes the time of generation.
-        folder: Where the gradients are.
-        record: Whether to save the gradients there; else they are compared with those saved.
+    With `record`, these are saved in a folder; else they are compared with those saved. `completions` takes the time of
+    generation.
     """
 
     def __init__(self, trainer: Trainer, completions: Any, folder: Path, record: bool) -> None:
@@ -218,7 +182,7 @@ class Recorder:
             """Calls the recorder at the borders of a step."""
 
             def on_step_begin(self, *_: Any, **__: Any) -> None:
-                recorder._begin()
+                recorder._began = recorder._now()
 
             def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
                 recorder._look_at_gradients()
@@ -249,9 +213,6 @@ class Recorder:
     def peak_memory_gib(self) -> float:
         """The most memory so far."""
         return MemoryCallback().metrics(self.trainer.args, self.trainer.state)["peak_memory_gib"]
-
-    def _begin(self) -> None:
-        self._began = self._now()
 
     def _end(self) -> None:
         self.seconds.append(self._now() - self._began)

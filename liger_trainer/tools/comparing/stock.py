@@ -66,9 +66,6 @@ def stock_recipe(values: Mapping[str, Any], source: Path) -> tuple[StockRecipe, 
 
     Returns:
         The recipe, and the arguments of ours that were dropped, if they have another value than their default.
-
-    Raises:
-        RecipeError: for what our configuration refuses, or the stock one.
     """
     ours = build_recipe(values, source)
     kind = StockKind(**vars(ours.kind))

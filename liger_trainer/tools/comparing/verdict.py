@@ -24,21 +24,13 @@ RULE = (
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far two runs are from stock.
+    """How far two runs are from stock."""
 
-    Args:
-        name: ``"loss"``, ``"gradient norm"``, or a part of the model for its gradient at the first step.
-        ours: Our largest difference from stock: of the loss as it is, of all else relative to stock's norm.
-        noise: The same distance of the second stock run.
-        yardstick: The measure of ours: the noise, with the least that `RULE` says.
-        step: The step of our largest difference, from 1.
-    """
-
-    name: str
-    ours: float
-    noise: float
-    yardstick: float
-    step: int = 1
+    name: str  # ``"loss"``, ``"gradient norm"``, or a part of the model for its gradient at the first step
+    ours: float  # our largest difference from stock: of the loss as it is, of all else relative to stock's norm
+    noise: float  # the same distance of the second stock run
+    yardstick: float  # the measure of ours: the noise, with the least that `RULE` says
+    step: int = 1  # the step of our largest difference, from 1
 
     @property
     def ratio(self) -> float:
@@ -53,17 +45,11 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Args:
-        curves: The differences of loss and gradient norm.
-        parts: Comparisons of the gradients at the first step, the largest ratio first.
-        reasons: Why ours differs, as sentences; empty if it agrees.
-    """
-
-    curves: tuple[Difference, ...]
-    parts: tuple[Difference, ...]
-    reasons: tuple[str, ...]
+    curves: tuple[Difference, ...]  # the differences of loss and gradient norm
+    parts: tuple[Difference, ...]  # comparisons of the gradients at the first step, the largest ratio first
+    reasons: tuple[str, ...]  # why ours differs, as sentences; empty if it agrees
 
     @property
     def agrees(self) -> bool:
@@ -77,10 +63,7 @@ class Verdict:
 
 
 def judge(runs: Mapping[str, Measured]) -> Verdict:
-    """Compares the runs.
-
-    Args:
-        runs: The measurements of each of `SIDES`.
+    """Compares the runs, the measurements of each of `SIDES`.
 
     Raises:
         UserError: if stock's gradients are all 0 or its losses are not finite, so that nothing can be compared.

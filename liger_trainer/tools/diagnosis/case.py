@@ -24,15 +24,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Trap:
-    """A mistake that training would not report.
+    """A mistake that training would not report."""
 
-    Args:
-        what: The mistake, and why nothing shows it.
-        fix: Keys of a recipe that correct it.
-    """
-
-    what: str
-    fix: str
+    what: str  # the mistake, and why nothing shows it
+    fix: str  # keys of a recipe that correct it
 
     def __str__(self) -> str:
         return f"{self.what}. Fix: {self.fix}."
@@ -44,19 +39,13 @@ class CannotCheckError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A recipe, or a model that is going to be fine-tuned.
+    """A recipe, or a model that is going to be fine-tuned."""
 
-    Args:
-        source: The recipe's file, or the model, for messages.
-        values: All keys of the recipe, checked; for a model, those of ``trainer: "sft"`` with that model.
-        config: The configuration of the model.
-        is_model: Whether a model was given, and no recipe.
-    """
-
-    source: Path
+    source: Path  # the recipe's file, or the model, for messages
+    # All keys of the recipe, checked; for a model, those of ``trainer: "sft"`` with that model.
     values: Mapping[str, Any]
-    config: PreTrainedConfig
-    is_model: bool
+    config: PreTrainedConfig  # the configuration of the model
+    is_model: bool  # whether a model was given, and no recipe
 
     @property
     def kind(self) -> TrainerKind:
@@ -65,11 +54,7 @@ class Case:
 
     @cached_property
     def model_and_dtype(self) -> tuple[Any, Any]:
-        """The model on the meta device, with its adapters, and the dtype of its weights.
-
-        Raises:
-            RecipeError: if it cannot be built.
-        """
+        """The model on the meta device, with its adapters, and the dtype of its weights."""
         try:
             return build_on_meta(self.values, self.config)
         except (ValueError, AttributeError, TypeError) as error:
@@ -81,15 +66,9 @@ class Case:
 
 
 def read_case(name: str, overrides: Sequence[str] = (), smoke: bool = False) -> Case:
-    """Reads a recipe or a model's configuration; no weights.
+    """Reads a recipe or, by a Hub id, a folder or a ``config.json``, a model's configuration; no weights.
 
-    Args:
-        name: A YAML file, the name of a shipped recipe, or a model: a Hub id, a folder or a ``config.json``.
-        overrides: Command-line options, the keys of a recipe, which win over the file.
-        smoke: Whether to take the tiny model and the generated data of ``--smoke``.
-
-    Raises:
-        RecipeError: for any mistake; the message names the key, the file and what is allowed.
+    Options of the command line (`overrides`) win over the file.
     """
     is_model = Path(name).suffix not in (".yaml", ".yml") and (name not in shipped_recipes() or Path(name).exists())
     source = Path(name) if is_model else find_recipe(name)

@@ -58,18 +58,13 @@ _TRIED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclasses.dataclass
 class Diagnosis:
-    """What was found.
+    """What was found."""
 
-    Args:
-        traps: Mistakes of the recipe or the model.
-        notes: Mistakes with other settings, for a model without a recipe.
-        checked: The names of the checks that looked.
-        unchecked: The names of those that could not, with the reasons.
-    """
-
-    traps: list[Trap] = dataclasses.field(default_factory=list)
+    traps: list[Trap] = dataclasses.field(default_factory=list)  # mistakes of the recipe or the model
+    # Mistakes with other settings, for a model without a recipe.
     notes: list[str] = dataclasses.field(default_factory=list)
-    checked: list[str] = dataclasses.field(default_factory=list)
+    checked: list[str] = dataclasses.field(default_factory=list)  # the names of the checks that looked
+    # The names of those that could not, with the reasons.
     unchecked: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def look(self, name: str, check: Callable[..., list[Trap]], *arguments: Any) -> None:
@@ -83,11 +78,7 @@ class Diagnosis:
 
 
 def diagnose(case: Case) -> Diagnosis:
-    """Runs all checks that concern `case`.
-
-    Raises:
-        RecipeError: for a mistake that training would refuse too.
-    """
+    """Runs all checks that concern `case`."""
     found = Diagnosis()
     for name, check in OF_SETTINGS.items():
         if case.values["trainer"] in _NEEDS.get(name, (case.values["trainer"],)):

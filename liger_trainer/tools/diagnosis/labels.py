@@ -145,11 +145,7 @@ def _template(which: str) -> str:
 
 
 def end_of_answer(sample: Sample) -> int | None:
-    """The first special token after an answer in the chat template; of plain text, the end-of-sequence token.
-
-    Raises:
-        CannotCheckError: if the chat template cannot be applied.
-    """
+    """The first special token after an answer in the chat template; of plain text, the end-of-sequence token."""
     tokenizer = sample.tokenizer
     if not sample.is_chat:
         return tokenizer.eos_token_id

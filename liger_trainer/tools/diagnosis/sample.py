@@ -64,29 +64,19 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The first rows of the data.
+    """The first rows of the data."""
 
-    Args:
-        processor: The tokenizer or processor, as the trainer has changed it.
-        template: The chat template that the trainer uses in place of the processor's; None for that one.
-        is_chat: Whether the rows, or without data the prompts to come, are conversations.
-        rows: Number of rows; 0 without data.
-        dropped: How many of them the trainer leaves out, with `max_length`.
-        empty: How many it would leave out without `max_length`, since they have no label.
-        whole: Sequences of the rows without `max_length`; a pair has two. Empty if answers are generated.
-        cut: Sequences that are trained on, with `max_length`.
-        first: The rows themselves, as the trainer takes them.
-    """
-
-    processor: Any
+    processor: Any  # the tokenizer or processor, as the trainer has changed it
+    # The chat template that the trainer uses in place of the processor's; None for that one.
     template: str | None = None
-    is_chat: bool = False
-    rows: int = 0
-    dropped: int = 0
-    empty: int = 0
+    is_chat: bool = False  # whether the rows, or without data the prompts to come, are conversations
+    rows: int = 0  # number of rows; 0 without data
+    dropped: int = 0  # how many of them the trainer leaves out, with `max_length`
+    empty: int = 0  # how many it would leave out without `max_length`, since they have no label
+    # Sequences of the rows without `max_length`; a pair has two. Empty if answers are generated.
     whole: tuple[Sequence, ...] = ()
-    cut: tuple[Sequence, ...] = ()
-    first: Any = ()
+    cut: tuple[Sequence, ...] = ()  # sequences that are trained on, with `max_length`
+    first: Any = ()  # the rows themselves, as the trainer takes them
 
     @property
     def tokenizer(self) -> Any:
@@ -114,7 +104,8 @@ def read_sample(case: Case) -> Sample:
     """
     with tempfile.TemporaryDirectory() as folder, _quietly():
         recipe = _recipe(case, folder)
-        if case.is_model and not _names_data(recipe):
+        named = recipe.recipe.data_files or recipe.mixture.datasets or recipe.data.dataset_name
+        if case.is_model and not named:
             tokenizer = _as_trained(recipe, _loaded(load_tokenizer, recipe, (), None))
             return Sample(tokenizer, is_chat=tokenizer.chat_template is not None)
         data = _loaded(load_data, recipe)[0] if _is_on_hub(recipe) else load_data(recipe)[0]
@@ -162,10 +153,6 @@ def _can_stream() -> bool:
     import datasets
 
     return not datasets.config.HF_HUB_OFFLINE  # what is in the cache is read as it is
-
-
-def _names_data(recipe: Recipe) -> bool:
-    return bool(recipe.recipe.data_files or recipe.mixture.datasets or recipe.data.dataset_name)
 
 
 def _is_on_hub(recipe: Recipe) -> bool:

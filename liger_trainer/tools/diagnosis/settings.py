@@ -81,9 +81,10 @@ _IN_16_BITS = "`model_name_or_path:` the same model in 16 bits"
 
 def low_bit_base(case: Case) -> list[Trap]:
     """A format that transformers does not know, quantised activations, and adapters on weights that stay codes."""
-    settings = _quantization(case.config)
+    settings = getattr(case.config, "quantization_config", None)
     if settings is None:
         return []
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     method = settings.get("quant_method")
@@ -92,7 +93,8 @@ def low_bit_base(case: Case) -> list[Trap]:
         what = f"transformers does not know the checkpoint's `quant_method` {method!r}"
         return [Trap(f"{what}: it loads the codes as weights, without their scales", _IN_16_BITS)]
     found = []
-    if any(_quantises_activations(group) for group in (settings.get("config_groups") or {}).values()):
+    groups = [group for group in (settings.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    if any(group.get("input_activations") is not None for group in groups):
         found.append(
             Trap(
                 "The checkpoint's linear layers quantise their inputs as well, and pass no gradient to the layers "
@@ -111,15 +113,6 @@ def low_bit_base(case: Case) -> list[Trap]:
             )
         )
     return found
-
-
-def _quantization(config: Any) -> Mapping[str, Any] | None:
-    found = getattr(config, "quantization_config", None)
-    return found if found is None or isinstance(found, Mapping) else found.to_dict()
-
-
-def _quantises_activations(group: Any) -> bool:
-    return isinstance(group, Mapping) and group.get("input_activations") is not None
 
 
 def _parameters_of(kind: Any) -> tuple[str, ...]:
@@ -152,11 +145,7 @@ _LENGTH = 7  # of each document; longer than the window of the small copy
 
 
 def leaks(case: Case) -> list[Trap]:
-    """Rows that SFT packs without a boundary that every layer respects.
-
-    Raises:
-        CannotCheckError: if a small copy of the model cannot be run.
-    """
+    """Rows that SFT packs without a boundary that every layer respects."""
     values = case.values
     if values["trainer"] != "sft" or not (values["packing"] or values["padding_free"]):
         return []
@@ -238,14 +227,12 @@ def idle_fp8(case: Case) -> list[Trap]:
         return []
     if not case.values["use_liger_kernel"]:
         return [Trap("`fp8` is set, but `use_liger_kernel: false` leaves every layer in bf16", _LEAVE_OUT)]
-    return [*_of_gpu(), *_of_dtype(case), *_of_layers(case), *_of_tokens(case)]
-
-
-def _of_gpu() -> list[Trap]:
-    if not torch.cuda.is_available() or has_fp8(torch.device("cuda", 0)):
-        return []
-    what = f"`fp8` is set, but {torch.cuda.get_device_name(0)} is no NVIDIA Hopper or newer: every layer stays in bf16"
-    return [Trap(what, f"{_LEAVE_OUT}, or another GPU")]
+    found = []
+    if torch.cuda.is_available() and not has_fp8(torch.device("cuda", 0)):
+        name = torch.cuda.get_device_name(0)
+        what = f"`fp8` is set, but {name} is no NVIDIA Hopper or newer: every layer stays in bf16"
+        found = [Trap(what, f"{_LEAVE_OUT}, or another GPU")]
+    return [*found, *_of_dtype(case), *_of_layers(case), *_of_tokens(case)]
 
 
 def _of_dtype(case: Case) -> list[Trap]:

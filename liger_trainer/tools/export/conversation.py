@@ -62,14 +62,11 @@ class Conversation:
         self.turns = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def answer(self, message: str) -> Iterator[str]:
-        """The pieces of the answer to `message`; both become turns when the answer is complete.
-
-        Raises:
-            UserError: if the template refuses the turns, or they leave no room for an answer.
-        """
+        """The pieces of the answer to `message`; both become turns when the answer is complete."""
         asked = [*self.turns, {"role": "user", "content": message}]
         inputs = self._inputs(asked)
-        length, room = inputs["input_ids"].shape[1], self._positions()
+        length = inputs["input_ids"].shape[1]
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if room is not None and length >= room:
             raise UserError(
                 f"The conversation has {length} tokens, and the model {room} positions; `/reset` forgets it, or write "
@@ -93,9 +90,6 @@ class Conversation:
         else:
             inputs = self.tokenizer("".join(turn["content"] for turn in turns), return_tensors="pt")
         return {key: inputs[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
-
-    def _positions(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def _generate(self, inputs: Any, new: int) -> Iterator[str]:
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -124,11 +118,7 @@ class Conversation:
 def open_conversation(
     run: SavedRun, max_new_tokens: int = 512, temperature: float | None = None, system: str | None = None
 ) -> Conversation:
-    """A conversation with the model of `run`, on the accelerator if there is one.
-
-    Raises:
-        UserError: if model, adapters or tokenizer cannot be loaded, or the model generates no text.
-    """
+    """A conversation with the model of `run`, on the accelerator if there is one."""
     tokenizer = load_tokenizer(run)
     if tokenizer is None:
         raise UserError(f"Neither {str(run.folder)!r} nor its base model has a tokenizer.")

@@ -46,19 +46,12 @@ class MergeError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """How far the merged model's logits are from the adapted model's, relative to the size of the logits.
+    """How far the merged model's logits are from the adapted model's, relative to the size of the logits."""
 
-    Attributes:
-        merged: The largest distance of a position, with the merged weights in fp32.
-        saved: The median distance of the positions, with the model loaded from the folder.
-        limit: The largest `saved` that rounding to the saved dtype explains.
-        effect: The median distance of the adapted model from its base.
-    """
-
-    merged: float
-    saved: float
-    limit: float
-    effect: float
+    merged: float  # the largest distance of a position, with the merged weights in fp32
+    saved: float  # the median distance of the positions, with the model loaded from the folder
+    limit: float  # the largest `saved` that rounding to the saved dtype explains
+    effect: float  # the median distance of the adapted model from its base
 
 
 def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Callable[[str], Any] = print) -> Proof:
@@ -94,12 +87,7 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
 
 
 def _unfinished(folder: Path) -> Path:
-    """A new folder beside `folder`, in which the model is written until it is proved.
-
-    Raises:
-        UserError: if `folder` exists and is not an empty folder, if an interrupted merge has left something, or if no
-            folder can be made there.
-    """
+    """A new folder beside `folder`, in which the model is written until it is proved."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"`--output_dir` {str(folder)!r} exists and is not an empty folder; give another one.")
     unfinished = folder.absolute().with_name(f"{folder.absolute().name}.unfinished")
@@ -116,7 +104,11 @@ def _unfinished(folder: Path) -> Path:
 
 
 def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[str], Any]) -> Proof:
-    say(_what_is_merged(run, dtype))
+    assert run.adapter is not None
+    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {_name(dtype)}"
+    if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
+        line += "; the base was quantised for training, and is merged as its dequantised weights"
+    say(f"{line}.")
     base = load_model(run, torch.float32)
     tokenizer = load_tokenizer(run)
     if tokenizer is None:
@@ -151,20 +143,8 @@ def _dtype_of(run: SavedRun) -> torch.dtype:
     return getattr(torch, named) if isinstance(named, str) else named
 
 
-def _what_is_merged(run: SavedRun, dtype: torch.dtype) -> str:
-    assert run.adapter is not None
-    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {_name(dtype)}"
-    if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
-        line += "; the base was quantised for training, and is merged as its dequantised weights"
-    return f"{line}."
-
-
 def merged_model(adapted: PeftModel) -> PreTrainedModel:
-    """The base of `adapted`, in place, with the adapters in its weights, and without anything of PEFT.
-
-    Raises:
-        MergeError: if this kind of adapter has no weights to add to those of the base.
-    """
+    """The base of `adapted`, in place, with the adapters in its weights, and without anything of PEFT."""
     base: Any = adapted.get_base_model()
     configs = {id(one): one for one in (base.config, base.config.get_text_config())}.values()
     tied = [config for config in configs if getattr(config, "tie_word_embeddings", False)]

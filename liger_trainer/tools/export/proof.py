@@ -21,12 +21,7 @@ _AMPLIFIED = 4.0
 
 
 def random_rows(model: Any, left_out: set[int]) -> torch.Tensor:
-    """Token ids `(ROWS, TOKENS)`, the same at each call, without special ones, which may stand for images.
-
-    Args:
-        model: A transformers model.
-        left_out: Ids not to draw.
-    """
+    """Token ids `(ROWS, TOKENS)`, the same at each call, without special ones, which may stand for images."""
     config = model.config.get_text_config()
     special = left_out | _ids_in(model.config.to_dict())
     ids = [id for id in range(config.vocab_size) if id not in special]
@@ -65,10 +60,6 @@ def tolerance(dtype: torch.dtype, layers: int) -> float:
     A rounding to nearest is an error of up to ``eps / 2``, of ``eps / 2 / sqrt(3)`` on average, relative to the weight
     and so to a product with it. The errors of the layers' products are independent, so their squares add up. fp32
     arithmetic has errors of the same form: the adapted model adds two products, the merged one computes one.
-
-    Args:
-        dtype: The dtype of the weights; float32 for weights that were not rounded.
-        layers: The layers of the model.
     """
     rounding = torch.finfo(dtype).eps / 2 / math.sqrt(3)
     arithmetic = 8 * torch.finfo(torch.float32).eps  # sums over rows of a weight, in another order

@@ -32,23 +32,15 @@ _PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_prepro
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """The folder with a run's model or adapters, and the base of the adapters.
+    """The folder with a run's model or adapters, and the base of the adapters."""
 
-    Attributes:
-        folder: The output folder of the run, or a checkpoint in it.
-        adapter: PEFT's configuration; None for a whole model.
-        base: The name or folder of the base model; for a whole model, `folder`.
-        revision: The revision of `base` on the Hub.
-        quantization: How the base was quantised while it was loaded for training; None if it was not.
-        trust_remote_code: Whether to run code that comes with the model.
-    """
-
-    folder: Path
-    adapter: PeftConfig | None
-    base: str
-    revision: str = "main"
+    folder: Path  # the output folder of the run, or a checkpoint in it
+    adapter: PeftConfig | None  # PEFT's configuration; None for a whole model
+    base: str  # the name or folder of the base model; for a whole model, `folder`
+    revision: str = "main"  # the revision of `base` on the Hub
+    # How the base was quantised while it was loaded for training; None if it was not.
     quantization: BaseQuantization | None = None
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # whether to run code that comes with the model
 
     @property
     def given(self) -> str:
@@ -61,16 +53,7 @@ class SavedRun:
 
 
 def find_run(run: str, base_model: str | None = None, trust_remote_code: bool = False) -> SavedRun:
-    """The model that a training run has left in the folder `run`, or in the last complete checkpoint there.
-
-    Args:
-        run: An output folder, a checkpoint, or a folder with adapters of PEFT.
-        base_model: The base of the adapters; by default the one that they name.
-        trust_remote_code: Whether to run code that comes with the model.
-
-    Raises:
-        UserError: if `run` is no folder, holds no model, or holds adapters that name no base model.
-    """
+    """The model that a training run has left in the folder `run`, or in the last complete checkpoint there."""
     folder = _folder_of(Path(run))
     if not (folder / ADAPTER_CONFIG).is_file():
         if base_model is not None:
@@ -121,11 +104,7 @@ def _base_of(adapter: PeftConfig, folder: Path) -> str:
 
 
 def read_base_config(run: SavedRun) -> PreTrainedConfig:
-    """The configuration of the base model, or of the whole model.
-
-    Raises:
-        RecipeError: if there is no such model, or its files are damaged.
-    """
+    """The configuration of the base model, or of the whole model."""
     config = read_config(run.base, run.given, run.revision, run.trust_remote_code)
     check_weights(run.base, f"{run.given}: {run.base!r}")
     return config
@@ -135,9 +114,6 @@ def load_model(run: SavedRun, dtype: torch.dtype | str) -> PreTrainedModel:
     """The base model in host memory, or the whole model.
 
     A quantised base has the weights that training computed with: quantised in the dtype of the training, and back.
-
-    Raises:
-        UserError: if it cannot be loaded or dequantised.
     """
     config = read_base_config(run)
     cls, options = _class_of(run, config)
@@ -209,16 +185,7 @@ def _adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def add_adapter(run: SavedRun, base: PreTrainedModel, dtype: torch.dtype | None = None) -> PeftModel:
-    """`base` with the adapters of `run`, each of whose tensors must have found its place.
-
-    Args:
-        run: A run with adapters.
-        base: The model from `load_model`.
-        dtype: The dtype of the adapters; by default the one that PEFT chooses.
-
-    Raises:
-        UserError: if the adapters are damaged, or of another model.
-    """
+    """`base` with the adapters of `run`, of which every tensor must find its place; `dtype` None is PEFT's choice."""
     from peft import PeftModel
 
     folder = str(run.folder)
@@ -254,11 +221,7 @@ def _fit_vocabulary(run: SavedRun, base: Any) -> None:
 
 
 def load_tokenizer(run: SavedRun) -> Any:
-    """The tokenizer of the run or, where it saved none, of its base model; None if neither has one.
-
-    Raises:
-        UserError: if it cannot be loaded.
-    """
+    """The tokenizer of the run or, where it saved none, of its base model; None if neither has one."""
     from transformers import AutoTokenizer
 
     trusted = {"trust_remote_code": run.trust_remote_code}

@@ -30,19 +30,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The compared settings.
+    """The compared settings."""
 
-    Args:
-        rows: A row for each strategy and way, with the fastest batch that fits, or the smallest if none does.
-        best: The fastest row that fits; None if none does.
-        written: The recipe as written, split as it says; as DDP if it does not say, or in a way that is not planned.
-        room: Bytes of a GPU that a plan may use.
-    """
-
+    # A row for each strategy and way, with the fastest batch that fits, or the smallest if none does.
     rows: tuple[Row, ...]
-    best: Row | None
-    written: Row
-    room: float
+    best: Row | None  # the fastest row that fits; None if none does
+    written: Row  # the recipe as written, split as it says; as DDP if it does not say, or in a way that is not planned
+    room: float  # bytes of a GPU that a plan may use
 
 
 def room_of(gpu_memory: float, run: Run) -> float:
@@ -51,19 +45,16 @@ def room_of(gpu_memory: float, run: Run) -> float:
 
 
 def make_plan(inputs: Inputs, gpus: int, gpu_memory: float) -> Plan:
-    """Estimates every setting and chooses the fastest that fits.
-
-    Args:
-        inputs: The recipe.
-        gpus: Number of GPUs.
-        gpu_memory: Bytes of each GPU.
-    """
+    """Estimates every setting and chooses the fastest that fits into `gpu_memory`, the bytes of each GPU."""
     room = room_of(gpu_memory, inputs.run)
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in _rows(inputs, gpus, room):
         one = row.setting
         groups.setdefault((one.strategy, one.checkpointing, one.tiled_mlp, one.offloading), []).append(row)
-    rows = tuple(map(_preferred, groups.values()))
+    rows = tuple(  # those that do not fit, by their memory alone
+        min(group, key=lambda row: (not row.fits, row.cost if row.fits else row.memory.total))
+        for group in groups.values()
+    )
     fitting = [row for row in rows if row.fits]
     best = min(fitting, key=lambda row: row.cost, default=None)
     return Plan(rows, best, _row(inputs, written_setting(inputs, gpus), room), room)
@@ -74,9 +65,10 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
     values = inputs.values
     offloading = values["activation_offloading_fraction"] if values["activation_offloading"] else 0.0
     checkpointing = bool(values[checkpointing_key(values)])
-    sharing = values["expert_parallel_size"] or 1
+    sharing, config = values["expert_parallel_size"] or 1, values["accelerate_config"]
+    named = next((strategy for strategy in ("zero2", "fsdp2") if CONFIGS[strategy] == config), "ddp")
     return Setting(
-        "expert_parallel" if sharing > 1 else "single" if gpus == 1 else _named_strategy(values["accelerate_config"]),
+        "expert_parallel" if sharing > 1 else "single" if gpus == 1 else named,
         gpus,
         values["per_device_train_batch_size"],
         values["gradient_accumulation_steps"],
@@ -85,10 +77,6 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
         offloading if checkpointing else 0.0,
         sharing,
     )
-
-
-def _named_strategy(config: str | None) -> str:
-    return next((strategy for strategy in ("zero2", "fsdp2") if CONFIGS[strategy] == config), "ddp")
 
 
 def least(inputs: Inputs, gpus: int) -> Row:
@@ -141,10 +129,8 @@ def _row_of(run: Run, setting: Setting, room: float) -> Row:
 def activation_memory_rows(run: Run, plan: Plan) -> list[Row]:
     """A checkpointed setting with ever more `activation_memory`, from 0 to all that fits or can be kept.
 
-    The setting is the recipe's own if that is checkpointed and fits, else the fastest that is and does.
-
-    Returns:
-        The rows; none if no such setting fits, or nothing can be kept.
+    The setting is the recipe's own if that is checkpointed and fits, else the fastest that is and does. There are no
+    rows if no such setting fits, or nothing can be kept.
     """
     others = sorted(plan.rows, key=lambda row: row.cost)
     settings = [row.setting for row in (plan.written, *others) if row.setting.checkpointing]
@@ -158,10 +144,3 @@ def activation_memory_rows(run: Run, plan: Plan) -> list[Row]:
     return [first] + [
         _row_of(run, dataclasses.replace(first.setting, activation_memory=size), plan.room) for size in sizes
     ]
-
-
-def _preferred(rows: list[Row]) -> Row:
-    fitting = [row for row in rows if row.fits]
-    if fitting:
-        return min(fitting, key=lambda row: row.cost)
-    return min(rows, key=lambda row: row.memory.total)

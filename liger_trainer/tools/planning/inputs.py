@@ -15,9 +15,9 @@ from liger_trainer.attention.config_names import NAME
 from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
-from liger_trainer.head.lm_head import check_logits_memory
 from liger_trainer.parallel.sequences import reason_of_sizes
 from liger_trainer.patching.attention import find_attention
+from liger_trainer.patching.head import check_logits_memory
 from liger_trainer.patching.probe import Probe
 from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
@@ -41,22 +41,14 @@ _ADAMS = ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "a
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A recipe as a plan sees it.
+    """A recipe as a plan sees it."""
 
-    Args:
-        source: The recipe's file.
-        values: All its keys.
-        run: Model and work.
-        notes: Assumptions, and memory that is not counted.
-        shared_experts: Experts per layer that GPUs can share; 0 if there are none or they cannot be split.
-        activation_memory: Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
-    """
-
-    source: Path
-    values: Mapping[str, Any]
-    run: Run
-    notes: tuple[str, ...]
-    shared_experts: int = 0
+    source: Path  # the recipe's file
+    values: Mapping[str, Any]  # all its keys
+    run: Run  # model and work
+    notes: tuple[str, ...]  # assumptions, and memory that is not counted
+    shared_experts: int = 0  # experts per layer that GPUs can share; 0 if there are none or they cannot be split
+    # Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
     activation_memory: int | Literal["auto"] = 0
 
 
@@ -65,15 +57,7 @@ def read_inputs(
 ) -> Inputs:
     """Reads a recipe and builds its model on the meta device, without memory or weights.
 
-    Args:
-        name: Path of a recipe, or the name of a shipped one.
-        overrides: Command-line options that win over the file.
-        gpus: Number of GPUs, for a ``generation_batch_size`` that counts all of them.
-        smoke: Whether to plan the tiny model of ``--smoke``, offline.
-        prompt_length: Tokens in a prompt, for the trainers that generate.
-
-    Raises:
-        RecipeError: for a mistake in the recipe, or a model that cannot be planned.
+    A ``generation_batch_size`` counts all `gpus`; `prompt_length` is for the trainers that generate.
     """
     source = find_recipe(name)
     values, given = check_values(read_recipe(source), overrides, source)
@@ -141,11 +125,7 @@ def _newer(values: Mapping[str, Any], newer: str, older: str) -> str:
 
 
 def _every_n_layers(values: Mapping[str, Any]) -> int:
-    """With checkpointing, one decoder layer out of this many is checkpointed.
-
-    Raises:
-        ValueError: if it is not a positive integer.
-    """
+    """With checkpointing, one decoder layer out of this many is checkpointed."""
     key = _newer(values, "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
     every = (mapping(key, values[key]) or {}).get("every_n_layers", 1)
     if type(every) is not int or every < 1:
@@ -154,11 +134,7 @@ def _every_n_layers(values: Mapping[str, Any]) -> int:
 
 
 def _sync_each_batch(values: Mapping[str, Any]) -> bool:
-    """Whether gradients are reduced after every micro-batch, by the key of this name in `accelerator_config`.
-
-    Raises:
-        ValueError: if `accelerator_config` is neither a mapping nor the path of a JSON file with one.
-    """
+    """Whether gradients are reduced after every micro-batch, by the key of this name in `accelerator_config`."""
     config = values["accelerator_config"]
     if isinstance(config, str) and not config.lstrip().startswith("{"):
         try:
@@ -319,14 +295,7 @@ def rounded_updates(
 ) -> tuple[str, str] | None:
     """What rounding would lose of Adam's updates, as `RoundedUpdatesCallback` finds in training, and what to do.
 
-    Args:
-        values: All keys of a recipe.
-        config: Configuration of the model.
-        dtype: Dtype of the weights.
-        gpus: Number of GPUs: FSDP and DeepSpeed split, and may keep fp32 weights, only on several.
-
-    Returns:
-        None if most weights can change.
+    None if most weights can change. FSDP and DeepSpeed split, and may keep fp32 weights, only on several `gpus`.
     """
     optim = str(getattr(values["optim"], "value", values["optim"]))
     rate, std = values["learning_rate"], getattr(config.get_text_config(), "initializer_range", None)

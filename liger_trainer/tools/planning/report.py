@@ -22,13 +22,7 @@ if TYPE_CHECKING:
     from liger_trainer.plan.work import Run
 
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations", "logits", "generation")
-_NAMES = {
-    "single": "one GPU",
-    "ddp": "DDP",
-    "zero2": "ZeRO-2",
-    "fsdp2": "FSDP2",
-    "expert_parallel": "EP of {}",
-}
+_NAMES = {"single": "one GPU", "ddp": "DDP", "zero2": "ZeRO-2", "fsdp2": "FSDP2", "expert_parallel": "EP of {}"}
 
 
 def parameters_line(parameters: Parameters) -> str:
@@ -59,13 +53,7 @@ def _count(elements: int) -> str:
 
 
 def memory_table(plan: Plan, title: str, parts: bool = True) -> Table:
-    """A table with a row per setting: GiB per GPU at the peak.
-
-    Args:
-        plan: The plan.
-        title: The table's title.
-        parts: Whether to add a column for each part of the memory that is not 0 in all rows.
-    """
+    """A table with a row per setting: GiB per GPU at the peak, with `parts` those of the memory that are not all 0."""
     rows = [(_as_written(plan), plan.written), *((way(row.setting), row) for row in plan.rows)]
     shown = [part for part in _PARTS if parts and any(getattr(row.memory, part) for _, row in rows)]
     table = Table(title=title, title_justify="left")
@@ -85,9 +73,7 @@ def memory_table(plan: Plan, title: str, parts: bool = True) -> Table:
 def activation_memory_table(run: Run, rows: Sequence[Row]) -> Table:
     """A table of one setting's peak and speed over `activation_memory`.
 
-    Args:
-        run: The model and its work.
-        rows: The setting without and with ever more of it; the last one takes what the GPU has left, as ``"auto"``.
+    The last of the rows takes what the GPU has left, as ``"auto"``.
     """
     title = f"activation_memory: {way(rows[0].setting)}, batch {rows[0].setting.batch} × {rows[0].setting.accumulation}"
     table = Table(title=title, title_justify="left")

@@ -18,16 +18,12 @@ FILE = "base_quantization.json"
 
 @dataclasses.dataclass(frozen=True)
 class BaseQuantization:
-    """How a base model was quantised.
+    """How a base model was quantised."""
 
-    Attributes:
-        config: The keys of transformers' ``quantization_config``; None if only experts were quantised.
-        dtype: The dtype that the model was loaded in, such as ``"bfloat16"``.
-        experts: ``quant_type`` and ``double_quant`` of `quantize_experts`; None if experts were not quantised so.
-    """
-
+    # The keys of transformers' ``quantization_config``; None if only experts were quantised.
     config: dict[str, Any] | None
-    dtype: str
+    dtype: str  # the dtype that the model was loaded in, such as ``"bfloat16"``
+    # ``quant_type`` and ``double_quant`` of `quantize_experts`; None if experts were not quantised so.
     experts: dict[str, Any] | None = None
 
 

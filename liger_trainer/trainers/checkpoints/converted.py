@@ -86,9 +86,7 @@ class ConvertedCheckpointsMixin(Trainer):
 def split_models_resume(args: Any, model: Any) -> Iterator[None]:
     """Around the construction of a Trainer, which would refuse to save the optimizer of a split model.
 
-    Args:
-        args: The training arguments; inside, `save_only_model` is true if the model is split.
-        model: The model, or the name from which it is loaded with `args.model_init_kwargs`.
+    The model may be the name from which it is loaded with `args.model_init_kwargs`.
     """
     split = getattr(model, "is_distributed_loading_by_transformers", False)
     if not split and "distributed_config" not in (getattr(args, "model_init_kwargs", None) or {}):

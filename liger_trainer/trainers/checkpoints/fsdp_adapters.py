@@ -30,11 +30,7 @@ require(FSDP_PLUGIN)
 
 
 def check_fsdp1_adapters(trainer: Any) -> None:
-    """Refuses a run whose checkpoints would lack its adapters; warns if none are to be written.
-
-    Raises:
-        ValueError: for an adapted model under FSDP1 with ``save_strategy`` other than ``"no"``, and for DoRA.
-    """
+    """Refuses a run whose checkpoints would lack its adapters; warns if none are to be written."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.fsdp_version != 1 or not is_peft_model(trainer.model):
         return
@@ -57,12 +53,7 @@ def check_fsdp1_adapters(trainer: Any) -> None:
 
 
 def check_fsdp2_tied_head(trainer: Any) -> None:
-    """Refuses a model whose tied head PEFT has wrapped, if accelerate could not load it under FSDP2.
-
-    Raises:
-        ValueError: for such a model under FSDP2; with a LoRA adapter on the head only if
-            ``fsdp_cpu_ram_efficient_loading`` is on.
-    """
+    """Refuses a model whose tied head PEFT has wrapped, if accelerate could not load it under FSDP2."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.fsdp_version != 2 or not is_peft_model(trainer.model):
         return

@@ -20,12 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
 from liger_trainer.compat.private import require
@@ -180,11 +175,7 @@ def _overruled(asked: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str,
 
 
 def _check(checkpoint: Path, model: Any) -> None:
-    """Refuses a checkpoint that is damaged or of another kind; reads only the headers of its files.
-
-    Raises:
-        CheckpointError: naming the file, and the checkpoint before it.
-    """
+    """Refuses a checkpoint that is damaged or of another kind; reads only the headers of its files."""
     found = damage(checkpoint)
     if found is not None:
         whole = [path for path in complete_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)]

@@ -181,10 +181,7 @@ class RunStateMixin(Trainer):
     def _restore_random_numbers(self, saved: Mapping[str, Any], loader: Any, again: int) -> None:
         """Restores those that order the epoch, and those with which its next batch is collated.
 
-        Args:
-            saved: Our values.
-            loader: The data loader, which is not iterated yet.
-            again: How many batches it collates again before it leaves them out.
+        The loader, which is not iterated yet, collates `again` batches again before it leaves them out.
         """
         set_random_numbers(saved["random"])
         assert self._once_collated is not None
@@ -304,11 +301,7 @@ def set_random_numbers(states: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` of types that `torch.load` reads with ``weights_only=True``, with its tensors on the CPU.
-
-    Raises:
-        TypeError: for anything but tensors, arrays, numbers and texts, and dictionaries and lists of them.
-    """
+    """`value` of types that `torch.load` reads with ``weights_only=True``, with its tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, numpy.ndarray | numpy.generic):

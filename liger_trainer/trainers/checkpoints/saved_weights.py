@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,7 @@ def _asks_the_hub(model: Any) -> bool:
 
 
 def _check_adapters(model: Any, refuse: bool) -> None:
-    """Compares what is trained with what PEFT would write.
-
-    Raises:
-        SavedWeightsError: if a trained tensor would be missing and `refuse` is true; otherwise that is a warning.
-    """
+    """Compares what is trained with what PEFT would write; a lack is an error, or a warning if `refuse` is false."""
     if any(_writes_other_tensors(config) for config in model.peft_config.values()):
         return
     written: set[int] = set()
@@ -144,11 +141,7 @@ def _writes_other_tensors(config: Any) -> bool:
 
 
 def _check_files(model: nn.Module, folder: Path) -> None:
-    """Compares the names in the files of a save with those of the model.
-
-    Raises:
-        SavedWeightsError: naming the file and the weights that it lacks.
-    """
+    """Compares the names in the files of a save with those of the model."""
     if isinstance(model, PeftModel):
         for adapter in model.peft_config:
             file = _folder_of(adapter, folder) / ADAPTER_SAFE_WEIGHTS_NAME
@@ -193,10 +186,7 @@ def _sizes(files: list[Path]) -> dict[str, int]:
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
-                size = 1
-                for length in file.get_slice(name).get_shape():
-                    size *= length
-                found[name] = size
+                found[name] = math.prod(file.get_slice(name).get_shape())
     return found
 
 

@@ -23,26 +23,15 @@ class BatchError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class CheckedCollator:
-    """Runs a collator and checks its batch; an id out of range would end in a device-side assert later.
-
-    Args:
-        collator: The collator.
-        num_labels: Size of the vocabulary that labels index; None not to check labels.
-        num_tokens: Size of the embedding that `input_ids` index; None not to check them.
-        reads: Whether to add what a training step need not ask the device (`trainers/step.py`).
-    """
+    """Runs a collator and checks its batch; an id out of range would end in a device-side assert later."""
 
     collator: Callable
-    num_labels: int | None
-    num_tokens: int | None
-    reads: bool = False
+    num_labels: int | None  # size of the vocabulary that labels index; None not to check labels
+    num_tokens: int | None  # size of the embedding that `input_ids` index; None not to check them
+    reads: bool = False  # whether to add what a training step need not ask the device (`trainers/step.py`)
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collates `features`.
-
-        Raises:
-            BatchError: for a label or token id out of range.
-        """
+        """Collates `features`."""
         batch = self.collator(features)
         if isinstance(batch, Mapping):
             for side in ("", "chosen_", "rejected_"):  # a pair may come as two batches of sequences
@@ -87,11 +76,7 @@ def warn_of_unlabelled_end(collator: Any) -> None:
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]], model: nn.Module) -> None:
-    """Checks the token ids of prompts that do not pass through a collator, such as those that a policy answers.
-
-    Raises:
-        BatchError: for an id out of range.
-    """
+    """Checks the token ids of prompts that do not pass through a collator, such as those that a policy answers."""
     flat = [token for ids in prompt_ids for token in ids]
     checked_collator(lambda rows: {"input_ids": torch.tensor([rows])}, model)(flat)
 

@@ -35,9 +35,6 @@ def uncut_gradients(model: nn.Module) -> Iterator[None]:
 
     A layer that cuts gradients may stay where it has been called with inputs that depend on nothing trained, such as
     behind frozen embeddings.
-
-    Raises:
-        ValueError: naming a layer.
     """
     cutting = dict(_cutting_layers(model))
     called: _Called = {}

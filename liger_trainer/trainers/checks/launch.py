@@ -14,11 +14,7 @@ logger = logging.getLogger("liger_trainer")
 
 
 def check_launch(trainer: Any, takes_parts_of_sequences: bool) -> None:
-    """Checks that the launch suits the trainer.
-
-    Args:
-        trainer: After the construction of the Hugging Face trainer below it.
-        takes_parts_of_sequences: Whether its loss is right where each process has a part of every sequence.
+    """Checks, after the construction of the Hugging Face trainer, that the launch suits it.
 
     Raises:
         ValueError: for several GPUs in one process, for context or sequence parallelism where the loss needs whole

@@ -33,9 +33,6 @@ def check_low_bit_weights(model: nn.Module) -> None:
 
     Adapters that were just initialised in 8 bits, as PEFT does on a base in fp8, are initialised again in their own
     dtype, and it is said once.
-
-    Raises:
-        ValueError: naming a parameter.
     """
     check_scales(model)
     name = next((name for name, each in model.named_parameters() if each.requires_grad and is_code(each)), None)

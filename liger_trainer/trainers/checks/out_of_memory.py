@@ -33,12 +33,9 @@ _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activati
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """An argument that trades time for memory.
+    """An argument that trades time for memory, as a recipe has it, and whether it is already set so (`on`).
 
-    Args:
-        text: The argument and its value, as a recipe has them.
-        on: Whether it is already set so.
-        applied: Maps a plan's run and setting to those with the argument.
+    A plan's run and setting are mapped to those with the argument (`applied`).
     """
 
     text: str
@@ -65,13 +62,7 @@ def memory_advice(trainer: Any) -> Iterator[None]:
 
 
 def advice(error: BaseException, trainer: Trainer, shape: tuple[int, int] | None) -> str:
-    """Says what failed and what would take less memory, with estimates if a plan can be made.
-
-    Args:
-        error: The error of the allocator.
-        trainer: The trainer whose arguments and model the advice is for.
-        shape: Rows and tokens of the last micro-batch; None if they are not known, in which case nothing is estimated.
-    """
+    """Says what failed and what would take less memory, with estimates if a plan can be made."""
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
     size = f"An allocation of {asked.group(1)} failed" if asked else "An allocation failed"
     lines = [f"{size}, in or after a micro-batch of {shape[0]} × {shape[1]} tokens." if shape else f"{size}."]

@@ -30,11 +30,7 @@ class RewardError(ValueError):
 
 
 def checked_reward_functions(functions: Any) -> Any:
-    """The `reward_funcs` of a trainer, with every function wrapped in checks; models and names of models stay.
-
-    Args:
-        functions: A function, a model, the name of one, a list of these, or None.
-    """
+    """The `reward_funcs` of a trainer, with every function wrapped in checks; models and names of models stay."""
     if isinstance(functions, list):
         return [checked_reward_functions(function) for function in functions]
     if functions is None or isinstance(functions, (str, nn.Module)):

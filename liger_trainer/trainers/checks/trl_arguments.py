@@ -12,11 +12,7 @@ logger = logging.getLogger("liger_trainer")
 
 
 def check_rows(dataset: Any) -> None:
-    """Checks that a training dataset still has rows after it was prepared.
-
-    Raises:
-        ValueError: for a dataset of known length without rows.
-    """
+    """Checks that a training dataset still has rows after it was prepared."""
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise ValueError(
             "`train_dataset` has no rows to train on. It was empty, or all of its rows were dropped as too long: TRL "
@@ -29,9 +25,6 @@ def check_reference(policy: nn.Module, reference: nn.Module, processing_class: A
     """Checks that a reference model has an embedding for every token the policy is trained on.
 
     Sizes that differ only by padding are fine: both embeddings have the tokenizer's ids.
-
-    Raises:
-        ValueError: naming both sizes.
     """
     sizes = [model.config.get_text_config().vocab_size for model in (policy, reference)]  # type: ignore[operator, union-attr]
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -46,15 +39,7 @@ def check_reference(policy: nn.Module, reference: nn.Module, processing_class: A
 
 
 def check_completions(completion_ids: Sequence[Sequence[int]], source: str) -> None:
-    """Checks that every completion has a token, since TRL's statistics read the last one.
-
-    Args:
-        completion_ids: Token ids of each completion.
-        source: The engine that generated the completions, for the error.
-
-    Raises:
-        ValueError: naming the first completion without a token.
-    """
+    """Checks that every completion of `source`, an engine, has a token, since TRL's statistics read the last one."""
     for position, ids in enumerate(completion_ids):
         if len(ids) == 0:
             raise ValueError(
@@ -70,9 +55,6 @@ def truncated_sampling(args: Any) -> tuple[str, str] | None:
     the vocabulary. A ratio of the two is the kept probability, even for equal weights. It is computed only with vLLM:
     for the correction by importance sampling, and to mask sequences that are off the policy. RLOO, and GRPO without
     vLLM, compare the trainer's log-probabilities with each other.
-
-    Args:
-        args: The arguments of GRPO or RLOO, or an object with their names.
 
     Returns:
         The mistake, and what to do; None if there is none.

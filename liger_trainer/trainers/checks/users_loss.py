@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from liger_trainer.head.computed_on_use import tree_map
-from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.deferred_logits import DeferredLogits, recordable
 from liger_trainer.trainers.checkpoints.run_state import random_numbers, set_random_numbers
 from liger_trainer.trainers.checks.copied_function import copied_function
 from liger_trainer.trainers.step import process_scale
@@ -105,5 +105,6 @@ def _without_a_trace(function: Callable[..., Any], outputs: Any, labels: Any, nu
 
 def _copy(value: Any) -> Any:
     if isinstance(value, DeferredLogits):
-        return value.derive(value.meta, detached=True) if value.recordable else value.build().detach().clone()
+        deferred = recordable(value)
+        return value.build().detach().clone() if deferred is None else deferred.derive(deferred.meta, detached=True)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -8,11 +8,7 @@ from liger_trainer.patching.moe.quantized_experts import check_adapted, four_bit
 
 
 def check_experts_in_4_bits(trainer: Any) -> None:
-    """Checks that every adapter exists for the weights that it names, and that the launch does not split the model.
-
-    Raises:
-        ValueError: if an adapter is missing, or the launch splits the model.
-    """
+    """Checks that every adapter exists for the weights that it names, and that the launch does not split the model."""
     if not any(four_bits(module) for module in trainer.model.modules()):
         return
     check_adapted(trainer.model)

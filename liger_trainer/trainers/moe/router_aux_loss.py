@@ -51,10 +51,8 @@ def averaged_aux_loss(
 ) -> Iterator[None]:
     """Inside, forwards with labels scale their auxiliary loss so that the Trainer's sum of it is a mean.
 
-    Args:
-        trainer: The trainer; in evaluation, the mean is over processes only.
-        coefficients: From [`aux_loss_coefficients`].
-        num_items: The divisor of the model's cross entropy; None if it is the mean over a micro-batch.
+    In evaluation, the mean is over processes only. `num_items` divides the model's cross entropy; None is the mean over
+    a micro-batch.
     """
     factor = process_scale(trainer, num_items) * (loss_divisor(trainer, num_items) if trainer.model.training else 1)
     given = [(holder, name, getattr(holder, name)) for holder, name in coefficients] if factor != 1 else []

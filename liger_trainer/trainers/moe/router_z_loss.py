@@ -26,10 +26,6 @@ def check_router_losses(trainer: Any, coefficient: float) -> None:
     A model whose configuration has no `output_router_logits`, or is not from transformers, may still compute one; its
     first step shows it ([`mean_z_loss`]).
 
-    Args:
-        trainer: After its construction.
-        coefficient: `router_z_loss_coef`.
-
     Raises:
         ValueError: if no router's loss of ours is in the model, as in a dense one.
         RouterLogitsError: if neither the trainer nor the model's configuration asks for the routers' logits.
@@ -63,11 +59,7 @@ def _how_to_ask(trainer: Any) -> str:
 
 
 def mean_z_loss(z_losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean over the forwards of one `compute_loss`.
-
-    Raises:
-        RouterLogitsError: if there is none.
-    """
+    """The mean over the forwards of one `compute_loss`."""
     if not z_losses:
         raise RouterLogitsError(
             "`router_z_loss_coef` is above 0, but the model was not asked for its routers' logits. Set "

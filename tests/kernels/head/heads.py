@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_trainer.kernels.head.log_probs import LogProbsOutput
+from liger_trainer.kernels.head.token_statistics import LogProbsOutput
 from liger_trainer.kernels.runtime import INTERPRETED
 
 IGNORE = -100

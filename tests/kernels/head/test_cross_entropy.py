@@ -12,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from liger_trainer.kernels.head import cross_entropy as operator
-from liger_trainer.kernels.head import cross_entropy_kernel
+from liger_trainer.kernels.head import cross_entropy_rows
 from liger_trainer.kernels.head import rescale as _rescale
 from liger_trainer.kernels.head.cross_entropy import cross_entropy, cross_entropy_reference
-from liger_trainer.kernels.head.cross_entropy_kernel import row_gradient_, row_partials_, row_statistics_
-from liger_trainer.kernels.head.cross_entropy_torch import row_partials_torch_, row_statistics_torch_
+from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_partials_, row_statistics_
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.rescale import rescale_
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
@@ -82,7 +81,7 @@ def test_plain_torch_rows_have_the_gradient_of_the_reference(reduction: str, wei
     buffer = logits.detach().clone()
     stats = RowStats.allocate(buffer, 8, entropy=True, predicted=True)
     options = LossOptions(IGNORE, *EVERYTHING.values())
-    row_statistics_torch_(buffer, target, stats, options, None, weights, upstream)
+    row_statistics_(buffer, target, stats, options, None, weights, upstream)
     torch.testing.assert_close(stats.loss, rows.detach())
     torch.testing.assert_close(buffer, expected)
 
@@ -184,21 +183,21 @@ def test_every_kernel_compiles_ahead_of_time(target_name: str, dtype: torch.dtyp
     hip = "6.4" if target_name.startswith("gfx") else None
     with (
         recorded_launches() as launches,
-        mock.patch.object(cross_entropy_kernel, "use_triton", return_value=True),
+        mock.patch.object(cross_entropy_rows, "use_triton", return_value=True),
         mock.patch.object(_rescale, "use_triton", return_value=True),
         mock.patch.object(torch.version, "hip", hip),
     ):
-        cross_entropy_kernel.row_statistics_(logits, target, bare, plain)
-        cross_entropy_kernel.row_statistics_(logits, target, bare, plain, coefficient=torch.ones(()))
-        cross_entropy_kernel.row_statistics_(logits, target, stats, full, weights, weights, torch.ones(2))
-        cross_entropy_kernel.row_statistics_(
+        cross_entropy_rows.row_statistics_(logits, target, bare, plain)
+        cross_entropy_rows.row_statistics_(logits, target, bare, plain, coefficient=torch.ones(()))
+        cross_entropy_rows.row_statistics_(logits, target, stats, full, weights, weights, torch.ones(2))
+        cross_entropy_rows.row_statistics_(
             logits, target, bare, plain, coefficient=torch.ones(()), out=torch.empty_like(logits)
         )
-        cross_entropy_kernel.row_gradient_(logits, target, bare, plain, torch.ones(()), out=torch.empty_like(logits))
-        cross_entropy_kernel.row_gradient_(logits, target, bare, full, torch.ones(2), weights, weights)
-        cross_entropy_kernel.row_statistics_(logits, target, stats, capped, extra=extra)
-        cross_entropy_kernel.row_gradient_(logits, target, stats, capped, ones, entropy_coefficient=ones, shard=shard)
-        cross_entropy_kernel.row_partials_(logits, target, torch.empty(2, 8), capped, shard)
+        cross_entropy_rows.row_gradient_(logits, target, bare, plain, torch.ones(()), out=torch.empty_like(logits))
+        cross_entropy_rows.row_gradient_(logits, target, bare, full, torch.ones(2), weights, weights)
+        cross_entropy_rows.row_statistics_(logits, target, stats, capped, extra=extra)
+        cross_entropy_rows.row_gradient_(logits, target, stats, capped, ones, entropy_coefficient=ones, shard=shard)
+        cross_entropy_rows.row_partials_(logits, target, torch.empty(2, 8), capped, shard)
         _rescale.rescale_(torch.ones(8, dtype=dtype), torch.ones(()), torch.ones(()))
     assert len(launches) == 10
     for launch in launches:
@@ -319,7 +318,7 @@ def test_partials_are_those_of_plain_torch(device: str, vocab_start: int) -> Non
     bias = torch.randn(70)
     options, shard = LossOptions(IGNORE, 0.0, 0.0, 8.0, 1.2, 0.8), Shard(vocab_start, 210)
     exact = torch.empty(6, 8, dtype=torch.float64)
-    row_partials_torch_(logits.double(), target, exact, options, shard, bias.double())
+    row_partials_(logits.double(), target, exact, options, shard, bias.double())
     ours = torch.full((6, 8), float("nan"), device=device)
     buffer = torch.full((6, 128), float("nan"), device=device)
     buffer[:, :70] = logits.to(device)

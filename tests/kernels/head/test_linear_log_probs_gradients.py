@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer.kernels.autograd import one_number
-from liger_trainer.kernels.head import linear_log_probs_gradients
+from liger_trainer.kernels.head import linear_log_probs as operator
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from liger_trainer.patching.apply import apply_liger_kernel
@@ -122,8 +122,8 @@ def test_logits_are_recomputed_only_where_the_gradient_is_not_one_number(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_values_are_read_only_where_strides_and_entropies_do_not_decide(loss: str) -> None:
     leaves, target = _case()
-    by_values = linear_log_probs_gradients.number_by_values
-    with mock.patch.object(linear_log_probs_gradients, "number_by_values", side_effect=by_values) as read:
+    by_values = operator.number_by_values
+    with mock.patch.object(operator, "number_by_values", side_effect=by_values) as read:
         LOSSES[loss](_result(leaves, target)).backward()
     assert read.called == (loss not in ("sum", "another sum", "zero", "entropy", "sum and entropy"))
 
@@ -131,14 +131,12 @@ def test_values_are_read_only_where_strides_and_entropies_do_not_decide(loss: st
 def test_a_number_of_values() -> None:
     valid = torch.tensor([True, True, False])
     for values in ([2.0, 2.0, 5.0], [-1.0, -1.0, float("nan")], [float("inf")] * 3):
-        found = linear_log_probs_gradients.number_by_values(torch.tensor(values), valid)
+        found = operator.number_by_values(torch.tensor(values), valid)
         assert found is not None
         assert found.item() == values[0]
     for several in ([2.0, 3.0, 2.0], [float("nan"), 1.0, 1.0], [float("nan")] * 3):
-        assert linear_log_probs_gradients.number_by_values(torch.tensor(several), valid) is None
-    without = linear_log_probs_gradients.number_by_values(
-        torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3, dtype=torch.bool)
-    )
+        assert operator.number_by_values(torch.tensor(several), valid) is None
+    without = operator.number_by_values(torch.tensor([2.0, 3.0, 4.0]), torch.zeros(3, dtype=torch.bool))
     assert without is not None
     assert without.item() == 0.0
 
@@ -223,7 +221,7 @@ def test_a_nan_from_upstream_stays_one() -> None:
 
 def test_without_gradients_and_with_other_outputs_nothing_is_computed_in_advance() -> None:
     leaves, target = _case()
-    with mock.patch.object(linear_log_probs_gradients, "loss_and_gradients", side_effect=AssertionError):
+    with mock.patch.object(operator, "loss_and_gradients", side_effect=AssertionError):
         with torch.no_grad():
             assert not _result(leaves, target).log_probs.requires_grad
         found = _result(leaves, target, outputs=("entropy", "mean_logit"))
@@ -329,6 +327,6 @@ def test_trls_loss_neither_waits_nor_recomputes(monkeypatch: pytest.MonkeyPatch)
         loss.backward()
 
     step()  # kernels are compiled here
-    monkeypatch.setattr(linear_log_probs_gradients, "recomputed_gradients", lambda *args: pytest.fail("recomputed"))
+    monkeypatch.setattr(operator, "recomputed_gradients", lambda *args: pytest.fail("recomputed"))
     with no_host_sync():
         step()

@@ -14,11 +14,11 @@ import triton
 
 from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head import weight_gradient
+from liger_trainer.kernels.head.head_chunks import WeightGradientSum
 from liger_trainer.kernels.head.large_first_chunk import PanelPlan
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.weight_gradient import (
     MAX_HALF_CHUNKS,
-    WeightGradientSum,
     hopper_launch,
     launch,
     launch_for,

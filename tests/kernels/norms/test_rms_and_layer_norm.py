@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels import rows as launch_module
+from liger_trainer.kernels import runtime
 from liger_trainer.kernels.norms import layer_norm as layer_norm_module
 from liger_trainer.kernels.norms import rms_norm as rms_norm_module
 from liger_trainer.kernels.norms.layer_norm import layer_norm, layer_norm_reference
 from liger_trainer.kernels.norms.rms_norm import rms_norm, rms_norm_reference
 from liger_trainer.kernels.rows import NormConfig, column_sum
-from liger_trainer.liger.operators.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
+from liger_trainer.liger.operators.fused_add_norms import fused_add_rms_norm, fused_add_rms_norm_reference
 from tests.accuracy import assert_as_accurate, run
 from tests.norm_cases import NORMS, outputs_and_gradients, weight_gradient_errors
 
@@ -363,7 +364,7 @@ def test_autocast_gives_the_dtypes_torch_gives(device):
 
 @pytest.mark.kernel
 def test_rows_longer_than_a_program_holds_run_as_torch(device, monkeypatch):
-    monkeypatch.setattr(launch_module, "MAX_HIDDEN_SIZE", 8)
+    monkeypatch.setattr(runtime, "MAX_HIDDEN_SIZE", 8)
     monkeypatch.setattr(rms_norm_module, "_rms_norm_forward_kernel", None)
     x = torch.randn(3, 9, device=device)
     assert torch.equal(rms_norm(x, None), rms_norm_reference(x, None))

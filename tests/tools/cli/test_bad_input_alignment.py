@@ -94,7 +94,7 @@ def test_columns_of_different_kinds(aligned, capsys):
 
 def test_rows_of_two_kinds(aligned, capsys):
     message = refused(capsys, aligned("dpo", [PAIR, {**PAIR, "chosen": TURNS}]))
-    assert "The column `chosen` holds str in row 0 and list in row 1; all rows must hold text, or all" in message
+    assert "The column `chosen` holds str in row 1 and list in row 2; all rows must hold text, or all" in message
     labels = [{"prompt": "a", "completion": "b", "label": label} for label in (0, 1, 2)]
     message = refused(capsys, aligned("kto", labels))
     assert "The column `label` holds [0, 1, 2]; it must hold true or false." in message

@@ -163,7 +163,7 @@ def test_files_of_data(recipe, capsys, file, words):
 @pytest.mark.parametrize(
     ("data", "changes", "words"),
     [
-        ([{"text": 5}], {}, "The column `text` holds int, such as '5' in row 0, not text."),
+        ([{"text": 5}], {}, "The column `text` holds int, such as '5' in row 1, not text."),
         ([{"text": "a"}], {"dataset_text_field": "body"}, "has the columns text; `trainer: causal_lm` needs `body`"),
         (
             [{"question": "a"}],
@@ -173,7 +173,7 @@ def test_files_of_data(recipe, capsys, file, words):
         (
             [{"messages": "hello"}],
             {"trainer": "sft"},
-            "The column `messages` holds str, such as 'hello' in row 0, not a list of turns",
+            "The column `messages` holds str, such as 'hello' in row 1, not a list of turns",
         ),
         ([{"text": ""}] * 8, {"trainer": "sft"}, "no row has more than 1 token, so there is nothing to learn"),
         (

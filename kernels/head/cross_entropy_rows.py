@@ -1,8 +1,8 @@
-"""The passes of `cross_entropy_kernel.py` in plain torch, for devices without Triton and for float64.
+"""Statistics and gradients of rows of logits under cross entropy, by the row kernel or in plain torch.
 
-The functions take the same arguments as those of the same name there.
+`cross_entropy_kernel` has the formulas and the kernel. Plain torch is for devices without Triton and for float64.
 
-Shapes: N tokens, V vocabulary, or the columns of a shard of it.
+Shapes: N tokens, V vocabulary, or the columns of a shard of it; logits (N, V), or (B, S, V) of B sequences of S tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import math
 
 import torch
 
-from liger_trainer.kernels.head.loss_options import LossOptions, compute_dtype
+from liger_trainer.kernels.head.cross_entropy_kernel import launch_rows
+from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowPartials, RowStats, Shard
+from liger_trainer.kernels.runtime import use_triton
 
 
 def transformed_logits(x: torch.Tensor, options: LossOptions) -> torch.Tensor:
@@ -27,7 +29,7 @@ def _transformed_rows(
     logits: torch.Tensor, options: LossOptions, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The transformed logits z as `(N, V)` of the computing dtype, and the slope of the soft-cap, None without one."""
-    x = logits.reshape(-1, logits.shape[-1]).to(compute_dtype(logits))
+    x = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
     z = (x if bias is None else x + bias) * options.logit_scale
     if options.softcap is None:
         return z / options.temperature, None
@@ -35,27 +37,41 @@ def _transformed_rows(
     return tanh * options.softcap / options.temperature, 1.0 - tanh.square()
 
 
-def _labels_of(target: torch.Tensor, columns: int, vocab_start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each label, 0 if it is outside the `columns` from `vocab_start` on, and whether it is inside."""
-    label = target.long() - vocab_start
-    here = (label >= 0) & (label < columns)
-    return torch.where(here, label, 0).unsqueeze(-1), here
-
-
-def row_statistics_torch_(
+def row_statistics_(
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: RowStats,
     options: LossOptions,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    coefficient: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    coefficient: torch.Tensor | None = None,
+    width: int | None = None,
     extra: ExtraStats | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Fills `stats` and `extra`; with a `coefficient`, overwrites `logits` with their gradient times it."""
+    """Fills `stats`; with a `coefficient`, also writes the gradient times it to `out`, or over `logits` without `out`.
+
+    Args:
+        logits: `(N, V)` or `(B, S, V)`, last stride 1.
+        target: `(N,)` contiguous labels.
+        stats: Statistics of N tokens, filled; its empty fields are not computed.
+        options: The loss.
+        bias: `(V,)`, added to the logits in fp32.
+        class_weights: `(V,)` of the computing dtype.
+        coefficient: Upstream gradient of the token losses, 0-d or `(N,)`; None for statistics alone.
+        width: Columns of memory that belong to a row, at least V (the default); those from V on are overwritten.
+        extra: More statistics, filled; not together with class weights.
+        out: Shaped as `logits`, last stride 1.
+    """
+    if use_triton(logits):
+        launch_rows(logits, out, target, stats, options, bias, class_weights, coefficient, width, True, extra)
+        return
+    logits = logits if out is None else out.copy_(logits)
     vocab_size = logits.shape[-1]
     valid = target != options.ignore_index
-    index, in_range = _labels_of(target, vocab_size)
+    label = target.long()
+    in_range = (label >= 0) & (label < vocab_size)
+    index = torch.where(in_range, label, 0).unsqueeze(-1)
     z, _ = _transformed_rows(logits, options, bias)
     label_z = torch.where(in_range, z.gather(-1, index).squeeze(-1), math.nan)
     # As in the kernel the label is left out of the sum: nll = softplus(rest - label_z).
@@ -81,25 +97,41 @@ def row_statistics_torch_(
     if stats.predicted.numel():
         stats.predicted.copy_(torch.where(valid, z.argmax(-1), -1))
     if coefficient is not None:
-        row_gradient_torch_(logits, target, stats, options, bias, class_weights, coefficient, None, None)
+        row_gradient_(logits, target, stats, options, coefficient, bias, class_weights)
 
 
-def row_gradient_torch_(
+def row_gradient_(
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: RowStats,
     options: LossOptions,
-    bias: torch.Tensor | None,
-    class_weights: torch.Tensor | None,
     coefficient: torch.Tensor,
-    entropy_coefficient: torch.Tensor | None,
-    shard: Shard | None,
+    bias: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    width: int | None = None,
+    entropy_coefficient: torch.Tensor | None = None,
+    shard: Shard | None = None,
 ) -> None:
-    """Overwrites `logits` with their gradient, from the statistics of the whole row."""
+    """Writes the gradient of `logits` to `out`, or over `logits` without `out`; reads `nll` and `lse` of `stats`.
+
+    `entropy_coefficient`, `(N,)`, is the upstream gradient of the entropies, which are then read from `stats` as well.
+    With a `shard`, the logits are that shard's columns and the statistics those of the whole vocabulary. The other
+    arguments are those of `row_statistics_`.
+    """
+    if use_triton(logits):
+        launch_rows(
+            logits, out, target, stats, options, bias, class_weights, coefficient, width, False,
+            entropy_coefficient=entropy_coefficient, shard=shard,
+        )  # fmt: skip
+        return
+    logits = logits if out is None else out.copy_(logits)
     columns = logits.shape[-1]
     vocab_start, vocab_size = (0, columns) if shard is None else shard
     valid = target != options.ignore_index
-    index, here = _labels_of(target, columns, vocab_start)
+    label = target.long() - vocab_start
+    here = (label >= 0) & (label < columns)
+    index = torch.where(here, label, 0).unsqueeze(-1)
     z, slope = _transformed_rows(logits, options, bias)
     log_probs = z - stats.lse.unsqueeze(-1)
     smoothing = options.label_smoothing
@@ -125,16 +157,27 @@ def row_gradient_torch_(
     logits.copy_(gradient.masked_fill_(~valid.unsqueeze(-1), 0.0).view(logits.shape))
 
 
-def row_partials_torch_(
+def row_partials_(
     logits: torch.Tensor,
     target: torch.Tensor,
     partials: torch.Tensor,
     options: LossOptions,
     shard: Shard,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    width: int | None = None,
 ) -> None:
-    """Fills `partials` with the `RowPartials` of a shard."""
-    index, here = _labels_of(target, logits.shape[-1], shard.vocab_start)
+    """Fills `partials`, `(N, 8)` of the computing dtype, with the shard's `RowPartials`; ignored rows are 0.
+
+    The labels are ids of the whole vocabulary, and most lie in another shard.
+    """
+    if use_triton(logits):
+        unused = partials.new_empty(0)
+        stats = RowStats(unused, unused, unused, unused, target)
+        launch_rows(logits, None, target, stats, options, bias, None, None, width, True, partials=partials, shard=shard)
+        return
+    label = target.long() - shard.vocab_start
+    here = (label >= 0) & (label < logits.shape[-1])
+    index = torch.where(here, label, 0).unsqueeze(-1)
     z, _ = _transformed_rows(logits, options, bias)
     rest_z = torch.where(here.unsqueeze(-1), z.scatter(-1, index, -math.inf), z)
     rest = rest_z.logsumexp(-1)
