@@ -44,7 +44,7 @@ class RecipeArguments:
             jsonl, csv, tsv, parquet, arrow or txt, compressed or not.
         eval_data_files: Local files to evaluate on, of the same kinds.
         columns: New names of columns, each with its name in the data: ``{"prompt": "question"}``. The rows are then
-            read as `docs/guides/data.md` says.
+            read as any others.
         roles: Names of roles in conversations, each with the role that it stands for: ``{"narrator": "system"}``.
         prompt_template: The text of the prompt, with names of columns in braces: ``"{question} Answer:"``. It is
             taken as it is, without a chat template, unless there is a ``system_prompt``.

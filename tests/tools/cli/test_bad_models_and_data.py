@@ -197,12 +197,12 @@ def test_labels_beyond_the_vocabulary(recipe, capsys):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([USER, {"role": "assistant"}], "a turn without `content` ({'role': 'assistant'}) in row 1"),
-        ([{"content": "hi"}, ASSISTANT], "a turn without `role` ({'content': 'hi'}) in row 1"),
+        ([USER, {"role": "assistant"}], "a turn without `content` ({'role': 'assistant'}) in row 2"),
+        ([{"content": "hi"}, ASSISTANT], "a turn without `role` ({'content': 'hi'}) in row 2"),
         ([USER, {"role": "assistant", "content": 5}], "a turn whose `content` is int"),
-        ([], "no turns in row 1"),
-        (["hi", "yo"], "a list with str ('hi') in row 1"),
-        ("hi", "The column `messages` holds str, such as 'hi' in row 1, not a list of turns"),
+        ([], "no turns in row 2"),
+        (["hi", "yo"], "a list with str ('hi') in row 2"),
+        ("hi", "The column `messages` holds str, such as 'hi' in row 2, not a list of turns"),
     ],
 )
 @pytest.mark.parametrize("vocabulary", [300, None])

@@ -201,3 +201,41 @@ def test_a_recipe_without_data_is_refused(tmp_path):
     values = {"trainer": "sft", "model_name_or_path": model_folder(tmp_path / "model")}
     with pytest.raises(RecipeError, match="says nothing about data"):
         found_in(write_recipe(tmp_path / "mine.yaml", values))
+
+
+def test_what_the_template_leaves_out(tmp_path):
+    said = [{"role": "user", "content": WORDS[0]}, {"role": "assistant", "content": WORDS[1], "reasoning": WORDS[2]}]
+    (trap,) = traps_of(recipe(tmp_path, [{"messages": said}] * 8))
+    assert "The chat template leaves out `reasoning` (8 of 8) of the first 8 rows" in trap
+    assert traps_of(recipe(tmp_path, chats())) == []
+
+
+def test_pairs_of_the_same_answer(tmp_path):
+    row = {"prompt": "the cat sat ", "chosen": "on the mat", "rejected": "in the cold"}
+    same = {**row, "rejected": row["chosen"]}
+    (trap,) = [trap for trap in traps_of(recipe(tmp_path, [row, same], trainer="dpo")) if "the same" in trap]
+    assert "In 1 of 2 rows `chosen` and `rejected` are the same" in trap
+    assert not any("the same" in trap for trap in traps_of(recipe(tmp_path, [row, row], trainer="dpo")))
+
+
+def test_answers_with_one_label(tmp_path):
+    good = {"prompt": "the cat sat ", "completion": "on the mat", "label": True}
+    (trap,) = [trap for trap in traps_of(recipe(tmp_path, [good] * 4, trainer="kto")) if "`label` is" in trap]
+    assert "`label` is true in all of the first 4 rows" in trap
+    both = [good, {**good, "label": False}]
+    assert not any("`label` is" in trap for trap in traps_of(recipe(tmp_path, both, trainer="kto")))
+
+
+def test_prompts_that_the_template_changes_when_an_answer_follows(tmp_path):
+    only_last = (
+        "{% for m in messages %}{% if loop.last or m['role'] != 'user' %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+        "{% endfor %}"
+    )
+    rows = [
+        {"prompt": [{"role": "user", "content": WORDS[0]}], "completion": [{"role": "assistant", "content": WORDS[1]}]}
+    ]
+    keys = {"assistant_only_loss": False, "eos_token": None}
+    model = model_folder(tmp_path / "other", chat_template=only_last)
+    found = traps_of(recipe(tmp_path, rows * 8, model=model, **keys))
+    assert any("In 8 of 8 rows the chat template writes the prompt in another way" in trap for trap in found)
+    assert not any("in another way" in trap for trap in traps_of(recipe(tmp_path, rows * 8, **keys)))

@@ -1,0 +1,138 @@
+"""`liger-trainer data`, and recipes on data of other shapes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from liger_trainer.cli import main
+from tests.tools.cli.runs import write_recipe
+from tests.tools.diagnosis.recipes import model_folder
+from tests.trainers.tiny import WORDS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAREGPT = {"conversations": [{"from": "human", "value": WORDS[0]}, {"from": "gpt", "value": WORDS[1]}], "id": "7"}
+ORCA = {"system": WORDS[2], "question": WORDS[0], "chosen": WORDS[1], "rejected": WORDS[3]}
+ALPACA = {"instruction": WORDS[0], "input": "", "output": WORDS[1]}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    model_folder(tmp_path / "model", chat_template=PLAIN)
+    return tmp_path
+
+
+def write(name, row, count=8):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for _ in range(count)))
+    return name
+
+
+def shown(capsys, *arguments):
+    assert main(["data", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_tokens_and_labels(folder, capsys):
+    out = shown(capsys, write("a.jsonl", SHAREGPT), "--model", "model", "--assistant_only_loss", "true", "--rows", "2")
+    assert out.count("<|im_start|>assistant") == 2
+    assert re.search(r"Row 2: \d+ tokens, \d+ labels", out)
+    assert "8 rows, 7 of them duplicates, 0 with an empty answer." in out
+    assert "`max_length: 1024` cuts 0 of 8 sequences." in out
+
+
+def test_both_answers_of_a_pair(folder, capsys):
+    out = shown(capsys, write("a.jsonl", ORCA), "--model", "model", "--trainer", "dpo", "--rows", "1")
+    assert re.search(r"Row 1, chosen: .*Row 1, rejected: ", out, re.DOTALL)
+
+
+def test_rows_without_a_model(folder, capsys):
+    out = shown(capsys, write("a.jsonl", {**ALPACA, "output": " "}))
+    assert f"prompt · user: {WORDS[0]}" in out
+    assert "8 with an empty answer" in out
+    assert "`--model MODEL` shows tokens and labels." in out
+
+
+def test_a_recipe_and_its_data(folder, capsys):
+    keys = {"trainer": "sft", "model_name_or_path": "model", "data_files": write("a.jsonl", ALPACA), "max_length": 25}
+    out = shown(capsys, write_recipe(folder / "mine.yaml", {**keys, "output_dir": "run"}))
+    assert "`max_length: 25` cuts 8 of 8 sequences." in out
+
+
+def test_a_page_with_colours(folder, capsys):
+    file = write("a.jsonl", SHAREGPT)
+    shown(capsys, file, "--model", "model", "--html", "page.html")
+    page = Path("page.html").read_text()
+    assert "green" in page or "#008000" in page
+    assert WORDS[1] in page
+    assert main(["data", file, "--model", "model", "--html", "page.html"]) == 2
+    assert "`--html` is 'page.html', which is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.jsonl"], "`data_files`: there is no file 'none.jsonl'"),
+        (["mine.yaml", "more.jsonl"], "'mine.yaml' is a recipe, which names its data; give it alone"),
+        (["a.jsonl", "--columns", '{"messages": "talk"}'], "`columns` names 'talk'"),
+    ],
+)
+def test_mistakes(folder, capsys, arguments, words):
+    write("a.jsonl", SHAREGPT)
+    assert main(["data", *arguments]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("liger-trainer: ")]
+    assert words in line
+
+
+def train(folder, trainer, row, **keys):
+    base = {"max_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "no", "loss_curve": False}
+    model = {"model_config": {"model_type": "llama", **json.loads(Path("model/config.json").read_text())}}
+    values = {"trainer": trainer, "data_files": write("data.jsonl", row), "output_dir": "run", **base, **model}
+    path = write_recipe(folder / "mine.yaml", {**values, "tokenizer_name_or_path": "model", **keys})
+    return main(["train", path])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "row", "line"),
+    [
+        ("sft", SHAREGPT, "`conversations` → `messages` (human → user, gpt → assistant); not used: `id`."),
+        ("sft", ALPACA, "`instruction`, `input`, `output` → `prompt`, `completion`, as a conversation."),
+        (
+            "dpo",
+            ORCA,
+            "`system`, `question`, `chosen`, `rejected` → `prompt`, `chosen`, `rejected`, as a",
+        ),
+        (
+            "kto",
+            {**SHAREGPT, "label": True},
+            "`conversations`, `label` → `prompt`, `completion`, `label` (",
+        ),
+    ],
+)
+def test_data_of_other_shapes_trains_and_says_how_it_is_read(folder, caplog, trainer, row, line):
+    assert train(folder, trainer, row) == 0
+    assert f"Data: {line}" in caplog.text
+
+
+def test_what_the_chat_template_leaves_out_is_said_once(folder, caplog):
+    turns = [{"role": "user", "content": WORDS[0]}, {"role": "assistant", "content": WORDS[1], "thinking": WORDS[2]}]
+    assert train(folder, "sft", {"messages": turns, "tools": '[{"name": "search"}]'}) == 0
+    line = "the chat template leaves out `tools` (8 of 8), `thinking` (8 of 8) of the first 8 rows"
+    assert caplog.text.count(line) == 1
+
+
+def test_an_unknown_role_is_one_line_with_the_row(folder, capsys):
+    talk = {"conversations": [{"from": "narrator", "value": "it was"}, *SHAREGPT["conversations"]]}
+    assert train(folder, "sft", talk) == 2
+    assert (
+        "Row 1 of the data: The data holds a turn of 'narrator', which names none of the roles"
+        in capsys.readouterr().err
+    )
+    assert train(folder, "sft", talk, roles={"narrator": "system"}) == 0
