@@ -105,7 +105,7 @@ def _run(
 
 
 # The default of transformers, and its only implementation for Llama 4; then one expert at a time.
-provider("moe_experts", "torch")(partial(_run, "grouped_mm"))
+grouped_mm = provider("moe_experts", "torch")(partial(_run, "grouped_mm"))
 provider("moe_experts", "transformers loop")(partial(_run, "eager"))
 reference("moe_experts")(partial(_run, "eager"))
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from liger_trainer import KernelConfig, apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.binding import bound_modules
-from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.trial import Trial
 from tests.patching import toys
 from tests.patching.comparisons import LAYERS, assert_same, loss_and_gradients
 from tests.tiny_models import TINY_MODELS, tiny_batch
@@ -125,7 +125,7 @@ def test_callers_mode_does_not_matter(mode):
 
 
 def test_thirty_two_layers_are_probed_once(calls_of):
-    runs = calls_of(Probe, "compare")
+    runs = calls_of(Trial, "compare")
     apply_liger_kernel(TINY_MODELS["llama"](num_hidden_layers=1), LAYERS)
     one_layer = len(runs)
     apply_liger_kernel(TINY_MODELS["llama"](num_hidden_layers=32), LAYERS)
