@@ -117,6 +117,8 @@ def test_command(line, checkout):
         arguments, rest = make_parser().parse_known_args(words)
         if arguments.command in ("train", "plan"):
             recipe(arguments.recipe, rest)
+        elif arguments.command == "data":
+            check_values({"data_files": arguments.files, "output_dir": "run"}, rest, Path("the page"))
             assert getattr(arguments, "accelerate_config", None) in (None, *shipped_configs())
         elif arguments.command == "compare":
             values_of(Request(arguments.recipe, tuple(rest), 1, arguments.smoke, Path()))

@@ -94,6 +94,8 @@ def _load_source(recipe: Recipe) -> Any:
         return load_files(recipe.recipe.data_files, "data_files")
     if name in BUILT_IN:
         return BUILT_IN[name]()
+    if name and Path(name).is_file():
+        raise RecipeError(f"`dataset_name` is {name!r}, which is a file: name it in `data_files`.")
     if name and any((Path(name) / file).is_file() for file in _SAVED):
         return _load_saved(name)
     return _load_from_hub(recipe, chosen[0])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
+import json
 import types
 import typing
 from argparse import Action, ArgumentParser
@@ -21,6 +21,7 @@ from liger_trainer.recipe.checks import check_agreement, check_ranges, generatio
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
 from liger_trainer.recipe.schema import TRAINERS, TrainerKind, argument_classes
 from liger_trainer.recipe.smoke import shrink
+from liger_trainer.recipe.unknown_keys import unknown_keys
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -87,9 +88,10 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
     parser, actions = _parser(classes)
     hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
     converted = {}
+    unknown = [key for key in values if key not in actions]
+    if unknown:
+        raise unknown_keys(unknown, list(actions), str(source), trainer)
     for key, value in values.items():
-        if key not in actions:
-            raise _unknown(key, list(actions), str(source), trainer)
         try:
             converted[key] = _convert(value, hints[key], actions[key])
         except ValueError as error:
@@ -103,12 +105,12 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
         namespace, rest = parser.parse_known_args(others)
     if rest:
         if rest[0].startswith("-"):
-            key = rest[0].lstrip("-").split("=")[0].replace("-", "_")
-            raise _unknown(key, list(actions), "On the command line", trainer)
+            keys = [word.lstrip("-").split("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
+            raise unknown_keys(keys or rest[:1], list(actions), "On the command line", trainer)
         raise RecipeError(f"On the command line: {rest[0]!r} follows no option; options are `--key value`.")
     written = {option.split("=")[0].lstrip("-").replace("-", "_") for option in overrides if option.startswith("--")}
     given = {name for name in actions if name in written or f"no_{name}" in written}
-    checked = vars(namespace)
+    checked = {name: _listed(value) for name, value in vars(namespace).items()}
     check_ranges(checked, source)
     check_agreement(checked, source)
     return checked, given
@@ -180,6 +182,14 @@ def _split_unset(overrides: Sequence[str], hints: Mapping[str, Any]) -> tuple[li
     return unset, others
 
 
+def _listed(value: Any) -> Any:
+    """The items of a list that was given as one JSON text on the command line; any other value as it is."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) and value[0].lstrip().startswith("["):
+        with contextlib.suppress(json.JSONDecodeError):
+            return json.loads(value[0])
+    return value
+
+
 def _switch(text: str) -> bool | str:
     """The value of a text option that is true if no value follows, such as transformers' `fsdp`."""
     return {"true": True, "false": False}.get(text.lower(), text)
@@ -231,12 +241,6 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 def _type_name(hint: Any) -> str:
     options = [option for option in _alternatives(hint) if option is not type(None)]
     return " or ".join(one.__name__ if isinstance(one, type) else str(one).replace("typing.", "") for one in options)
-
-
-def _unknown(key: str, valid: Sequence[str], where: str, trainer: str) -> RecipeError:
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    hint = f"; did you mean `{near[0]}`?" if near else "."
-    return RecipeError(f"{where}: unknown key `{key}` for `trainer: {trainer}`{hint}")
 
 
 def _fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:

@@ -236,3 +236,47 @@ def test_no_warning_that_the_user_can_do_nothing_about(recipe, recwarn):
     assert main(["train", recipe(trainer="sft", data_files=rows(*[{"text": "one two " * 9}] * 8))]) == 0
     texts = [str(warning.message) for warning in recwarn]
     assert not [text for text in texts if "gradient_checkpointing" in text or "pin_memory" in text]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"lr": 1e-4}, "unknown key `lr` for `trainer: causal_lm`; it is `learning_rate` here."),
+        ({"base_model": "x"}, "unknown key `base_model` for `trainer: causal_lm`; it is `model_name_or_path` here."),
+        ({"beta": 0.1}, "unknown key `beta` for `trainer: causal_lm`; `beta` is a key of `trainer: dpo`."),
+        ({"pref_beta": 0.1}, "`beta` is a key of `trainer: dpo`."),
+        ({"zzz": 1}, "unknown key `zzz` for `trainer: causal_lm`."),
+        (
+            {"batch_size": 1, "max_stepz": 3, "zzz": 1},
+            "unknown keys for `trainer: causal_lm`: `batch_size` (it is `per_device_train_batch_size` here), `max_stepz` "
+            "(did you mean `max_steps`?), `zzz`.",
+        ),
+    ],
+)
+def test_unknown_keys_are_all_said_at_once_with_their_names_here(recipe, capsys, keys, words):
+    assert words in refused(capsys, recipe(**keys))
+
+
+def test_unknown_options_are_all_said_at_once(recipe, capsys):
+    message = refused(capsys, recipe(), "--lr", "1", "--epochs", "2")
+    assert "On the command line: unknown keys" in message
+    assert "`lr` (it is `learning_rate` here), `epochs` (it is `num_train_epochs` here)" in message
+
+
+def test_every_synonym_is_that_of_a_key():
+    from liger_trainer.recipe.schema import TRAINERS
+    from liger_trainer.recipe.unknown_keys import SYNONYMS, _keys_of
+
+    keys = set().union(*map(_keys_of, TRAINERS))
+    assert {*SYNONYMS.values()} <= keys
+    assert not {*SYNONYMS} & keys
+
+
+def test_a_list_of_files_as_json(recipe, tmp_path):
+    (tmp_path / "more.jsonl").write_text('{"text": "and more of it"}\n')
+    assert main(["train", recipe(), "--data_files", '["data.jsonl", "more.jsonl"]']) == 0
+
+
+def test_a_file_as_the_name_of_a_dataset(recipe, capsys):
+    message = refused(capsys, recipe(data_files=None, dataset_name="data.jsonl"))
+    assert "`dataset_name` is 'data.jsonl', which is a file: name it in `data_files`." in message

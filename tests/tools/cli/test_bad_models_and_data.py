@@ -148,7 +148,7 @@ FILES = {
         ("broken.jsonl", "['broken.jsonl'] cannot be read"),
         ("empty.jsonl", "`data_files`: 'empty.jsonl' is empty."),
         ("null.jsonl", "The column `text` is null in 1 rows"),
-        ("number.jsonl", "The column `text` holds int, such as '5' in row 2, not text."),
+        ("number.jsonl", "The column `text` holds int, such as '5' in row 3, not text."),
         *((name, f"`data_files`: ['{name}'] cannot be read: ") for name in FILES if name.startswith("latin")),
     ],
 )
