@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -141,9 +142,11 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
     functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
     needed = sorted({name for function in functions for name in needed_columns(function)} - {*columns})
     if needed:
+        free = [name for name in columns if name not in (*found, *SPOKEN)]
+        pair = f"{{{json.dumps(needed[0])}: {json.dumps(free[0])}}}" if free else ""
+        fix = f"Rename one with `columns`, such as {pair}." if free else "Add it to the data."
         raise RecipeError(
-            f"The data has the columns {', '.join(columns)}; a function in `reward_funcs` needs `{needed[0]}`. Rename "
-            f'one with `columns`, such as {{"{needed[0]}": "{columns[0]}"}}.'
+            f"The data has the columns {', '.join(columns)}; a function in `reward_funcs` needs `{needed[0]}`. {fix}"
         )
     if hasattr(rows, "data"):  # not streamed
         if "prompt" in columns and "prompt" not in found and found[0] in SPOKEN[2:]:

@@ -248,8 +248,8 @@ def test_no_warning_that_the_user_can_do_nothing_about(recipe, recwarn):
         ({"zzz": 1}, "unknown key `zzz` for `trainer: causal_lm`."),
         (
             {"batch_size": 1, "max_stepz": 3, "zzz": 1},
-            "unknown keys for `trainer: causal_lm`: `batch_size` (it is `per_device_train_batch_size` here), `max_stepz` "
-            "(did you mean `max_steps`?), `zzz`.",
+            "unknown keys for `trainer: causal_lm`: `batch_size` (it is `per_device_train_batch_size` here), "
+            "`max_stepz` (did you mean `max_steps`?), `zzz`.",
         ),
     ],
 )
