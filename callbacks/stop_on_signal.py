@@ -1,4 +1,4 @@
-"""Ends training with a checkpoint on SIGTERM and SIGHUP, which clusters send before they take a machine away."""
+"""Ends training with a checkpoint on Ctrl-C, and on SIGTERM and SIGHUP, which clusters send before a machine goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from liger_trainer.callbacks.logged import is_distributed
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _REPEATED_WITHIN = 2.0  # seconds; a launcher forwards the signal to its processes, which have already received it
 
@@ -55,6 +55,8 @@ class StopOnSignalCallback(TrainerCallback):
 
     def receive(self, number: int, frame: Any = None) -> None:
         """The handler of a signal: the first one is recorded, a later one ends the process at once."""
+        if os.getpid() != self._process and number == signal.SIGINT:
+            return  # a terminal sends it to the workers of data loaders too, which the training still needs
         if os.getpid() != self._process or (self.received and time.monotonic() - self._first > _REPEATED_WITHIN):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -63,7 +65,8 @@ class StopOnSignalCallback(TrainerCallback):
             name = signal.Signals(number).name
             with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or a print was interrupted
                 if self.announces:
-                    print(f"\n{name}: stops after this step, with a checkpoint.", file=sys.stderr, flush=True)
+                    what = "stops after this step, with a checkpoint; once more ends it at once"
+                    print(f"\n{name}: {what}.", file=sys.stderr, flush=True)
             if number == signal.SIGHUP:  # the terminal is gone, so from now on writing to it is an error
                 with open(os.devnull, "w") as nowhere:
                     for stream in self._terminals:

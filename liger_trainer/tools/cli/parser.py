@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from liger_trainer._version import __version__
 from liger_trainer.errors import UserError
 from liger_trainer.tools.cli import bench, chat, compare, data, diagnose, doctor, inspect, merge, plan, recipes, train
+from liger_trainer.tools.cli.run_recipe import interrupted
 
 EXAMPLES = """examples:
   liger-trainer train quickstart                              train a small model on text that ships with Python
@@ -67,6 +68,10 @@ def run(argv: Sequence[str]) -> int:
             if unmet is not None:
                 raise UserError(unmet)
         return arguments.function(arguments, rest)
+    except KeyboardInterrupt:
+        if arguments.debug:
+            raise
+        return interrupted()
     except UserError as error:
         if arguments.debug:
             raise

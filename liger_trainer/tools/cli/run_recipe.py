@@ -9,7 +9,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liger_trainer.recipe import Recipe
 
 LAUNCHER_SECONDS = 5.0
 """Time for a launcher to end a process whose peer has died; torchrun looks ten times a second."""
@@ -85,15 +89,25 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
         The exit code: 0, 1 if `non_finite` has stopped the training, 2 after an error that the user can correct, or
         128 plus the signal's number after Ctrl-C (130), SIGTERM (143) or SIGHUP (129).
     """
-    prepare_environment()
-    from liger_trainer.tools.cli.doctor import unmet_requirement
+    try:
+        prepare_environment()
+        from liger_trainer.tools.cli.doctor import unmet_requirement
 
-    unmet = unmet_requirement()
-    if unmet is not None:
-        if rank() == 0:
-            print(f"liger-trainer: {unmet}", file=sys.stderr)
-        return 2
-    return recorded(_run)(name, arguments) or 0
+        unmet = unmet_requirement()
+        if unmet is not None:
+            if rank() == 0:
+                print(f"liger-trainer: {unmet}", file=sys.stderr)
+            return 2
+        return recorded(_run)(name, arguments) or 0
+    except KeyboardInterrupt:  # before anything was loaded; later ones end in `_run`
+        return interrupted()
+
+
+def interrupted(what: str = "interrupted") -> int:
+    """Says in one line that Ctrl-C has ended the command; returns the exit code."""
+    if rank() == 0:
+        print(f"\nliger-trainer: {what}.", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def prepare_environment() -> None:
@@ -129,6 +143,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     from liger_trainer.recipe import RecipeError, load_recipe
     from liger_trainer.recipe.file import TrainingError
 
+    recipe = None
     try:
         recipe = load_recipe(name, options, smoke="--smoke" in arguments)
         from liger_trainer.recipe.run import run_recipe
@@ -150,13 +165,21 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         if debug:
             raise
         stopped = isinstance(error, StoppedBySignal)
-        if rank() == 0:
-            again = "the same command with `--resume_from_checkpoint true` continues from the last checkpoint"
-            print(f"\nliger-trainer: {error if stopped else 'interrupted'}; {again}.", file=sys.stderr)
+        interrupted(f"{error if stopped else 'interrupted'}{_how_to_go_on(recipe)}")
         leave_process_group()
         return 128 + (error.number if isinstance(error, StoppedBySignal) else signal.SIGINT)
     leave_process_group()
     return 0
+
+
+def _how_to_go_on(recipe: Recipe | None) -> str:
+    """How a run that was interrupted continues; empty where there is no checkpoint yet."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder = "" if recipe is None else str(recipe.training.output_dir)
+    if not Path(folder).is_dir() or get_last_checkpoint(folder) is None:
+        return ", before the first checkpoint"
+    return "; the same command with `--resume_from_checkpoint true` continues from the last checkpoint"
 
 
 def quiet_libraries() -> None:

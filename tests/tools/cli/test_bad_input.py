@@ -209,9 +209,22 @@ def test_ctrl_c_says_how_to_continue(recipe, capsys, monkeypatch):
     def interrupted(self, *arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("transformers.Trainer.train", interrupted)
+    monkeypatch.setattr("liger_trainer.recipe.run.run_recipe", interrupted)
+    assert main(["train", recipe()]) == 130
+    assert "liger-trainer: interrupted, before the first checkpoint.\n" in capsys.readouterr().err
+    Path("run/checkpoint-1").mkdir(parents=True)
     assert main(["train", recipe()]) == 130
     assert "interrupted; the same command with `--resume_from_checkpoint true`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["train", "quickstart"], ["inspect", "no_model"]])
+def test_ctrl_c_while_libraries_load_is_one_line(command, capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("liger_trainer.tools.cli.doctor.unmet_requirement", interrupted)
+    assert main(command) == 130
+    assert capsys.readouterr().err == "\nliger-trainer: interrupted.\n"
 
 
 def test_the_last_evaluation_runs_once(recipe):

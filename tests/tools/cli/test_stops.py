@@ -15,7 +15,7 @@ from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
 from tests import forked
 from tests.tools.cli.runs import EIGHT_STEPS, checkpoints, logged, message_of, state, weights, write_recipe
 
-SIGNALS = [signal.SIGTERM, signal.SIGHUP]
+SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_signal_ends_the_run_after_its_step_and_it_continues(number, recipe, t
     done = forked.run(sent_at, 3, [number], recipe, "--save_strategy", "no", cwd=tmp_path)
     assert done.returncode == 128 + number, done.stderr[-3000:]
     name = number.name
-    assert f"{name}: stops after this step, with a checkpoint.\n" in done.stderr
+    assert f"{name}: stops after this step, with a checkpoint; once more ends it at once.\n" in done.stderr
     last = message_of(done.stderr)
     assert last.startswith(f"liger-trainer: stopped by {name} at step 3; checkpoint-3 is saved; the same command with")
     assert checkpoints(tmp_path / "run") == ["checkpoint-3"]
@@ -65,6 +65,31 @@ def test_a_signal_ends_the_run_after_its_step_and_it_continues(number, recipe, t
     assert main(["train", recipe, "--output_dir", "whole"]) == 0
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
     assert weights("run") == weights("whole")
+
+
+def test_ctrl_c_reaches_the_workers_of_a_data_loader_too(recipe, tmp_path):
+    done = forked.run(to_all_at, 3, recipe, "--dataloader_num_workers", "1", cwd=tmp_path)
+    assert done.returncode == 130, done.stderr[-3000:]
+    assert "checkpoint-3 is saved" in message_of(done.stderr)
+    assert checkpoints(tmp_path / "run")[-1] == "checkpoint-3"
+
+
+def to_all_at(step, path, *options):
+    """A run all of whose processes get Ctrl-C during a step, as from a terminal."""
+    os.setpgrp()
+    from liger_trainer.trainers.trainer import LigerTrainer
+
+    training_step = LigerTrainer.training_step
+
+    def with_signals(self, *args, **kwargs):
+        if self.state.global_step + 1 == step:
+            os.killpg(os.getpgrp(), signal.SIGINT)
+            time.sleep(0.05)
+        return training_step(self, *args, **kwargs)
+
+    LigerTrainer.training_step = with_signals
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return run_recipe_file(path, options)
 
 
 def test_no_evaluation_comes_between_a_signal_and_its_checkpoint(recipe, tmp_path):
@@ -81,7 +106,7 @@ def test_a_second_signal_ends_it_at_once(recipe, tmp_path):
 
 
 def test_a_signal_that_two_processes_pass_on_is_one(recipe, tmp_path):
-    done = forked.run(sent_at, 3, SIGNALS, recipe, cwd=tmp_path)
+    done = forked.run(sent_at, 3, SIGNALS[:2], recipe, cwd=tmp_path)
     assert done.returncode == 143, done.stderr[-3000:]
     assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
 
@@ -92,9 +117,9 @@ def test_nohup(recipe, tmp_path):
 
 
 def test_handlers_are_put_back(recipe):
-    before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     assert main(["train", recipe, "--max_steps", "1"]) == 0
-    assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def one_rank_gets_it(path, *options):
