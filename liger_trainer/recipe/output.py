@@ -221,7 +221,10 @@ def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
-    """``sample_prompts``, each with its continuation by the model loaded from `folder`."""
+    """``sample_prompts``, each with its continuation by the model loaded from `folder`.
+
+    After training on conversations, a prompt is the user's turn, and the chat template writes it.
+    """
     prompts = recipe.recipe.sample_prompts
     if not prompts:
         return []
@@ -233,5 +236,9 @@ def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
         device=recipe.training.device,
     )
     options = {"max_new_tokens": recipe.recipe.sample_tokens, "do_sample": True, "temperature": 0.7, "top_k": 40}
-    answers = (generate(prompt, return_full_text=False, **options) for prompt in prompts)
+    system = recipe.recipe.system_prompt
+    first = [{"role": "system", "content": system}] if system else []
+    talks = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
+    asked: list[Any] = talks if recipe.is_chat else prompts
+    answers = (generate(each, return_full_text=False, **options) for each in asked)
     return [(prompt, answer[0]["generated_text"]) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -56,7 +56,8 @@ class RecipeArguments:
         loss_curve: Draw ``loss_curve.png`` into ``output_dir`` at the end.
         router_balance: For a mixture of experts, log how evenly its experts are used, and at the end draw
             ``router_balance.png`` and write ``router_balance.csv`` into ``output_dir``; see `RouterBalanceCallback`.
-        sample_prompts: Texts that the saved model, loaded again, continues at the end.
+        sample_prompts: Texts that the saved model, loaded again, continues at the end; after training on conversations,
+            questions that it answers.
         sample_tokens: New tokens for each of them.
     """
 

@@ -19,13 +19,22 @@ from liger_trainer.tools.diagnosis.labels import (
 )
 from liger_trainer.tools.diagnosis.rows import not_in_text, one_label, prompt_alone, same_answers
 from liger_trainer.tools.diagnosis.sample import Sample, read_sample
-from liger_trainer.tools.diagnosis.settings import idle_fp8, leaks, low_bit_base, rounded, sampling, tied_adapters
+from liger_trainer.tools.diagnosis.settings import (
+    idle_fp8,
+    leaks,
+    low_bit_base,
+    rounded,
+    sampling,
+    tied_adapters,
+    unshared_prompts,
+)
 
 OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "dtype and learning rate": rounded,
     "adapters on tied weights": tied_adapters,
     "weights in 8 bits and fewer": low_bit_base,
     "packing": leaks,
+    "prompts computed once": unshared_prompts,
     "sampling": sampling,
     "fp8": idle_fp8,
 }

@@ -144,6 +144,19 @@ LEAST_CHANGE = 1e-5
 _LENGTH = 7  # of each document; longer than the window of the small copy
 
 
+def unshared_prompts(case: Case) -> list[Trap]:
+    """Dropout of adapters, with which the prompts of a batch are computed for every answer again."""
+    values = case.values
+    shares = values["use_liger_kernel"] and values.get("share_prompt", False) is not False  # None: by default
+    if not shares or not values["use_peft"] or not values["lora_dropout"]:
+        return []
+    what = (
+        f"`lora_dropout: {values['lora_dropout']}` switches `share_prompt` off: a prompt is computed again for each of "
+        "its answers, which can take twice the time"
+    )
+    return [Trap(what, "`lora_dropout: 0.0`")]
+
+
 def leaks(case: Case) -> list[Trap]:
     """Rows that SFT packs without a boundary that every layer respects."""
     values = case.values

@@ -136,3 +136,25 @@ def test_an_unknown_role_is_one_line_with_the_row(folder, capsys):
         in capsys.readouterr().err
     )
     assert train(folder, "sft", talk, roles={"narrator": "system"}) == 0
+
+
+def test_samples_of_a_model_of_conversations_are_answers_to_a_question(folder, capfd, monkeypatch):
+    import transformers
+
+    seen = []
+    pipeline = transformers.pipeline
+
+    def listening(*arguments, **options):
+        made = pipeline(*arguments, **options)
+
+        def generate(prompt, **settings):
+            seen.append(prompt)
+            return made(prompt, **settings)
+
+        return generate
+
+    monkeypatch.setattr("liger_trainer.recipe.output.pipeline", listening)
+    assert train(folder, "sft", SHAREGPT, sample_prompts=[WORDS[0]], sample_tokens=2) == 0
+    assert train(folder, "sft", {"text": WORDS[0]}, sample_prompts=[WORDS[0]], sample_tokens=2, output_dir="text") == 0
+    assert seen == [[{"role": "user", "content": WORDS[0]}], WORDS[0]]
+    assert WORDS[0] in capfd.readouterr().out

@@ -15,6 +15,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 POLICY = {"trainer": "grpo", "reward_funcs": ["liger_trainer.rewards:accuracy"], "use_vllm": True}
 CASES = {
+    "dropout where prompts are shared": (
+        {**POLICY, "use_vllm": False, "use_peft": True, "lora_target_modules": ["q_proj"], "lora_dropout": 0.05},
+        ["--lora_dropout", "0"],
+        "`lora_dropout: 0.05` switches `share_prompt` off",
+    ),
     "bf16 at a low rate": (
         {"dtype": "bfloat16", "optim": "adamw_torch", "learning_rate": 1e-6},
         ["--optim", "liger_adamw"],
