@@ -352,7 +352,7 @@ def test_merge_keys_of_yaml_are_no_duplicates(tmp_path):
 def test_a_recipe_that_is_not_there():
     with pytest.raises(RecipeError, match="Did you mean 'quickstart'"):
         find_recipe("quikstart")
-    with pytest.raises(RecipeError, match="The shipped recipes are"):
+    with pytest.raises(RecipeError, match="`liger-trainer recipes` lists the "):
         find_recipe("nowhere/none.yaml")
 
 

@@ -53,9 +53,10 @@ def find_recipe(name: str | Path) -> Path:
     shipped = shipped_recipes()
     if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")]
-    near = difflib.get_close_matches(path.stem, shipped, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise RecipeError(f"No recipe file {str(name)!r}.{hint} The shipped recipes are {', '.join(shipped)}.")
+    near = difflib.get_close_matches(path.stem, shipped, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    others = f"`liger-trainer recipes` lists the {len(shipped)} shipped ones."
+    raise RecipeError(f"No recipe file {str(name)!r}.{hint} {others}")
 
 
 def accelerate_config(name: str) -> Path:

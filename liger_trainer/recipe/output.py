@@ -159,10 +159,10 @@ def summary_lines(history: list[dict[str, Any]], metrics: Mapping[str, float], d
     """Name and value of each line of the summary, from the Trainer's log and final metrics."""
     losses = _values(history, "loss")
     lines = [("steps", str(history[-1]["step"] if history else 0))]
-    if losses:
+    if any(abs(loss) >= 5e-4 for loss in losses):  # a policy's is 0 while it trains on what it has just written
         lines.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))
     evaluations = _values(history, "eval_loss")
-    if evaluations:
+    if any(abs(loss) >= 5e-4 for loss in evaluations):
         first = f"{evaluations[0]:.3f} → " if len(evaluations) > 1 else ""
         lines.append(("evaluation loss", f"{first}{evaluations[-1]:.3f}"))
     lines += measured(history)
