@@ -16,7 +16,7 @@ from liger_trainer.kernels.head.weight_gradient import (
     empty_exponents,
     sums_in_block_floating_point,
 )
-from liger_trainer.kernels.matmul import matmul_into
+from liger_trainer.kernels.runtime import matmul_into
 
 COLUMN_MULTIPLE = 64  # the buffer's rows are padded to it: matmuls lose their fast path on odd strides
 ROW_MULTIPLE = 128  # tokens of a matmul tile; a chunk holds whole tiles

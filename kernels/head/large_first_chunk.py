@@ -31,8 +31,7 @@ from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_par
 from liger_trainer.kernels.head.head_chunks import COLUMN_MULTIPLE, ROW_MULTIPLE, HeadGradients, round_up
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import RowStats, Shard, combine
-from liger_trainer.kernels.matmul import matmul_into, multiplies_into_fp32
-from liger_trainer.kernels.runtime import cdiv, num_sms
+from liger_trainer.kernels.runtime import cdiv, matmul_into, multiplies_into_fp32, num_sms
 
 _TILE = (256, 128)  # of a vendor's matmul, to estimate how full the device is
 

@@ -56,9 +56,8 @@ from liger_trainer.kernels.head.loss_options import (
 )
 from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import RowStats, check_labels_on_cpu
-from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import as_autocast
+from liger_trainer.kernels.runtime import as_autocast, fp32_reductions
 
 _T = torch.Tensor
 _Gradients = tuple[_T, _T, _T]  # dX, dW and dbias, empty if not needed

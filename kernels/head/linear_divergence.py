@@ -53,9 +53,8 @@ from liger_trainer.kernels.head.loss_options import (
 )
 from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import check_labels_on_cpu
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into, multiplies_into_fp32
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv
+from liger_trainer.kernels.runtime import cdiv, fp32_reductions, matmul_into, multiplies_into_fp32
 
 _T = torch.Tensor
 _LossAndGradients = tuple[_T, _T, _T, _T, _T, _T, _T]  # loss, dX, dW, dbias, and the fields of `DivergenceStats`

@@ -34,9 +34,8 @@ from liger_trainer.kernels.head.head_chunks import (
 )
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard, check_labels_on_cpu
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import graph_is_kept
+from liger_trainer.kernels.runtime import fp32_reductions, graph_is_kept, matmul_into
 
 if dist.is_available():
     require(COLLECTIVES)
