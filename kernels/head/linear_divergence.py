@@ -40,10 +40,8 @@ from liger_trainer.kernels.head.head_chunks import (
     COLUMN_MULTIPLE,
     HeadGradients,
     Needs,
-    allocate_gradients,
     chunk_rows,
     expected_gradient,
-    round_up,
 )
 from liger_trainer.kernels.head.loss_options import (
     check_logits_memory,
@@ -109,7 +107,7 @@ def _run_chunks(
     gradients = HeadGradients(hidden, weight, bias, needs, cdiv(tokens, rows), vocab_size)
     if tokens == 0:
         return gradients.finish()
-    width = round_up(vocab_size, COLUMN_MULTIPLE)
+    width = vocab_size + -vocab_size % COLUMN_MULTIPLE
     buffer = hidden.new_empty(rows, width, dtype=dtype)
     gradient_buffer = gradient_memory(buffer, hidden.dtype, options.divergence)
     teacher_buffer = teacher.new_empty(rows if teacher_weight is not None else 0, width, dtype=teacher_dtype)
@@ -168,7 +166,7 @@ def _linear_divergence(
 @_linear_divergence.register_fake
 def _(heads, token_weights, scale, expected, options, vocab_size, logits_memory, hard, entropy, needs):
     stats = DivergenceStats.allocate(heads.hidden, heads.hidden.shape[0], hard, entropy)
-    return (stats.soft.new_empty(()), *allocate_gradients(heads.hidden, heads.weight, heads.bias, needs), *stats)
+    return (stats.soft.new_empty(()), *HeadGradients(heads.hidden, heads.weight, heads.bias, needs, 0).results, *stats)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:

@@ -28,7 +28,6 @@ from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_sta
 from liger_trainer.kernels.head.head_chunks import (
     HeadGradients,
     Needs,
-    allocate_gradients,
     logits_buffer,
     saturating_chunk_rows,
 )
@@ -208,7 +207,7 @@ def _gradients(
 
 @_gradients.register_fake
 def _(grad, grad_entropy, rows, options, logits_memory, shard, needs):
-    return allocate_gradients(rows.hidden, rows.weight, rows.bias, needs)
+    return HeadGradients(rows.hidden, rows.weight, rows.bias, needs, 0).results
 
 
 def recomputed_gradients(
