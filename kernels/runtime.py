@@ -48,7 +48,8 @@ except ImportError:
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 """True if Triton interprets its kernels in Python on the CPU, as in the tests."""
 
-_TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
+TRITON_DEVICES = ("cuda", "xpu", *(("cpu",) if INTERPRETED else ())) if HAS_TRITON else ()
+"""The types of devices that Triton runs kernels on, whatever the dtype; ROCm devices are called "cuda" by torch."""
 
 _FLAGS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
@@ -83,7 +84,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
     DTensors and the tensors inside a transform of `torch.func` run as the reference.
     """
-    if not triton_drives(tensor.device) or is_dtensor(tensor) or torch._C._are_functorch_transforms_active():
+    if tensor.device.type not in TRITON_DEVICES or is_dtensor(tensor) or torch._C._are_functorch_transforms_active():
         return False
     return tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
@@ -96,11 +97,6 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def triton_drives(device: torch.device) -> bool:
-    """Whether Triton runs kernels on `device`, whatever the dtype of the tensors."""
-    return HAS_TRITON and (device.type in _TRITON_DEVICES or (INTERPRETED and device.type == "cpu"))
 
 
 def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> bool:

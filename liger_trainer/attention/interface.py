@@ -34,7 +34,7 @@ from liger_trainer.head.lm_head import version_of
 from liger_trainer.head.step import current_step
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
-from liger_trainer.kernels.runtime import triton_drives, use_triton
+from liger_trainer.kernels.runtime import TRITON_DEVICES, use_triton
 
 require(DEFAULT_ATTENTION)
 
@@ -171,10 +171,10 @@ def attention_mask(
             raise NotPackable("a mask that is neither causal, nor a window, nor chunks")
         of_row = plan_of_row(pattern.window, pattern.chunk)
         device = torch.device(device)
-        return of_row if triton_drives(device) else dense(of_row, batch_size, q_length, device)
+        return of_row if device.type in TRITON_DEVICES else dense(of_row, batch_size, q_length, device)
     plan = None
     continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
-    ours = not continues and triton_drives(torch.device(device))
+    ours = not continues and torch.device(device).type in TRITON_DEVICES
     if ours and torch.compiler.is_compiling():
         if allow_is_causal_skip and not use_vmap:
             plan = traced_plan(local_size, attention_mask, batch_size, q_length, config)

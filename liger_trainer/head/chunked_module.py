@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.head.labelled_rows import LabelledRows
 from liger_trainer.head.lm_head import (
     RECORDABLE_DTYPES,
-    is_partitioned,
-    is_sharded,
     is_split,
+    sharding_of,
     through_owner,
     version_of,
     whole_parameter,
@@ -53,7 +52,7 @@ class ModuleCall:
 
     def __post_init__(self) -> None:
         self.has_loss = False
-        named = self.head.named_parameters() if is_sharded(self.head) else ()
+        named = self.head.named_parameters() if sharding_of(self.head) else ()
         self._gathered: dict[str, torch.Tensor] = dict(named)
         self._versions = self._current_versions()
 
@@ -65,7 +64,7 @@ class ModuleCall:
     @property
     def unchanged(self) -> bool:
         """Whether no parameter has been changed in place since the call; True for sharded parameters."""
-        return is_sharded(self.head) or self._versions == self._current_versions()
+        return bool(sharding_of(self.head)) or self._versions == self._current_versions()
 
     def _current_versions(self) -> list[int | None]:
         return [version_of(parameter) for parameter in self.head.parameters()]
@@ -113,7 +112,7 @@ def module_call(
         return None, hidden
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not in_fp32 else None
-    if is_partitioned(head):
+    if sharding_of(head) == "ZeRO-3":
         owner, (head, hidden) = head, on_whole_parameters(head, hidden)
         hidden = through_owner(owner, hidden)
     return ModuleCall(head, vocab_size, autocast or hidden.dtype, autocast, logits_memory), hidden

@@ -92,7 +92,7 @@ def _forced() -> Iterator[mock.Mock]:
     from liger_trainer.attention import interface
 
     with (
-        mock.patch.object(interface, "triton_drives", return_value=True),
+        mock.patch.object(interface, "TRITON_DEVICES", ("cpu",)),
         mock.patch.object(interface, "use_triton", return_value=True),
         mock.patch.object(interface, "attention", wraps=interface.attention) as calls,
     ):
