@@ -1,15 +1,19 @@
 """Where kernels can run (Triton, its interpreter, the devices that Triton drives), and what every operator needs.
 
+That is checks of arguments, autocast, and matmuls whose sums stay in fp32.
+
 Every kernel file imports ``triton`` and ``tl`` from here, so that the package also imports without Triton; its
 operators then run their plain torch references.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -44,7 +48,18 @@ except ImportError:
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 """True if Triton interprets its kernels in Python on the CPU, as in the tests."""
 
-_TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called "cuda" by torch
+TRITON_DEVICES = ("cuda", "xpu", *(("cpu",) if INTERPRETED else ())) if HAS_TRITON else ()
+"""The types of devices that Triton runs kernels on, whatever the dtype; ROCm devices are called "cuda" by torch."""
+
+_FLAGS = {
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+}
+_ALIGNED = 8  # elements: the 16 bytes that a matmul's fast kernels load at once
+
+_lock = threading.Lock()
+_inside: collections.Counter[str] = collections.Counter()
+_before: dict[str, bool] = {}
 
 MAX_HIDDEN_SIZE = 65536
 """Longest row that one program can hold; longer rows run the torch reference."""
@@ -69,7 +84,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
     DTensors and the tensors inside a transform of `torch.func` run as the reference.
     """
-    if not triton_drives(tensor.device) or is_dtensor(tensor) or torch._C._are_functorch_transforms_active():
+    if tensor.device.type not in TRITON_DEVICES or is_dtensor(tensor) or torch._C._are_functorch_transforms_active():
         return False
     return tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
@@ -82,11 +97,6 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def triton_drives(device: torch.device) -> bool:
-    """Whether Triton runs kernels on `device`, whatever the dtype of the tensors."""
-    return HAS_TRITON and (device.type in _TRITON_DEVICES or (INTERPRETED and device.type == "cpu"))
 
 
 def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> bool:
@@ -243,3 +253,84 @@ def cdiv(numerator: int, denominator: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is at least `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Matmuls of half precision whose sums stay in fp32
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def fp32_reductions(weight: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """A context for the matmuls of a head `(V, H)` in which cuBLAS adds up the parts of a sum in fp32.
+
+    Where a matmul has few tiles and many terms, as an LM head with a chunk of few tokens has, cuBLAS splits the terms
+    over more multiprocessors and adds up the parts. With a vocabulary that is no multiple of 8, the parts are rounded
+    to half precision first, and the gradients are less exact than those of one matmul over all tokens. PyTorch's flags
+    `torch.backends.cuda.matmul.allow_*_reduced_precision_reduction` switch that off.
+
+    It does nothing if V is a multiple of 8, for fp32 and float64, and if cuBLAS does not run the matmuls.
+    """
+    flag = _FLAGS.get(weight.dtype)
+    if flag is None or weight.shape[0] % _ALIGNED == 0 or not uses_cublas(weight.device):
+        return contextlib.nullcontext()
+    return _disallowed(flag)
+
+
+@contextlib.contextmanager
+def _disallowed(flag: str) -> Iterator[None]:
+    """Switches `flag` off. It belongs to the process, so the last of several threads to leave restores it."""
+    matmul = torch.backends.cuda.matmul
+    with _lock:
+        if not _inside[flag]:
+            _before[flag] = getattr(matmul, flag)
+            if _before[flag]:  # else it stays as it is, including its setting for splitting
+                setattr(matmul, flag, False)
+        _inside[flag] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside[flag] -= 1
+            if not _inside[flag] and _before.pop(flag):
+                setattr(matmul, flag, True)
+
+
+def uses_cublas(device: torch.device) -> bool:
+    """Whether cuBLAS runs the matmuls of `device`."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def multiplies_into_fp32(device: torch.device) -> bool:
+    """Whether `matmul_into` on `device` sums products of half-precision operands in fp32 without rounding them."""
+    return device.type == "cpu" or uses_cublas(device)
+
+
+def matmul_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool = False) -> None:
+    """``out = left @ right``, or ``out += left @ right``; `out` may be fp32 where the operands are half precision.
+
+    Operands are as torch.mm takes them. What lies between the rows of one may be uninitialised.
+    """
+    if out.device.type == "cpu":  # whose matmuls have no fp32 result for half-precision operands
+        left, right = left.to(out.dtype), right.to(out.dtype)
+        if left.stride(1) == 1:
+            # With AMX, torch 2.13 reads past the rows of a bf16 operand that is not contiguous. It multiplies what it
+            # finds there by 0, which makes NaN of NaN.
+            left = left.contiguous()
+    if out.dtype == left.dtype:
+        if add:
+            torch.addmm(out, left, right, out=out)
+        else:
+            torch.mm(left, right, out=out)
+        return
+    if uses_cublas(out.device):
+        if add:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return
+    # Elsewhere no matmul writes fp32 either: the product is rounded to half precision, but the sum is not.
+    product = torch.mm(left, right)
+    if add:
+        out.add_(product)
+    else:
+        out.copy_(product)

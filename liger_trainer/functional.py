@@ -10,8 +10,7 @@ from liger_trainer.kernels.head.token_statistics import LogProbsOutput
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer, lora_linear, lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
-from liger_trainer.kernels.mlp.gated_down import geglu_down, swiglu_down
-from liger_trainer.kernels.mlp.glu import geglu, geglu_fused, swiglu, swiglu_fused
+from liger_trainer.kernels.mlp.glu import geglu, geglu_down, geglu_fused, swiglu, swiglu_down, swiglu_fused
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing

@@ -16,10 +16,12 @@ PROGRAM = """
     import liger_trainer, liger_trainer.functional, liger_trainer.nn
     from liger_trainer import apply_liger_kernel
     from liger_trainer.head import DeferredLogits
-    from liger_trainer.kernels.runtime import HAS_TRITON
+    from types import SimpleNamespace
+    from liger_trainer.kernels.runtime import HAS_TRITON, use_triton
     from tests.tiny_models import TINY_MODELS, tiny_batch
 
     assert not HAS_TRITON
+    assert not use_triton(SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
     native = TINY_MODELS["llama"]().train()
     model = copy.deepcopy(native)
     assert [row for row in apply_liger_kernel(model) if row.applied]

@@ -16,7 +16,7 @@ from liger_trainer.kernels.head.weight_gradient import (
     empty_exponents,
     sums_in_block_floating_point,
 )
-from liger_trainer.kernels.matmul import matmul_into
+from liger_trainer.kernels.runtime import matmul_into
 
 COLUMN_MULTIPLE = 64  # the buffer's rows are padded to it: matmuls lose their fast path on odd strides
 ROW_MULTIPLE = 128  # tokens of a matmul tile; a chunk holds whole tiles
@@ -38,11 +38,6 @@ class Needs(NamedTuple):
         if not torch.is_grad_enabled():
             return cls(False, False, False)
         return cls(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not less than `value`."""
-    return -(-value // multiple) * multiple
 
 
 def chunk_rows(
@@ -67,14 +62,16 @@ def chunk_rows(
     """
     tokens, hidden_size = hidden.shape
     class_bytes = class_bytes or hidden.element_size()
-    rows = max(1, logits_memory // (round_up(weight.shape[0], COLUMN_MULTIPLE) * class_bytes))
+    width = weight.shape[0] + -weight.shape[0] % COLUMN_MULTIPLE
+    rows = max(1, logits_memory // (width * class_bytes))
     if rows >= MANY_ROWS and unit <= ROW_MULTIPLE:
-        rows = round_up(rows, 512) if 6 * round_up(rows, 512) <= 7 * rows else rows // 256 * 256
+        more = rows + -rows % 512
+        rows = more if 6 * more <= 7 * rows else rows // 256 * 256
     elif rows >= ROW_MULTIPLE and unit <= ROW_MULTIPLE and 2 * (rows % ROW_MULTIPLE) < ROW_MULTIPLE:
         rows -= rows % ROW_MULTIPLE  # the last tile would be mostly empty
     if weight_gradient and hidden.element_size() == 2 and not sums_in_block_floating_point(weight):
         few = -(-tokens // MAX_HALF_CHUNKS)
-        few = round_up(few, ROW_MULTIPLE) if few >= ROW_MULTIPLE else few
+        few += -few % ROW_MULTIPLE if few >= ROW_MULTIPLE else 0
         if rows < few and class_bytes * (few - rows) <= 2 * hidden_size:
             rows = few
     units, most = tokens // unit, rows // unit
@@ -82,19 +79,8 @@ def chunk_rows(
         return 0
     chunks = max(1, -(-units // most))
     even = -(-units // chunks)
-    whole_tiles = round_up(even, max(1, ROW_MULTIPLE // unit))
+    whole_tiles = even + -even % max(1, ROW_MULTIPLE // unit)
     return max(1, whole_tiles if whole_tiles <= most else even) * unit
-
-
-def allocate_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needs: Needs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised dX, dW and dbias, strided like their inputs so that autograd adopts them; empty if not needed."""
-    return (
-        torch.empty_like(hidden) if needs.hidden_gradient else hidden.new_empty(0),
-        torch.empty_like(weight) if needs.weight_gradient else weight.new_empty(0),
-        torch.empty_like(bias) if needs.bias_gradient and bias is not None else weight.new_empty(0),
-    )
 
 
 def saturating_chunk_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, weight_gradient: bool) -> int:
@@ -102,7 +88,8 @@ def saturating_chunk_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_mem
     rows = chunk_rows(hidden, weight, logits_memory, weight_gradient)
     if weight_gradient:
         return rows
-    return min(rows, max(1024, round_up(_WAVE // weight.shape[1], ROW_MULTIPLE)))
+    full = _WAVE // weight.shape[1]
+    return min(rows, max(1024, full + -full % ROW_MULTIPLE))
 
 
 def retained_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int, retain_memory: int | None) -> int:
@@ -110,18 +97,19 @@ def retained_rows(hidden: torch.Tensor, weight: torch.Tensor, logits_memory: int
     if retain_memory is None:
         rows = chunk_rows(hidden, weight, logits_memory, weight_gradient=True)
     else:
-        rows = retain_memory // (round_up(weight.shape[0], COLUMN_MULTIPLE) * hidden.element_size())
+        width = weight.shape[0] + -weight.shape[0] % COLUMN_MULTIPLE
+        rows = retain_memory // (width * hidden.element_size())
         rows -= rows % ROW_MULTIPLE if rows >= ROW_MULTIPLE else 0
     return min(hidden.shape[0], rows)
 
 
 def logits_buffer(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
     """Uninitialised memory for the logits of `rows` tokens, each row padded."""
-    return hidden.new_empty(rows, round_up(weight.shape[0], COLUMN_MULTIPLE))
+    return hidden.new_empty(rows, weight.shape[0] + -weight.shape[0] % COLUMN_MULTIPLE)
 
 
 class WeightGradientSum:
-    """``dW = sum of dZ.T @ X`` over `chunks` calls of `add`, left in `weight_gradient`.
+    """``dW = sum of dZ.T @ X`` over `chunks` calls of `add`, the last of which leaves it in `weight_gradient`.
 
     The representation of the sum between chunks depends on the device:
 
@@ -166,11 +154,7 @@ class WeightGradientSum:
         else:
             matmul_into(self.total[vocab_start:stop], logits_gradient.t(), hidden, add=add)
         self.added += stop == self.weight_gradient.shape[0]
-
-    def finish(self) -> None:
-        """Rounds the sum into dW, unless it is already there."""
-        assert self.added == self.chunks, "every chunk adds once"
-        if self.total is not self.weight_gradient:
+        if self.added == self.chunks and self.total is not self.weight_gradient:
             self.weight_gradient.copy_(self.total)
 
 
@@ -184,6 +168,10 @@ class HeadGradients:
         needs: Which of the three are computed.
         chunks: How many chunks there will be.
         vocab_size: Columns of the logits, the first of V; by default all.
+
+    Attributes:
+        results: dX, dW and dbias, strided like their inputs so that autograd adopts them, and empty if not needed; what
+            is in them counts from `finish` on.
     """
 
     def __init__(
@@ -195,7 +183,10 @@ class HeadGradients:
         chunks: int,
         vocab_size: int | None = None,
     ) -> None:
-        self.results = d_hidden, d_weight, d_bias = allocate_gradients(hidden, weight, bias, needs)
+        d_hidden = torch.empty_like(hidden) if needs.hidden_gradient else hidden.new_empty(0)
+        d_weight = torch.empty_like(weight) if needs.weight_gradient else weight.new_empty(0)
+        d_bias = torch.empty_like(bias) if needs.bias_gradient and bias is not None else weight.new_empty(0)
+        self.results = d_hidden, d_weight, d_bias
         self.partial = vocab_size is not None and vocab_size < weight.shape[0]
         if self.partial:
             weight, d_weight, d_bias = weight[:vocab_size], d_weight[:vocab_size], d_bias[:vocab_size]
@@ -218,7 +209,7 @@ class HeadGradients:
         """dX, dW and dbias, rounded once and empty if not needed; 0 without a chunk, and for classes without logits."""
         d_hidden, d_weight, d_bias = self.results
         if self.weight_sum is not None:
-            self.weight_sum.finish()
+            assert self.weight_sum.added == self.chunks, "every chunk adds once"
         if self.bias_sum is not None:
             d_bias[: len(self.bias_sum)].copy_(self.bias_sum)
         if self.partial or not self.chunks:

@@ -28,11 +28,10 @@ from typing import NamedTuple
 import torch
 
 from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_partials_
-from liger_trainer.kernels.head.head_chunks import COLUMN_MULTIPLE, ROW_MULTIPLE, HeadGradients, round_up
+from liger_trainer.kernels.head.head_chunks import COLUMN_MULTIPLE, ROW_MULTIPLE, HeadGradients
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import RowStats, Shard, combine
-from liger_trainer.kernels.matmul import matmul_into, multiplies_into_fp32
-from liger_trainer.kernels.runtime import cdiv, num_sms
+from liger_trainer.kernels.runtime import cdiv, matmul_into, multiplies_into_fp32, num_sms
 
 _TILE = (256, 128)  # of a vendor's matmul, to estimate how full the device is
 
@@ -53,7 +52,7 @@ class _Panel(NamedTuple):
     @property
     def width(self) -> int:
         """Columns of memory of a row."""
-        return round_up(self.stop - self.start, COLUMN_MULTIPLE)
+        return cdiv(self.stop - self.start, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def plan_panels(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> PanelPlan | None:
@@ -66,7 +65,7 @@ def plan_panels(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> PanelP
         first -= first % ROW_MULTIPLE
     rows_of_16_bytes = weight.is_contiguous() and hidden_size * hidden.element_size() % 16 == 0
     exact = torch.promote_types(hidden.dtype, torch.float32) == hidden.dtype or multiplies_into_fp32(hidden.device)
-    widest = rows * round_up(vocab_size, COLUMN_MULTIPLE) // first
+    widest = rows * (vocab_size + -vocab_size % COLUMN_MULTIPLE) // first
     cut = _cut(vocab_size, hidden_size, widest, hidden.device) if rows_of_16_bytes and exact else None
     if cut is None:
         return None
@@ -91,7 +90,7 @@ def _cut(vocab_size: int, hidden_size: int, widest: int, device: torch.device) -
     least = cdiv(vocab_size, widest)
     cuts = []
     for count in range(least, least + 8):
-        width = round_up(cdiv(vocab_size, count), COLUMN_MULTIPLE)
+        width = cdiv(cdiv(vocab_size, count), COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         # The first panel takes the remaining columns; at least half a panel, so that the sums of dX fit.
         if width <= widest and 2 * (vocab_size - (count - 1) * width) >= width:
             waves = cdiv(cdiv(width, _TILE[0]) * cdiv(hidden_size, _TILE[1]), num_sms(device))
@@ -184,7 +183,7 @@ def _sum_hidden_gradient(
     memory = memory[: memory.numel() // 2 * 2].view(torch.promote_types(d_hidden.dtype, torch.float32))
     fit = memory.numel() // hidden_size
     block = cdiv(tokens, cdiv(tokens, fit))
-    block = min(fit, round_up(block, ROW_MULTIPLE))
+    block = min(fit, block + -block % ROW_MULTIPLE)
     for first in range(0, tokens, block):
         rows = slice(first, min(first + block, tokens))
         total = memory[: (rows.stop - first) * hidden_size].view(-1, hidden_size)

@@ -41,7 +41,6 @@ from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_sta
 from liger_trainer.kernels.head.head_chunks import (
     HeadGradients,
     Needs,
-    allocate_gradients,
     chunk_rows,
     expected_gradient,
     logits_buffer,
@@ -56,9 +55,8 @@ from liger_trainer.kernels.head.loss_options import (
 )
 from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import RowStats, check_labels_on_cpu
-from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import as_autocast
+from liger_trainer.kernels.runtime import as_autocast, fp32_reductions
 
 _T = torch.Tensor
 _Gradients = tuple[_T, _T, _T]  # dX, dW and dbias, empty if not needed
@@ -149,7 +147,8 @@ def loss_and_gradients(
 @loss_and_gradients.register_fake
 def _(inputs, scale, expected, options, logits_memory, entropy, predicted, needs):
     stats = RowStats.allocate(inputs.hidden, inputs.target.numel(), entropy, predicted)
-    return (stats.loss.new_empty(()), *allocate_gradients(inputs.hidden, inputs.weight, inputs.bias, needs), *stats[1:])
+    gradients = HeadGradients(inputs.hidden, inputs.weight, inputs.bias, needs, 0).results
+    return (stats.loss.new_empty(()), *gradients, *stats[1:])
 
 
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:
@@ -206,7 +205,7 @@ def _rows_backward(
 
 @_rows_backward.register_fake
 def _(grad, inputs, nll, lse, options, logits_memory, needs):
-    return allocate_gradients(inputs.hidden, inputs.weight, inputs.bias, needs)
+    return HeadGradients(inputs.hidden, inputs.weight, inputs.bias, needs, 0).results
 
 
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:

@@ -40,10 +40,8 @@ from liger_trainer.kernels.head.head_chunks import (
     COLUMN_MULTIPLE,
     HeadGradients,
     Needs,
-    allocate_gradients,
     chunk_rows,
     expected_gradient,
-    round_up,
 )
 from liger_trainer.kernels.head.loss_options import (
     check_logits_memory,
@@ -53,9 +51,8 @@ from liger_trainer.kernels.head.loss_options import (
 )
 from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import check_labels_on_cpu
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into, multiplies_into_fp32
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv
+from liger_trainer.kernels.runtime import cdiv, fp32_reductions, matmul_into, multiplies_into_fp32
 
 _T = torch.Tensor
 _LossAndGradients = tuple[_T, _T, _T, _T, _T, _T, _T]  # loss, dX, dW, dbias, and the fields of `DivergenceStats`
@@ -110,7 +107,7 @@ def _run_chunks(
     gradients = HeadGradients(hidden, weight, bias, needs, cdiv(tokens, rows), vocab_size)
     if tokens == 0:
         return gradients.finish()
-    width = round_up(vocab_size, COLUMN_MULTIPLE)
+    width = vocab_size + -vocab_size % COLUMN_MULTIPLE
     buffer = hidden.new_empty(rows, width, dtype=dtype)
     gradient_buffer = gradient_memory(buffer, hidden.dtype, options.divergence)
     teacher_buffer = teacher.new_empty(rows if teacher_weight is not None else 0, width, dtype=teacher_dtype)
@@ -169,7 +166,7 @@ def _linear_divergence(
 @_linear_divergence.register_fake
 def _(heads, token_weights, scale, expected, options, vocab_size, logits_memory, hard, entropy, needs):
     stats = DivergenceStats.allocate(heads.hidden, heads.hidden.shape[0], hard, entropy)
-    return (stats.soft.new_empty(()), *allocate_gradients(heads.hidden, heads.weight, heads.bias, needs), *stats)
+    return (stats.soft.new_empty(()), *HeadGradients(heads.hidden, heads.weight, heads.bias, needs, 0).results, *stats)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _LossAndGradients) -> None:

@@ -28,15 +28,13 @@ from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_sta
 from liger_trainer.kernels.head.head_chunks import (
     HeadGradients,
     Needs,
-    allocate_gradients,
     logits_buffer,
     saturating_chunk_rows,
 )
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard, check_labels_on_cpu
-from liger_trainer.kernels.matmul import fp32_reductions, matmul_into
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import graph_is_kept
+from liger_trainer.kernels.runtime import fp32_reductions, graph_is_kept, matmul_into
 
 if dist.is_available():
     require(COLLECTIVES)
@@ -209,7 +207,7 @@ def _gradients(
 
 @_gradients.register_fake
 def _(grad, grad_entropy, rows, options, logits_memory, shard, needs):
-    return allocate_gradients(rows.hidden, rows.weight, rows.bias, needs)
+    return HeadGradients(rows.hidden, rows.weight, rows.bias, needs, 0).results
 
 
 def recomputed_gradients(

@@ -55,8 +55,13 @@ from liger_trainer.kernels.lora.lora_products import (
     weights_of,
 )
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp.gated_down import gradients_and_h, output_placeholder
-from liger_trainer.kernels.mlp.glu import glu, glu_reference, kernel_takes
+from liger_trainer.kernels.mlp.gated_down import (
+    glu,
+    glu_reference,
+    gradients_and_h,
+    kernel_takes,
+    output_placeholder,
+)
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import as_autocast, use_triton
 

@@ -31,7 +31,7 @@ from liger_trainer.kernels.fp8 import stored
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.fp8.stored import Fp8Weight
 from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, nf4_add_product_, nf4_linear
-from liger_trainer.kernels.matmul import matmul_into
+from liger_trainer.kernels.runtime import matmul_into
 
 Weight: TypeAlias = torch.Tensor | NF4Weight | Fp8Weight
 """The weight of a linear layer: floating point, in 4 bits, or in fp8."""

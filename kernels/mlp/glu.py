@@ -1,107 +1,19 @@
 """SwiGLU and GeGLU, ``act(gate) * up`` (arXiv 2002.05202), on separate projections and on one fused ``gate_up``.
 
-`gated_activation` has the kernels and the operators, `kernels/activation.py` the table of activations. `glu` takes any
-row of it; the functions with names of their own are public.
+Each has a form with the down projection behind it. `gated_down` has what runs: `glu` and `glu_down`.
 
 Shapes: gate and up (..., intermediate), gate_up (..., 2 * intermediate).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch.nn import functional as F
 
-from liger_trainer.kernels.activation import GATED, SILU, Activation, GatedActivation
-from liger_trainer.kernels.mlp.gated_activation import gated_activation
-from liger_trainer.kernels.runtime import is_expanded, use_triton
-
-
-def glu(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    activation: Activation,
-    *,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    limit: float | None = None,
-    inplace_backward: bool = False,
-) -> torch.Tensor:
-    """``act(gate) * up``; with `up` None, `gate` is a whole fused projection. The options are those of `swiglu`."""
-    if kernel_takes(gate, up, inplace_backward):
-        form = GatedActivation.of(activation.name, gate_multiplier, down_multiplier, limit)
-        return gated_activation(gate, up, form, inplace_backward)
-    return glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
-
-
-def kernel_takes(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    inplace_backward: bool,
-    *,
-    interleaved: bool = False,
-    weight_shape: Sequence[int] | None = None,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Checks the arguments of a gated activation, and returns whether the kernel runs rather than the reference.
-
-    With `up` None, `gate` is a whole fused projection, whose columns may be `interleaved`. `weight_shape` and `bias`
-    are of a down projection that follows.
-
-    Raises:
-        ValueError: If shapes or devices do not fit, the last dimension of a fused projection is odd, or the backward
-            would overwrite memory that two elements share.
-    """
-    intermediate = gate.shape[-1] if gate.dim() else 0
-    takes = use_triton(gate)
-    if up is None:
-        if gate.dim() == 0 or intermediate % 2:
-            raise ValueError(
-                f"`gate_up` is {tuple(gate.shape)}; its last dimension must be twice the intermediate size, "
-                + ("gate and up alternating." if interleaved else "gate first, then up.")
-            )
-        if inplace_backward and is_expanded(gate):
-            raise ValueError("`inplace_backward=True` writes a gradient over `gate_up`, but it is expanded.")
-        intermediate //= 2
-    else:
-        if gate.shape != up.shape or gate.dim() == 0:
-            raise ValueError(
-                f"`gate` is {tuple(gate.shape)} and `up` is {tuple(up.shape)}; they must have the same shape, "
-                "(..., intermediate)."
-            )
-        if gate.device != up.device:
-            raise ValueError(f"`gate` is on {gate.device} and `up` on {up.device}; they must be on one device.")
-        # A compiled graph gives every mutated tensor memory of its own, and has no storages to compare.
-        compared = inplace_backward and not torch.compiler.is_compiling()
-        shared = compared and gate.untyped_storage()._cdata == up.untyped_storage()._cdata
-        if shared or (inplace_backward and (is_expanded(gate) or is_expanded(up))):
-            raise ValueError(
-                "`inplace_backward=True` writes gradients over `gate` and `up`, but they share memory or are expanded; "
-                "give each its own memory, pass a fused projection to the fused function, or turn `inplace_backward` "
-                "off."
-            )
-        takes = takes and gate.dtype == up.dtype
-    if weight_shape is not None and (len(weight_shape) != 2 or weight_shape[1] != intermediate):
-        raise ValueError(f"`weight` is {tuple(weight_shape)}; it must be (hidden, {intermediate}).")
-    if weight_shape is not None and bias is not None and bias.shape != weight_shape[:1]:
-        raise ValueError(f"`bias` is {tuple(bias.shape)}; it must be ({weight_shape[0]},).")
-    return takes
-
-
-def glu_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    activation: Activation,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    limit: float | None = None,
-) -> torch.Tensor:
-    """`glu` in plain torch."""
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    h = activation.value(gate if gate_multiplier == 1.0 else gate * gate_multiplier) * up
-    return h if down_multiplier == 1.0 else h * down_multiplier
+from liger_trainer.kernels.activation import GATED, SILU, Activation
+from liger_trainer.kernels.fp8.linear import fp8_linear
+from liger_trainer.kernels.fp8.modes import Fp8Mode
+from liger_trainer.kernels.mlp.gated_down import glu, glu_down, glu_reference
 
 
 def gelu_of(approximate: str) -> Activation:
@@ -256,3 +168,110 @@ def geglu_reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "ta
 def geglu_fused_reference(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """`geglu_fused` in plain torch."""
     return glu_reference(gate_up, None, gelu_of(approximate))
+
+
+def swiglu_down(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    limit: float | None = None,
+    inplace_backward: bool = False,
+    fp8: Fp8Mode | None = None,
+) -> torch.Tensor:
+    """``linear(swiglu(gate, up), weight, bias)`` that recomputes the product in its backward instead of saving it.
+
+    This saves a third of what a gated MLP holds between forward and backward, for one more store per element in the
+    backward. In a layer that is checkpointed as a whole, it saves the recomputation of the matmul instead.
+
+    Args:
+        gate: Gate projection, (..., intermediate), or, with `up` None, a whole fused projection, (..., 2 *
+            intermediate), gate first; as for `swiglu` otherwise.
+        up: Up projection, shaped as `gate`, or None.
+        weight: Weight of the down projection, (hidden, intermediate), in the dtype of `gate`; under autocast all inputs
+            are cast as for a linear layer. For a frozen weight, neither its gradient nor h is computed.
+        bias: (hidden,), or None.
+        gate_multiplier: See `swiglu`.
+        down_multiplier: See `swiglu`; it does not multiply the bias.
+        limit: See `swiglu`.
+        inplace_backward: Lets the backward write the gradients over `gate` and `up`; see `swiglu`.
+        fp8: The mode in which to multiply in fp8, as `fp8_linear`; None for the dtype of `gate`.
+
+    Returns:
+        (..., hidden), in `gate`'s dtype.
+
+    Raises:
+        ValueError: If shapes or devices do not fit, or `inplace_backward` is set while `gate` and `up` share memory.
+        RuntimeError: In the backward, if it runs with ``create_graph=True``.
+    """
+    return glu_down(
+        *(gate, up, weight, bias, SILU),
+        gate_multiplier=gate_multiplier,
+        down_multiplier=down_multiplier,
+        limit=limit,
+        inplace_backward=inplace_backward,
+        fp8=fp8,
+    )
+
+
+def geglu_down(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    approximate: str = "tanh",
+    *,
+    inplace_backward: bool = False,
+    fp8: Fp8Mode | None = None,
+) -> torch.Tensor:
+    """``linear(geglu(gate, up), weight, bias)`` that recomputes the product in its backward; see `swiglu_down`.
+
+    Args:
+        gate: See `swiglu_down`.
+        up: See `swiglu_down`.
+        weight: See `swiglu_down`.
+        bias: (hidden,), or None.
+        approximate: ``"tanh"`` or ``"none"``; see `geglu`.
+        inplace_backward: See `swiglu`.
+        fp8: See `swiglu_down`.
+
+    Returns:
+        (..., hidden), in `gate`'s dtype.
+
+    Raises:
+        ValueError: As `swiglu_down`, and if `approximate` is neither of the two.
+        RuntimeError: In the backward, if it runs with ``create_graph=True``.
+    """
+    return glu_down(gate, up, weight, bias, gelu_of(approximate), inplace_backward=inplace_backward, fp8=fp8)
+
+
+def swiglu_down_reference(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    limit: float | None = None,
+    fp8: Fp8Mode | None = None,
+) -> torch.Tensor:
+    """`swiglu_down` in plain torch, which saves the product."""
+    h = glu_reference(gate, up, SILU, gate_multiplier, down_multiplier, limit)
+    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
+
+
+def geglu_down_reference(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    approximate: str = "tanh",
+    fp8: Fp8Mode | None = None,
+) -> torch.Tensor:
+    """`geglu_down` in plain torch, which saves the product."""
+    h = glu_reference(gate, up, gelu_of(approximate))
+    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)

@@ -26,7 +26,7 @@ import torch
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, triton_drives
+from liger_trainer.kernels.runtime import TRITON_DEVICES, cdiv, next_power_of_2, on_device, tl, triton
 
 require(DEVICE_ASSERTIONS)
 
@@ -154,7 +154,7 @@ def _launch_sort(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Ten
 def _sort_by_expert(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if top_k_index.device.type == "cpu" and top_k_index.numel() and (least := int(top_k_index.min())) < 0:
         raise ValueError(f"`top_k_index` holds {least}; ids are 0 or more; from {num_experts} on they mean no expert.")
-    if triton_drives(top_k_index.device):
+    if top_k_index.device.type in TRITON_DEVICES:
         return _launch_sort(top_k_index, num_experts)
     order, slots, offsets = sort_by_expert_reference(top_k_index, num_experts)
     return order, slots, offsets
@@ -242,7 +242,7 @@ def _tile_kernel(
 
 @operator("liger_trainer::moe_tile_table")
 def _tile_table(offsets: torch.Tensor, block_rows: int, num_tiles: int) -> torch.Tensor:
-    if not triton_drives(offsets.device):
+    if offsets.device.type not in TRITON_DEVICES:
         return _tile_table_reference(offsets, block_rows, num_tiles)
     num_experts = offsets.numel() - 1
     bins = next_power_of_2(num_experts)

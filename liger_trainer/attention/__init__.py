@@ -1,1 +1,1 @@
-"""Our attention in transformers' registries: plans in place of masks (`masks.py`), and their use (`interface.py`)."""
+"""Our attention in transformers' registries: what runs (`interface.py`), by plans in place of masks (`masks.py`)."""

@@ -1,10 +1,14 @@
-"""Our function in transformers' `AttentionInterface`, and the names under which both registries know ours."""
+"""Our functions in transformers' registries, of attention and of masks: what runs in a forward, and their name.
+
+`masks.py` says which masks have a plan, and makes it.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,17 +16,25 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.config_names import NAME
-from liger_trainer.attention.masks import attention_mask, packed_documents, plan_of
+from liger_trainer.attention.masks import (
+    Pattern,
+    composed_pattern,
+    packed_documents,
+    plan_of,
+    read_plan,
+    traced_plan,
+)
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import COMPILED_NAMES
-from liger_trainer.compat.transformers import DEFAULT_ATTENTION, PACKED_POSITIONS
+from liger_trainer.compat.transformers import DEFAULT_ATTENTION, PACKED_POSITIONS, RECOGNISED_MASKS
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.head.step import current_step
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import TRITON_DEVICES, use_triton
 
 require(DEFAULT_ATTENTION)
 
@@ -63,6 +75,10 @@ if available(COMPILED_NAMES):
     torch.utils._pytree.register_constant(OurName)  # for Dynamo of torch 2.11, no other subclass of str is a constant
 
 
+class NotPackable(Exception):
+    """A model has a mask that no plan of a packed row can express."""
+
+
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -83,7 +99,7 @@ def attention_forward(
         query: (batch, heads, seq, head_dim).
         key: (batch, key_heads, key_seq, head_dim).
         value: As `key`.
-        attention_mask: The plan or mask that [`attention_mask`] of `masks.py` returned, or the caller's own mask.
+        attention_mask: The plan or mask that [`attention_mask`] returned, or the caller's own mask.
         dropout: Probability of dropping a weight; the model's own attention runs unless it is 0.
         scaling: Factor of the scores.
         is_causal: Whether None as a mask means causal; by default as `module` says.
@@ -116,6 +132,70 @@ def attention_forward(
     return sdpa_attention_forward(
         module, query, key, value, plan, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: AttentionPlan | torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> AttentionPlan | torch.Tensor | None:
+    """What our attention needs to know about a mask; the arguments are those of transformers' `sdpa_mask`.
+
+    The lengths of padded and packed rows are read on the host, once for each kind of mask that a model uses, unless
+    they are known (`Step.rows`).
+
+    Returns:
+        A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, where
+        the caller needs a tensor and where our attention has no kernels, what transformers' `sdpa_mask` returns.
+
+    Raises:
+        NotPackable: for a packed row, and a mask that is not recognised.
+    """
+    if isinstance(attention_mask, AttentionPlan):
+        return attention_mask  # which `generate` made before the model was called
+    plan_of_row = None if torch.compiler.is_compiling() else current_step().plan_of
+    if plan_of_row is not None:
+        pattern = _pattern(mask_function)
+        if pattern is None or pattern.packed is not None:
+            raise NotPackable("a mask that is neither causal, nor a window, nor chunks")
+        of_row = plan_of_row(pattern.window, pattern.chunk)
+        device = torch.device(device)
+        return of_row if device.type in TRITON_DEVICES else dense(of_row, batch_size, q_length, device)
+    plan = None
+    continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
+    ours = not continues and torch.device(device).type in TRITON_DEVICES
+    if ours and torch.compiler.is_compiling():
+        if allow_is_causal_skip and not use_vmap:
+            plan = traced_plan(local_size, attention_mask, batch_size, q_length, config)
+    elif ours:
+        pattern = _pattern(mask_function)
+        # Packing always forbids skipping the mask; without packing, it is the caller who forbids it.
+        if pattern is not None and (allow_is_causal_skip or pattern.packed is not None):
+            plan = read_plan(pattern, attention_mask, batch_size, q_length, dtype, device)
+    if plan is None:
+        arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
+        arguments |= {"attention_mask": attention_mask, "local_size": local_size, "use_vmap": use_vmap}
+        arguments |= {"allow_is_causal_skip": allow_is_causal_skip, "dtype": dtype, "device": device, **kwargs}
+        return sdpa_mask(batch_size, q_length, kv_length, **arguments)
+    return None if plan.masks_nothing and attention_mask is not None else plan
+
+
+def _pattern(function: Callable) -> Pattern | None:
+    """What the mask function computes; None also where the functions of the installed transformers are not known."""
+    if function is causal_mask_function:
+        return Pattern()
+    return composed_pattern(function) if available(RECOGNISED_MASKS) else None
 
 
 @functools.cache

@@ -1,9 +1,9 @@
-"""Our function in transformers' `AttentionMaskInterface`: a plan where transformers would build a mask.
+"""Plans of attention: which masks have one, and the plan where transformers would build a mask.
 
 transformers describes a mask by a function of the indices of row, head, query and key, composed of a few known ones.
-`_pattern` recognises compositions of causality, a window or chunks, and packing. Together with the lengths of padded
-rows they give the documents of an [`AttentionPlan`]. All else, such as images that see both ways, custom functions, or
-queries that follow a cache, gives transformers' own boolean mask.
+`composed_pattern` recognises compositions of causality, a window or chunks, and packing. Together with the lengths of
+padded rows they give the documents of an [`AttentionPlan`]. All else, such as images that see both ways, custom
+functions, or queries that follow a cache, gives transformers' own boolean mask.
 
 Padding becomes documents of its own. After the last token it needs none, as no token sees it. Nobody reads what a
 padding token computes, so that is not reproduced: its logits differ from those of a masked batch. Loss and gradients do
@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
-from liger_trainer.compat.private import TESTED, available, installed_version, require
+from liger_trainer.compat.private import TESTED, installed_version, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
-from liger_trainer.compat.transformers import MASK_FUNCTIONS, RECOGNISED_MASKS, REMAPPED_POSITIONS
+from liger_trainer.compat.transformers import MASK_FUNCTIONS, REMAPPED_POSITIONS
 from liger_trainer.head.step import Bounds, bounds_of, current_step
-from liger_trainer.kernels.attention.plan import AttentionPlan, dense
-from liger_trainer.kernels.runtime import triton_drives
+from liger_trainer.kernels.attention.plan import AttentionPlan
 
 require(DEVICE_ASSERTIONS)
 
@@ -39,10 +38,6 @@ _DENSE_ADVANTAGE = {9: 1.8}
 `sdpa` in `liger-trainer bench attention --model llama3-8b,gemma3-4b`."""
 
 _PADDING_PIECE = 256  # a document of padding costs the square of its length, and a constant
-
-
-class NotPackable(Exception):
-    """A model has a mask that no plan of a packed row can express."""
 
 
 class Pattern(NamedTuple):
@@ -95,17 +90,11 @@ def _parts(function: Callable, positions: torch.Tensor | None = None) -> Iterato
         yield function, positions
 
 
-def _pattern(function: Callable) -> Pattern | None:
-    """What the mask function computes; None for anything but causal attention with a window, chunks or packing."""
-    if function is causal_mask_function:
-        return Pattern()
-    return composed_pattern(function) if available(RECOGNISED_MASKS) else None
-
-
 def composed_pattern(function: Callable) -> Pattern | None:
-    """[`_pattern`], without asking whether those of the installed transformers are recognised.
+    """What the mask function computes; None for anything but causal attention with a window, chunks or packing.
 
-    transformers composes the same parts in another order from version to version.
+    The caller has asked whether those of the installed transformers are recognised. It composes the same parts in
+    another order from version to version.
     """
     found: dict[str, Any] = {}
     remapped: dict[str, torch.Tensor | None] = {}
@@ -134,63 +123,6 @@ def composed_pattern(function: Callable) -> Pattern | None:
 def _cells(function: Any) -> dict[str, Any]:
     code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     return {} if code is None else {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure or ())}
-
-
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
-    attention_mask: AttentionPlan | torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **kwargs: Any,
-) -> AttentionPlan | torch.Tensor | None:
-    """What our attention needs to know about a mask; the arguments are those of transformers' `sdpa_mask`.
-
-    The lengths of padded and packed rows are read on the host, once for each kind of mask that a model uses, unless
-    they are known (`Step.rows`).
-
-    Returns:
-        A plan, or None where a padding mask masks nothing of plain causal attention; for what is not recognised, where
-        the caller needs a tensor and where our attention has no kernels, what transformers' `sdpa_mask` returns.
-
-    Raises:
-        NotPackable: for a packed row, and a mask that is not recognised.
-    """
-    if isinstance(attention_mask, AttentionPlan):
-        return attention_mask  # which `generate` made before the model was called
-    plan_of_row = None if torch.compiler.is_compiling() else current_step().plan_of
-    if plan_of_row is not None:
-        pattern = _pattern(mask_function)
-        if pattern is None or pattern.packed is not None:
-            raise NotPackable("a mask that is neither causal, nor a window, nor chunks")
-        of_row = plan_of_row(pattern.window, pattern.chunk)
-        device = torch.device(device)
-        return of_row if triton_drives(device) else dense(of_row, batch_size, q_length, device)
-    plan = None
-    continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
-    ours = not continues and triton_drives(torch.device(device))
-    if ours and torch.compiler.is_compiling():
-        if allow_is_causal_skip and not use_vmap:
-            plan = traced_plan(local_size, attention_mask, batch_size, q_length, config)
-    elif ours:
-        pattern = _pattern(mask_function)
-        # Packing always forbids skipping the mask; without packing, it is the caller who forbids it.
-        if pattern is not None and (allow_is_causal_skip or pattern.packed is not None):
-            plan = read_plan(pattern, attention_mask, batch_size, q_length, dtype, device)
-    if plan is None:
-        arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
-        arguments |= {"attention_mask": attention_mask, "local_size": local_size, "use_vmap": use_vmap}
-        arguments |= {"allow_is_causal_skip": allow_is_causal_skip, "dtype": dtype, "device": device, **kwargs}
-        return sdpa_mask(batch_size, q_length, kv_length, **arguments)
-    return None if plan.masks_nothing and attention_mask is not None else plan
 
 
 def read_plan(

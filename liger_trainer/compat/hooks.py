@@ -11,15 +11,10 @@ from liger_trainer.compat.torch import MODULE_HOOKS
 require(MODULE_HOOKS)
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether `module` itself has a hook."""
+def is_call_hooked(module: nn.Module, of_all: bool = True) -> bool:
+    """Whether a hook runs when `module` is called: its own or, with `of_all`, one of all modules."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own)
-
-
-def is_call_hooked(module: nn.Module) -> bool:
-    """Whether a hook runs when `module` is called: its own, or one of all modules."""
-    return is_hooked(module) or torch_module._has_any_global_hook()
+    return bool(own) or (of_all and torch_module._has_any_global_hook())
 
 
 def is_output_hooked(module: nn.Module) -> bool:

@@ -8,8 +8,8 @@
   with the pending norms of `patching/norm_forwards.py`
 - `recorded_ops`, `padded_logits`: the functions that leave logits deferred, and the padding of the Trainer
 - `vocab_functions`: functions over the vocabulary, one chunk of tokens at a time
-- `fused_loss`, `divergence`: losses by one operator, of one model or of a student and a teacher
-- `labelled_rows`: the rows that have a label
+- `fused_loss`, `divergence`: losses by one operator, of one model or of a student and a teacher, over the rows that
+  have a label; `labelled_rows` gathers these
 - `chunked_module`, `partitions`, `vocab_parallel`: heads that are not plain linear layers, that ZeRO-3 has partitioned,
   and whose rows tensor parallelism splits
 

@@ -18,22 +18,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.head.labelled_rows import LabelledRows, labelled_rows
+from liger_trainer.head.labelled_rows import LabelledRows
 from liger_trainer.head.lm_head import (
     RECORDABLE_DTYPES,
-    is_partitioned,
-    is_sharded,
     is_split,
+    sharding_of,
     through_owner,
     version_of,
     whole_parameter,
 )
 from liger_trainer.head.partitions import on_whole_parameters
 from liger_trainer.head.step import current_step, running
-from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_trainer.kernels.head.log_probs import log_probs
-from liger_trainer.kernels.head.loss_options import checked_class_weights, inverse_normalizer
-from liger_trainer.kernels.head.token_statistics import LogProbsOutput
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,7 +52,7 @@ class ModuleCall:
 
     def __post_init__(self) -> None:
         self.has_loss = False
-        named = self.head.named_parameters() if is_sharded(self.head) else ()
+        named = self.head.named_parameters() if sharding_of(self.head) else ()
         self._gathered: dict[str, torch.Tensor] = dict(named)
         self._versions = self._current_versions()
 
@@ -69,7 +64,7 @@ class ModuleCall:
     @property
     def unchanged(self) -> bool:
         """Whether no parameter has been changed in place since the call; True for sharded parameters."""
-        return is_sharded(self.head) or self._versions == self._current_versions()
+        return bool(sharding_of(self.head)) or self._versions == self._current_versions()
 
     def _current_versions(self) -> list[int | None]:
         return [version_of(parameter) for parameter in self.head.parameters()]
@@ -117,7 +112,7 @@ def module_call(
         return None, hidden
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not in_fp32 else None
-    if is_partitioned(head):
+    if sharding_of(head) == "ZeRO-3":
         owner, (head, hidden) = head, on_whole_parameters(head, hidden)
         hidden = through_owner(owner, hidden)
     return ModuleCall(head, vocab_size, autocast or hidden.dtype, autocast, logits_memory), hidden
@@ -174,52 +169,3 @@ def chunked_rows(
         columns = [through_owner(call.head, column).view(*lead, *column.shape[1:]) for column in columns]
     call.has_loss = call.has_loss or any(column.requires_grad for column in columns)
     return columns
-
-
-def chunked_cross_entropy(
-    logits: Any,
-    target: torch.Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    class_weights: torch.Tensor | None,
-    outputs: Sequence[str] = (),
-) -> torch.Tensor | CrossEntropyOutput:
-    """``F.cross_entropy`` of deferred `logits` `(..., V)` of any head, one chunk of tokens at a time.
-
-    With `outputs`, values of each token that `cross_entropy` takes, it is a `CrossEntropyOutput`.
-    """
-    hidden = logits.recorded.hidden
-    target = target.to(hidden.device)
-    class_weights = checked_class_weights(
-        class_weights, logits.meta.shape[-1], hidden, target, ignore_index, average=reduction == "mean"
-    )
-
-    def losses(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
-        found: Any = cross_entropy(
-            *(rows, labels, ignore_index, "none", None, label_smoothing),
-            class_weights=class_weights,
-            outputs=outputs,
-        )
-        return [found.loss, *(getattr(found, name) for name in outputs)] if outputs else [found]
-
-    rows = labelled_rows(hidden, target.reshape(-1), ignore_index, logits.recorded.call.logits_memory)
-    loss, *tokens = chunked_rows(logits, losses, target, rows=rows)
-    if reduction != "none":
-        loss = loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
-    return CrossEntropyOutput(loss, **dict(zip(outputs, tokens))) if outputs else loss
-
-
-def chunked_log_probs(
-    logits: Any, target: torch.Tensor, outputs: Sequence[str], temperature: float = 1.0, ignore_index: int = -100
-) -> LogProbsOutput:
-    """As `head_log_probs`, for deferred `logits` of any head and any chain, one chunk of tokens at a time."""
-
-    def statistics(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
-        found: Any = log_probs(rows, labels, ignore_index, temperature, outputs=outputs)
-        return [found.log_probs, *(getattr(found, name) for name in outputs)]
-
-    hidden, target = logits.recorded.hidden, target.to(logits.device)
-    rows = labelled_rows(hidden, target.reshape(-1), ignore_index, logits.recorded.call.logits_memory)
-    chosen, *others = chunked_rows(logits, statistics, target, rows=rows)
-    return LogProbsOutput(chosen, **dict(zip(outputs, others)))

@@ -43,12 +43,12 @@ class _LogitsNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, recorded: Recorded, meta: torch.Tensor, *parameters: torch.Tensor | None
+        ctx: Any, hidden: torch.Tensor, holder: list[DeferredLogits], *parameters: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         # Not save_for_backward: offloading hooks would copy tensors that the fused loss never reads.
-        ctx.hidden, ctx.parameters, ctx.recorded = hidden, parameters, recorded
-        return _wrapper(recorded, meta)
+        ctx.hidden, ctx.parameters, ctx.recorded = hidden, parameters, holder[0].recorded
+        return holder[0]  # not an argument itself, of which this would be a view
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -59,7 +59,7 @@ class _LogitsNode(torch.autograd.Function):
         hidden = ctx.hidden.detach().requires_grad_(needed[0])
         with torch.enable_grad():
             logits = ctx.recorded.chain.replay(ctx.recorded.call.local_product(hidden))
-        inputs = (hidden, None, None, *ctx.parameters)
+        inputs = (hidden, None, *ctx.parameters)
         wanted = [x for x, need in zip(inputs, needed) if need]
         found = iter(torch.autograd.grad(logits, wanted, build(grad), allow_unused=True))
         return tuple(next(found) if need else None for need in needed)
@@ -76,16 +76,6 @@ class _BuiltFromNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         return grad
-
-
-def _wrapper(recorded: Recorded, meta: torch.Tensor) -> DeferredLogits:
-    deferred = torch.Tensor._make_wrapper_subclass(
-        DeferredLogits, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=recorded.hidden.device
-    )
-    deferred.recorded, deferred.meta, deferred.tracked = recorded, meta, False
-    deferred.value = deferred.value_no_grad = deferred.parent = None
-    deferred.views = []
-    return deferred
 
 
 class DeferredLogits(ComputedOnUse, torch.Tensor):
@@ -111,11 +101,17 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
     views: list[weakref.ref[DeferredLogits]]
 
     @staticmethod
-    def create(recorded: Recorded, meta: torch.Tensor) -> DeferredLogits:
-        """Deferred logits `(..., V)`; `meta` is their counterpart on the meta device."""
-        if not torch.is_grad_enabled():
-            return _wrapper(recorded, meta)
-        deferred = _LogitsNode.apply(recorded.hidden, recorded, meta, *recorded.call.parameters)
+    def create(recorded: Recorded, meta: torch.Tensor, detached: bool = False) -> DeferredLogits:
+        """Deferred logits `(..., V)`, unless `detached` with a graph; `meta` is like them, on the meta device."""
+        deferred = torch.Tensor._make_wrapper_subclass(
+            DeferredLogits, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=recorded.hidden.device
+        )
+        deferred.recorded, deferred.meta, deferred.tracked = recorded, meta, False
+        deferred.value = deferred.value_no_grad = deferred.parent = None
+        deferred.views = []
+        if detached or not torch.is_grad_enabled():
+            return deferred
+        deferred = _LogitsNode.apply(recorded.hidden, [deferred], *recorded.call.parameters)
         with unwrapped():
             deferred.tracked = deferred.requires_grad
         return deferred
@@ -138,7 +134,7 @@ class DeferredLogits(ComputedOnUse, torch.Tensor):
         if version is not None and origin.version is not None:  # a change of their hidden states is a change of these
             version -= (version_of(origin.hidden) or 0) - origin.version
         recorded = Recorded(origin.call, hidden.detach() if detached else hidden, chain or origin.chain, version)
-        return _wrapper(recorded, meta) if detached else DeferredLogits.create(recorded, meta)
+        return DeferredLogits.create(recorded, meta, detached)
 
     @classmethod
     @torch.compiler.disable

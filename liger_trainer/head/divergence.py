@@ -10,7 +10,7 @@ import torch
 
 from liger_trainer.head.chunked_module import chunked_rows
 from liger_trainer.head.deferred_logits import DeferredLogits, build, recordable
-from liger_trainer.head.labelled_rows import labelled_rows
+from liger_trainer.head.fused_loss import labelled_rows
 from liger_trainer.head.lm_head import through_owner
 from liger_trainer.head.step import expected_gradient
 from liger_trainer.head.vocab_parallel import VocabParallelCall

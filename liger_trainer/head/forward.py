@@ -27,10 +27,10 @@ from liger_trainer.head.lm_head import (
     PLAIN,
     HeadCall,
     Recorded,
-    is_sharded,
     is_split,
     output_embedding,
     product_dtype,
+    sharding_of,
     version_of,
 )
 from liger_trainer.head.recorded import NOTHING_DONE
@@ -224,7 +224,7 @@ def _deferring(call_of: Callable, native: Callable, in_fp32: bool) -> Callable:
         if context is None or is_gradient_hooked(self):
             return native(self, input)
         # The whole weight has to be at hand wherever the logits of this forward are read.
-        if (context.read_later or not context.has_labels) and is_sharded(self):
+        if (context.read_later or not context.has_labels) and sharding_of(self):
             return native(self, input)
         if context.read_later and is_split(self):
             return native(self, input)

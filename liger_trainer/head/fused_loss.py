@@ -1,27 +1,77 @@
-"""Losses and log-probabilities of deferred logits."""
+"""Losses and log-probabilities of deferred logits: by one operator, or chunk by chunk where a module has to run."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from liger_trainer.head.chunked_module import ModuleCall, chunked_cross_entropy
+from liger_trainer.head.chunked_module import ModuleCall, chunked_rows
 from liger_trainer.head.deferred_logits import DeferredLogits
-from liger_trainer.head.labelled_rows import labelled_rows
+from liger_trainer.head.labelled_rows import LabelledRows, rows_with_label
 from liger_trainer.head.lm_head import linear, through_owner
 from liger_trainer.head.step import current_step, expected_gradient
 from liger_trainer.head.vocab_parallel import VocabParallelCall, vocab_parallel_loss
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, log_probs_of_head
-from liger_trainer.kernels.head.loss_options import LossOptions
+from liger_trainer.kernels.head.log_probs import log_probs
+from liger_trainer.kernels.head.loss_options import LossOptions, checked_class_weights, inverse_normalizer
 from liger_trainer.kernels.head.token_statistics import LogProbsOutput
 from liger_trainer.kernels.runtime import saved_as_is
 from liger_trainer.parallel.vocab_parallel import vocab_parallel_linear_log_probs
+
+_ROW_MULTIPLE = 512  # of K: few different shapes, so that the allocator finds the same blocks again
+_MOST_OF_ALL = 0.9  # of all rows; above, gathering costs more than it saves
+_DEVICES = ("cpu", "cuda")  # elsewhere torch.nonzero_static may be missing, and a count may stall the device
+
+
+def labelled_rows(
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    logits_memory: int,
+    teacher: torch.Tensor | None = None,
+) -> LabelledRows | None:
+    """The rows to multiply; None for all, where the host knows no bound of the labels' number that saves enough.
+
+    The step never takes more memory than with all rows. What more than half of the rows take, once gathered and once
+    as their gradient, comes out of `logits_memory`; where that would be more than half of it, all rows are multiplied.
+
+    Args:
+        hidden: `(..., H)`.
+        target: `(...)`, integers.
+        ignore_index: The label of the tokens without one.
+        logits_memory: Bytes that the operator may spend on a chunk of logits.
+        teacher: `(..., X)` of the same tokens, without gradient, if its rows are gathered too.
+    """
+    if torch.compiler.is_compiling() or hidden.device.type not in _DEVICES:
+        return None
+    total = target.numel()
+    worth = math.floor(_MOST_OF_ALL * total)
+    is_known = worth >= _ROW_MULTIPLE and hidden.shape[:-1].numel() == total  # the operator says what is wrong
+    count = current_step().labelled if is_known else None
+    if count is None:
+        return None
+    most = count()
+    kept = max(1, -(-most // _ROW_MULTIPLE)) * _ROW_MULTIPLE
+    memory = logits_memory - _more_memory(kept, total, hidden, teacher)
+    if kept > worth or memory < logits_memory // 2:
+        return None
+    return rows_with_label(kept, target, ignore_index, memory)
+
+
+def _more_memory(kept: int, total: int, hidden: torch.Tensor, teacher: torch.Tensor | None) -> int:
+    """Bytes that the gathered rows take, less what the gradient of the others would have taken; at least 0."""
+    differentiable = torch.is_grad_enabled() and hidden.requires_grad
+    more = (kept - (total - kept if differentiable else 0)) * hidden.shape[-1] * hidden.element_size()
+    if teacher is not None:
+        more += kept * teacher.shape[-1] * teacher.element_size()
+    return max(0, more)
 
 
 def deferred_cross_entropy(
@@ -184,3 +234,52 @@ def head_log_probs(
             values = values if rows is None else rows.scattered(values)
             found[field.name] = through_owner(call.head, values)
     return LogProbsOutput(**found)
+
+
+def chunked_cross_entropy(
+    logits: Any,
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    class_weights: torch.Tensor | None,
+    outputs: Sequence[str] = (),
+) -> torch.Tensor | CrossEntropyOutput:
+    """``F.cross_entropy`` of deferred `logits` `(..., V)` of any head, one chunk of tokens at a time.
+
+    With `outputs`, values of each token that `cross_entropy` takes, it is a `CrossEntropyOutput`.
+    """
+    hidden = logits.recorded.hidden
+    target = target.to(hidden.device)
+    class_weights = checked_class_weights(
+        class_weights, logits.meta.shape[-1], hidden, target, ignore_index, average=reduction == "mean"
+    )
+
+    def losses(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
+        found: Any = cross_entropy(
+            *(rows, labels, ignore_index, "none", None, label_smoothing),
+            class_weights=class_weights,
+            outputs=outputs,
+        )
+        return [found.loss, *(getattr(found, name) for name in outputs)] if outputs else [found]
+
+    rows = labelled_rows(hidden, target.reshape(-1), ignore_index, logits.recorded.call.logits_memory)
+    loss, *tokens = chunked_rows(logits, losses, target, rows=rows)
+    if reduction != "none":
+        loss = loss.sum() * inverse_normalizer(target, ignore_index, reduction, None, loss.dtype)
+    return CrossEntropyOutput(loss, **dict(zip(outputs, tokens))) if outputs else loss
+
+
+def chunked_log_probs(
+    logits: Any, target: torch.Tensor, outputs: Sequence[str], temperature: float = 1.0, ignore_index: int = -100
+) -> LogProbsOutput:
+    """As `head_log_probs`, for deferred `logits` of any head and any chain, one chunk of tokens at a time."""
+
+    def statistics(rows: torch.Tensor, labels: torch.Tensor) -> list[Any]:
+        found: Any = log_probs(rows, labels, ignore_index, temperature, outputs=outputs)
+        return [found.log_probs, *(getattr(found, name) for name in outputs)]
+
+    hidden, target = logits.recorded.hidden, target.to(logits.device)
+    rows = labelled_rows(hidden, target.reshape(-1), ignore_index, logits.recorded.call.logits_memory)
+    chosen, *others = chunked_rows(logits, statistics, target, rows=rows)
+    return LogProbsOutput(chosen, **dict(zip(outputs, others)))

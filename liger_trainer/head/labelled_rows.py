@@ -22,13 +22,8 @@ from typing import Any
 
 import torch
 
-from liger_trainer.head.step import current_step
 from liger_trainer.kernels.autograd import one_number
 from liger_trainer.kernels.runtime import saved_as_is
-
-_ROW_MULTIPLE = 512  # of K: few different shapes, so that the allocator finds the same blocks again
-_MOST_OF_ALL = 0.9  # of all rows; above, gathering costs more than it saves
-_DEVICES = ("cpu", "cuda")  # elsewhere torch.nonzero_static may be missing, and a count may stall the device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,51 +57,8 @@ class LabelledRows:
             return _Scatter.apply(values, self.index, self.slots, self.shape)
 
 
-def labelled_rows(
-    hidden: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    logits_memory: int,
-    teacher: torch.Tensor | None = None,
-) -> LabelledRows | None:
-    """The rows to multiply; None for all, where the host knows no bound of the labels' number that saves enough.
-
-    The step never takes more memory than with all rows. What more than half of the rows take, once gathered and once
-    as their gradient, comes out of `logits_memory`; where that would be more than half of it, all rows are multiplied.
-
-    Args:
-        hidden: `(..., H)`.
-        target: `(...)`, integers.
-        ignore_index: The label of the tokens without one.
-        logits_memory: Bytes that the operator may spend on a chunk of logits.
-        teacher: `(..., X)` of the same tokens, without gradient, if its rows are gathered too.
-    """
-    if torch.compiler.is_compiling() or hidden.device.type not in _DEVICES:
-        return None
-    total = target.numel()
-    worth = math.floor(_MOST_OF_ALL * total)
-    is_known = worth >= _ROW_MULTIPLE and hidden.shape[:-1].numel() == total  # the operator says what is wrong
-    count = current_step().labelled if is_known else None
-    if count is None:
-        return None
-    most = count()
-    kept = max(1, -(-most // _ROW_MULTIPLE)) * _ROW_MULTIPLE
-    memory = logits_memory - _more_memory(kept, total, hidden, teacher)
-    if kept > worth or memory < logits_memory // 2:
-        return None
-    return _labelled_rows(kept, target, ignore_index, memory)
-
-
-def _more_memory(kept: int, total: int, hidden: torch.Tensor, teacher: torch.Tensor | None) -> int:
-    """Bytes that the gathered rows take, less what the gradient of the others would have taken; at least 0."""
-    differentiable = torch.is_grad_enabled() and hidden.requires_grad
-    more = (kept - (total - kept if differentiable else 0)) * hidden.shape[-1] * hidden.element_size()
-    if teacher is not None:
-        more += kept * teacher.shape[-1] * teacher.element_size()
-    return max(0, more)
-
-
-def _labelled_rows(kept: int, target: torch.Tensor, ignore_index: int, logits_memory: int) -> LabelledRows:
+def rows_with_label(kept: int, target: torch.Tensor, ignore_index: int, logits_memory: int) -> LabelledRows:
+    """`kept` rows of the labels `target` `(...)`, the labelled ones first; `logits_memory` is for the operator."""
     labels = target.reshape(-1)
     labelled = labels != ignore_index
     found = torch.nonzero_static(labelled, size=kept, fill_value=-1).view(-1)

@@ -56,7 +56,7 @@ class HeadCall:
         self.parameters = (self.weight, self.bias)  # which get the gradients
         self.vocab_size: int = getattr(self.weight, "ds_shape", self.weight.shape)[0]  # ds_shape: split by ZeRO-3
         self._versions = (version_of(self.weight), version_of(self.bias))
-        self.sharded = is_sharded(self.head)
+        self.sharded = bool(sharding_of(self.head))
 
     @property
     def owns_parameters(self) -> bool:
@@ -84,7 +84,7 @@ class HeadCall:
         if self.owns_parameters:  # also those of a `torch.func.functional_call`, which the module no longer has
             return self.weight, self.bias
         head = self.head
-        if not is_partitioned(head):
+        if sharding_of(head) != "ZeRO-3":
             bias = None if self.bias is None else whole_parameter(head.bias, self.bias)
             return whole_parameter(head.weight, self.weight), bias
         import deepspeed
@@ -160,25 +160,22 @@ def product_dtype(
     return dtype if {dtype, hidden.dtype, weight.dtype} <= _RECORDABLE else None
 
 
-def is_sharded(head: nn.Module) -> bool:
-    """Whether FSDP or ZeRO-3 shards the parameters: they are whole only inside the model's forward and backward."""
+def sharding_of(head: nn.Module) -> str:
+    """What shards the parameters outside the model's forward and backward, "FSDP" or "ZeRO-3"; "" if nothing does."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         _check_fsdp()
-    return getattr(head, "_is_fsdp_managed_module", False) or is_partitioned(head)
+    if getattr(head, "_is_fsdp_managed_module", False):
+        return "FSDP"
+    for parameter in head.parameters():
+        if hasattr(parameter, "ds_id"):
+            _check_deepspeed()
+            return "ZeRO-3"
+    return ""
 
 
 @functools.cache
 def _check_fsdp() -> None:
     require(FSDP_HEAD)
-
-
-def is_partitioned(head: nn.Module) -> bool:
-    """Whether ZeRO-3 owns parameters of `head`."""
-    for parameter in head.parameters():
-        if hasattr(parameter, "ds_id"):
-            _check_deepspeed()
-            return True
-    return False
 
 
 @functools.cache
@@ -193,7 +190,7 @@ def through_owner(head: nn.Module, result: torch.Tensor) -> torch.Tensor:
     parameter could not be accumulated. Here `result` takes the place of that output.
     """
     gathering: Any = getattr(head, "pre_bwd_fn", None)
-    if gathering is None or not is_partitioned(head) or not result.requires_grad:
+    if gathering is None or sharding_of(head) != "ZeRO-3" or not result.requires_grad:
         return result
     return gathering.apply(result)
 

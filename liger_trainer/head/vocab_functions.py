@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from liger_trainer.head.chunked_module import ModuleCall, chunked_rows
 from liger_trainer.head.deferred_logits import RECORDERS, DeferredLogits
-from liger_trainer.head.lm_head import RECORDABLE_DTYPES, is_sharded
+from liger_trainer.head.lm_head import RECORDABLE_DTYPES, sharding_of
 from liger_trainer.head.recorded import OfRows
 
 T = torch.Tensor
@@ -31,7 +31,7 @@ def runs_in_chunks(x: DeferredLogits, passes_gradients: bool = True) -> bool:
     call = x.recorded.call
     if (x.has_graph and passes_gradients) or torch.is_autocast_enabled(x.recorded.hidden.device.type):
         return False
-    if not (call.fused or isinstance(call, ModuleCall)) or is_sharded(call.head):
+    if not (call.fused or isinstance(call, ModuleCall)) or sharding_of(call.head):
         return False
     node: DeferredLogits | None = x
     while node is not None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from liger_trainer.attention.interface import has_our_attention
 from liger_trainer.callbacks.logged import is_distributed
-from liger_trainer.head.lm_head import is_sharded, version_of
+from liger_trainer.head.lm_head import sharding_of, version_of
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.packing.packed_row import PackedRow, Padded, packed_rows
@@ -165,7 +165,7 @@ def _unpackable(model: PreTrainedModel, kwargs: Mapping[str, Any], labels: torch
 def _is_whole(model: nn.Module) -> bool:
     """Whether a forward of `model` needs no other process."""
     is_split = (getattr(model, "tp_size", None) or 1) > 1 or any(map(is_dtensor, model.parameters()))
-    return not is_split and not any(map(is_sharded, model.modules()))
+    return not is_split and not any(map(sharding_of, model.modules()))
 
 
 def drops(model: nn.Module) -> bool:

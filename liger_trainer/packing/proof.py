@@ -18,8 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_trainer.attention.config_names import NAME
-from liger_trainer.attention.interface import has_our_attention
-from liger_trainer.attention.masks import NotPackable
+from liger_trainer.attention.interface import NotPackable, has_our_attention
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX

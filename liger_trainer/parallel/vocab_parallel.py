@@ -44,9 +44,8 @@ from liger_trainer.kernels.head.token_statistics import (
     combine,
     log_probs_with_outputs,
 )
-from liger_trainer.kernels.matmul import fp32_reductions
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import as_autocast
+from liger_trainer.kernels.runtime import as_autocast, fp32_reductions
 
 if dist.is_available():
     require(COLLECTIVES)

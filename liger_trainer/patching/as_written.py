@@ -24,7 +24,7 @@ from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, MODULE_CONTENTS
 from liger_trainer.head.forward import never_a_frame
 from liger_trainer.head.step import current_step
 from liger_trainer.head.warn_once import warn_once
-from liger_trainer.kernels.runtime import triton_drives
+from liger_trainer.kernels.runtime import TRITON_DEVICES
 from liger_trainer.patching.reads import MISSING
 from liger_trainer.patching.records import RECORD
 
@@ -60,7 +60,7 @@ def runs_ours(x: torch.Tensor, precisions: Precisions = EVERY_PRECISION) -> bool
     The forward of a reference model is no generation, and has to round as the policy's forward does.
     """
     may_generate = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    if may_generate and current_step().generates and not triton_drives(x.device):
+    if may_generate and current_step().generates and x.device.type not in TRITON_DEVICES:
         return False
     if precisions.autocast and precisions.fp16:
         return True

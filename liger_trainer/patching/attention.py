@@ -31,7 +31,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.attention.attention import MAX_HEAD_DIM, attention_reference
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
-from liger_trainer.kernels.runtime import triton_drives
+from liger_trainer.kernels.runtime import TRITON_DEVICES
 from liger_trainer.parallel.sequences import split_sequences
 from liger_trainer.patching.attention_call import INTERFACE, LENGTH, AttentionCall, capture, rotary_widths
 from liger_trainer.patching.inputs import ATTENTION as INPUTS
@@ -192,7 +192,7 @@ def _prove(module: nn.Module, own_name: str, widths: Sequence[int], probe: Probe
     tensors = [probe.randn(_BATCH, heads, LENGTH, size) for heads, size in call.shapes]
     tensors[0] = _for_usual_scores(tensors[0], call.options.get("scaling"))
     tensors += [probe.randn(*shape) for shape in parameters.values()]
-    function = attention_forward if triton_drives(probe.device) else _without_kernels
+    function = attention_forward if probe.device.type in TRITON_DEVICES else _without_kernels
     offsets = torch.tensor(_OFFSETS, dtype=torch.int32)
     agreements = []
     # No more than these two: on a GPU each compiles kernels of its own.

@@ -37,8 +37,7 @@ from liger_trainer.compat.hooks import is_linear_without_bias, outputs_are_unhoo
 from liger_trainer.kernels.activation import GATED, SILU, Activation
 from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
-from liger_trainer.kernels.mlp.gated_down import glu_down
-from liger_trainer.kernels.mlp.glu import glu
+from liger_trainer.kernels.mlp.gated_down import glu, glu_down
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, is_plain_linear, runs_ours
 from liger_trainer.patching.binding import bind_forward, call_like

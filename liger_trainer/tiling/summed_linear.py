@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from liger_trainer.compat.hooks import is_output_hooked
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import CHANGED_IN_PLACE
-from liger_trainer.kernels.matmul import matmul_into
+from liger_trainer.kernels.runtime import matmul_into
 
 require(CHANGED_IN_PLACE)
 

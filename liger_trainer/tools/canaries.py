@@ -47,7 +47,7 @@ def masks() -> str | None:
     """
     from transformers import AttentionMaskInterface, LlamaConfig, masking_utils
 
-    from liger_trainer.attention.masks import attention_mask
+    from liger_trainer.attention.interface import attention_mask
 
     described: list[dict[str, Any]] = []
     known = inspect.signature(attention_mask)

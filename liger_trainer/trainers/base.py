@@ -136,6 +136,7 @@ class LigerTrainerMixin(
     model: nn.Module
     kernel_report: KernelReport | None = None
     _shifts_labels: bool | None = None  # as the trainer's own loss does; None to ask the model
+    _counts_labels = True  # whether the labels of a batch are those of its forwards
     _takes_parts_of_sequences = True  # whether the loss is right where a process has a part of each sequence
     _patched: weakref.ref[nn.Module] | None = None
     _fp8_base_rows: Sequence[KernelReportRow] = ()
@@ -369,22 +370,15 @@ class LigerTrainerMixin(
             step = replace(step, padding=padding)
         if not self.model.training or not self.args.use_liger_kernel:
             return step
-        return replace(step, labelled=self._most_labels(inputs), expected_gradient=self._loss_gradient(num_items))
-
-    def _most_labels(self, inputs: Any) -> Callable[[], int] | None:
-        """Returns an upper bound of the labels in a loss of `inputs`, for `Step.labelled`; None if there is none.
-
-        There is none if the user computes the loss, which may score any tokens, or if sequences are split over
-        processes.
-        """
+        # A loss of the user's may score any tokens, and where sequences are split no process has all labels.
         users = self._has_users_loss or callable(self.compute_loss_func)
-        return self._known_batches.labels(inputs) if self._has_whole_rows and not users else None
-
-    def _loss_gradient(self, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
-        """The derivative of the step's loss by the sum of the label losses of one micro-batch."""
-        if num_items is None:
-            return 1.0 / getattr(self, "current_gradient_accumulation_steps", 1)
-        return process_scale(self, num_items) / num_items
+        counts = self._counts_labels and self._has_whole_rows and not users
+        # The derivative of the step's loss by the sum of the label losses of one micro-batch.
+        gradient: Any = 1.0 / getattr(self, "current_gradient_accumulation_steps", 1)
+        if num_items is not None:
+            gradient = process_scale(self, num_items) / num_items
+        labelled = self._known_batches.labels(inputs) if counts else None
+        return replace(step, labelled=labelled, expected_gradient=gradient)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # Clipping by a norm that is NaN makes every gradient NaN, so the guard looks before that.

@@ -25,10 +25,9 @@ from torch.nn import functional as F
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import FUSED_HEAD
-from liger_trainer.head.chunked_module import chunked_log_probs
 from liger_trainer.head.deferred_logits import build, recordable, unwrapped
 from liger_trainer.head.forward import compiler_restored, step_of_forward, whole_graph_wanted
-from liger_trainer.head.fused_loss import head_log_probs
+from liger_trainer.head.fused_loss import chunked_log_probs, head_log_probs
 from liger_trainer.head.step import Forward, current_step, expected_gradient, running
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.autograd import one_number

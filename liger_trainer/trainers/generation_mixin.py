@@ -41,6 +41,8 @@ class GenerationMixin(_Base, GroupedCompletions):
     It also counts the tokens of the completions for the head, which multiplies no others.
     """
 
+    _counts_labels = False  # `_get_per_token_logps_and_entropies` knows what each forward scores
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = _checked_rollout(kwargs["rollout_func"])
@@ -74,9 +76,6 @@ class GenerationMixin(_Base, GroupedCompletions):
             config: Any = self.args
             check_completions(completion_ids, "vLLM" if config.use_vllm else "Generation")
         return generated
-
-    def _most_labels(self, inputs: Any) -> Callable[[], int] | None:
-        return None  # the next method knows what each forward scores
 
     def _get_per_token_logps_and_entropies(
         self,

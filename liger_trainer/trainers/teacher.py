@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from liger_trainer.compat.peft import ADAPTERS_ON_HEAD
 from liger_trainer.compat.private import require
 from liger_trainer.configs.flags import kernel_config_of, kernel_mapping_of
 from liger_trainer.head.lm_head import find_lm_heads
+from liger_trainer.head.step import Step
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.report import KernelReport
@@ -62,9 +64,13 @@ class TeacherMixin(LigerTRLMixin):
             return True
         return all(_defers(self.accelerator.unwrap_model(model)) for model in (self.model, self.teacher_model))
 
-    def _loss_gradient(self, num_items: torch.Tensor | int | None) -> float:
+    def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:
+        step = super()._step_of(inputs, None)
+        if step.expected_gradient is None:
+            return step
         # The divergence is already divided by `num_items`; only the Trainer's own division remains.
-        return loss_divisor(self, num_items) / getattr(self, "current_gradient_accumulation_steps", 1)
+        gradient = loss_divisor(self, num_items) / getattr(self, "current_gradient_accumulation_steps", 1)
+        return replace(step, expected_gradient=gradient)
 
 
 def _defers(model: nn.Module) -> bool:

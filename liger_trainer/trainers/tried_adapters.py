@@ -20,7 +20,7 @@ from torch import nn
 from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.compat.peft import TRIED_ADAPTERS
 from liger_trainer.compat.private import require
-from liger_trainer.head.lm_head import is_sharded
+from liger_trainer.head.lm_head import sharding_of
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 from liger_trainer.patching.probe import HOOKS, neutral
@@ -97,7 +97,7 @@ def _tried(layer: Any, model: nn.Module) -> TriedAdapters:
     base, parameters = layer.get_base_layer(), [*layer.parameters()]
     size: Any = getattr(base, "in_features", getattr(base, "nx", None))  # `nx`: of GPT-2's layers
     entries = getattr(base, "num_embeddings", None)
-    elsewhere = any(each.is_meta or is_dtensor(each) for each in parameters) or any(map(is_sharded, layer.modules()))
+    elsewhere = any(each.is_meta or is_dtensor(each) for each in parameters) or any(map(sharding_of, layer.modules()))
     if elsewhere or not parameters or (size is None and entries is None):
         return TriedAdapters()
     device = next(iter(base.parameters()), parameters[0]).device

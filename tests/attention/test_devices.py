@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from liger_trainer.attention import masks
-from liger_trainer.kernels.runtime import INTERPRETED, triton_drives
+from liger_trainer.attention import interface
+from liger_trainer.kernels.runtime import INTERPRETED, TRITON_DEVICES
 from tests.attention.test_masks import CREATE, MASKS, create
 
 
@@ -12,7 +12,7 @@ from tests.attention.test_masks import CREATE, MASKS, create
 @pytest.mark.parametrize("kind", CREATE)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_cpu_has_transformers_own(kind, mask, monkeypatch):
-    monkeypatch.setattr(masks, "triton_drives", triton_drives)
+    monkeypatch.setattr(interface, "TRITON_DEVICES", TRITON_DEVICES)
     ours, own = (create(kind, attention, attention_mask=mask) for attention in ("liger_trainer", "sdpa"))
     assert type(ours) is type(own)
     assert own is None or torch.equal(ours, own)

@@ -15,7 +15,7 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from liger_trainer.attention import masks
+from liger_trainer.attention import interface, masks
 from liger_trainer.compat import features, private
 from liger_trainer.compat import transformers as declared
 from liger_trainer.compat.private import TESTED, Feature, Private, available, installed_version, require, tried
@@ -215,8 +215,8 @@ def test_it_is_said_once_and_in_the_doctor(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "liger_trainer"):
         for _ in range(2):
             window = masking_utils.sliding_window_causal_mask_function(4)
-            assert masks._pattern(window) is None
-            assert masks._pattern(masking_utils.causal_mask_function) is not None, "which needs no recognition"
+            assert interface._pattern(window) is None
+            assert interface._pattern(masking_utils.causal_mask_function) is not None, "which needs no recognition"
     (record,) = caplog.records
     message = record.getMessage()
     assert message.startswith(

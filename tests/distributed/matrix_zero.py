@@ -43,7 +43,7 @@ def zero(model: nn.Module, dtype: torch.dtype | None, stage: int) -> nn.Module:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6},  # by default, a buffer of 2 GB
         "bf16": {"enabled": in_bf16},
         "gradient_clipping": 0.0,  # 1 by default
     }

@@ -89,10 +89,10 @@ def _patched(model: Any) -> Any:
 @contextlib.contextmanager
 def _forced() -> Iterator[mock.Mock]:
     """Counts the calls of our function, which runs as where it has kernels, on its reference."""
-    from liger_trainer.attention import interface, masks
+    from liger_trainer.attention import interface
 
     with (
-        mock.patch.object(masks, "triton_drives", return_value=True),
+        mock.patch.object(interface, "TRITON_DEVICES", ("cpu",)),
         mock.patch.object(interface, "use_triton", return_value=True),
         mock.patch.object(interface, "attention", wraps=interface.attention) as calls,
     ):

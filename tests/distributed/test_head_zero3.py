@@ -27,7 +27,11 @@ def _engine(model: torch.nn.Module, threshold: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": threshold,
+            "reduce_bucket_size": 10**6,  # by default, a buffer of 2 GB for each engine
+        },
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)
     return engine

@@ -81,10 +81,10 @@ def _gathers_no_weight(rank: int) -> None:
 
 def _leaves_rows_out(rank: int, case: Case) -> None:
     """Rows without a label are not multiplied, on any process."""
-    from liger_trainer.head import labelled_rows
+    from liger_trainer.head import fused_loss
     from tests.steps import step_with
 
-    labelled_rows._ROW_MULTIPLE = 4
+    fused_loss._ROW_MULTIPLE = 4
     batch = batch_of(case)
     batch["labels"][:, 4:] = IGNORE
     count = int((batch["labels"] != IGNORE).sum())
@@ -93,7 +93,7 @@ def _leaves_rows_out(rank: int, case: Case) -> None:
     model, gathers = kernels_in(load_split(FAMILIES[case.family](**case.overrides), tp_size=WORLD), case), Gathers()
     with step_with(labelled=lambda: count):
         check_step(model, case, [batch], gathers=gathers)
-    labelled_rows._ROW_MULTIPLE = 512
+    fused_loss._ROW_MULTIPLE = 512
     assert set(gathers.shapes) == {(kept, 8)}, gathers.shapes
 
 

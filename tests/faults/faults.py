@@ -233,7 +233,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a trainer's labels may have another shape than its tokens", "head_log_probs",
          r"target\.shape == hidden\.shape\[:-1\]", "True",
          "head/test_labelled_rows::test_what_does_not_fit_is_refused_by_name"),
-        ("rows that fill up have the label of the first", "_labelled_rows", r"\.masked_fill\(filling, [^)]*\)", "",
+        ("rows that fill up have the label of the first", "rows_with_label", r"\.masked_fill\(filling, [^)]*\)", "",
          "head/test_labelled_rows::test_values_and_gradients_are_those_of_all_rows"),
         ("a chunk gathers the ids of the first tokens", "_gather",
          r"rows\.gather\(-1, ids\)", "rows.gather(-1, index.flatten(0, -2)[: len(rows)])",

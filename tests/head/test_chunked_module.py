@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.head import DeferredLogits, chunked_module
-from liger_trainer.head.chunked_module import chunked_log_probs, chunked_rows
+from liger_trainer.head.chunked_module import chunked_rows
+from liger_trainer.head.fused_loss import chunked_log_probs
 from liger_trainer.kernels.head.log_probs import log_probs_reference
 from liger_trainer.patching.head import patch_head
 from tests.tiny_models import TINY_MODELS, tiny_batch

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from liger_trainer.head import divergence, fused_loss, lm_head
-from liger_trainer.head.chunked_module import ModuleCall, chunked_log_probs
+from liger_trainer.head.chunked_module import ModuleCall
 from liger_trainer.head.forward import make_head_forward
-from liger_trainer.head.fused_loss import head_log_probs
-from liger_trainer.head.labelled_rows import LabelledRows, labelled_rows
+from liger_trainer.head.fused_loss import chunked_log_probs, head_log_probs, labelled_rows
+from liger_trainer.head.labelled_rows import LabelledRows
 from liger_trainer.head.step import Forward
 from liger_trainer.kernels.head import linear_log_probs
 from liger_trainer.patching.binding import bind_forward

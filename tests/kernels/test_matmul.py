@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_trainer.kernels.matmul import matmul_into
+from liger_trainer.kernels.runtime import matmul_into
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import BatchEncoding
 
-from liger_trainer.head import labelled_rows
+from liger_trainer.head import fused_loss
 from liger_trainer.trainers import generation_mixin
 from liger_trainer.trainers import step as trainer_step
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -32,20 +32,20 @@ PADDED = {"padding_free": False}  # a packed row has the rows with a label alone
 @pytest.fixture(autouse=True)
 def _few_rows_are_worth_it(monkeypatch):
     """Tiny batches have far fewer tokens than 512."""
-    monkeypatch.setattr(labelled_rows, "_ROW_MULTIPLE", 4)
+    monkeypatch.setattr(fused_loss, "_ROW_MULTIPLE", 4)
 
 
 @pytest.fixture
 def chosen(monkeypatch):
     """Of every loss over the head that leaves rows out: how many there were, had a label and were kept."""
     seen = []
-    original = labelled_rows._labelled_rows
+    original = fused_loss.rows_with_label
 
     def spy(kept, target, ignore_index, logits_memory):
         seen.append((target.numel(), int((target != ignore_index).sum()), kept))
         return original(kept, target, ignore_index, logits_memory)
 
-    monkeypatch.setattr(labelled_rows, "_labelled_rows", spy)
+    monkeypatch.setattr(fused_loss, "rows_with_label", spy)
     return seen
 
 
@@ -66,7 +66,7 @@ def on_device(monkeypatch):
 
 def without_bounds(monkeypatch):
     """All rows, as before."""
-    monkeypatch.setattr(LigerTrainerMixin, "_most_labels", lambda self, inputs: None)
+    monkeypatch.setattr(LigerTrainerMixin, "_counts_labels", False)
     monkeypatch.setattr(generation_mixin, "count_later", lambda count: None)
 
 

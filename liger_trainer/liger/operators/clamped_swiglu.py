@@ -16,7 +16,7 @@ import torch
 
 from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.mlp.gated_activation import gated_activation
-from liger_trainer.kernels.mlp.glu import kernel_takes
+from liger_trainer.kernels.mlp.gated_down import kernel_takes
 
 
 def clamped_swiglu(

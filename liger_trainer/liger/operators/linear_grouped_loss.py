@@ -30,8 +30,7 @@ from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.head.loss_options import LossOptions, check_linear, check_transform
 from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import ExtraStats, LogProbsOutput, RowStats, check_labels_on_cpu
-from liger_trainer.kernels.matmul import fp32_reductions
-from liger_trainer.kernels.runtime import as_autocast, cdiv, saved_as_is
+from liger_trainer.kernels.runtime import as_autocast, cdiv, fp32_reductions, saved_as_is
 
 Formula = Callable[[torch.Tensor, int, int], torch.Tensor]
 """``formula(log_probs, start, stop)``: the contribution of tokens `start` to `stop`, whole groups, to the loss, 0-d."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from liger_trainer.compat.hooks import is_hooked
+from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.peft import ADAPTERS_ON_FP8
 from liger_trainer.compat.private import require
 from liger_trainer.head.lm_head import without_adapters
@@ -101,7 +101,7 @@ def _obstacle(module: nn.Linear, owners: int) -> str:
         return "its weight is split, elsewhere, or in another format"
     if any(size % MULTIPLE for size in weight.shape):
         return f"its weight is {tuple(weight.shape)}; the sizes must be multiples of {MULTIPLE}"
-    foreign = "a hook" if is_hooked(module) else overriding_forward(module)
+    foreign = "a hook" if is_call_hooked(module, of_all=False) else overriding_forward(module)
     return f"its forward is overridden by {foreign}" if foreign else ""
 
 

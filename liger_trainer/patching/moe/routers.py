@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
-from liger_trainer.kernels.runtime import is_dtensor, triton_drives
+from liger_trainer.kernels.runtime import TRITON_DEVICES, is_dtensor
 from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.inputs import BIASES, CLOSE_SCORES, MODES, ROUTER, crowded
@@ -256,7 +256,7 @@ def _verdict(module: nn.Module, probe: Probe, names: tuple[str, ...], corrected:
 def _trial_on_cpu(original: Callable, tensors: list[torch.Tensor], constants: list[torch.Tensor], top_k: int) -> Trial:
     """A trial of all other inputs, on the CPU, where torch ranks equal numbers in the original and in ours."""
     inputs = (crowded(len(tensors[1]), top_k), *ROUTER, *(BIASES if constants else ()))
-    if triton_drives(torch.device("cpu")):  # the interpreter, where the kernel ranks them
+    if "cpu" in TRITON_DEVICES:  # the interpreter, where the kernel ranks them
         inputs = MODES
     return Trial(original, [each.cpu() for each in tensors], inputs, [each.cpu() for each in constants])
 
@@ -272,7 +272,7 @@ def _choices(
 
     Rounded scores are ranked as the exact ones are, up to ties; their sums, with a correction or of groups, are not.
     """
-    if triton_drives(torch.device("cpu")):  # the interpreter, whose sigmoid is not torch's
+    if "cpu" in TRITON_DEVICES:  # the interpreter, whose sigmoid is not torch's
         return agreement
     changed = [each.cpu() for each in CLOSE_SCORES.change([*tensors, *constants])]
     half = [each.to(torch.bfloat16) for each in changed[: len(tensors)]]

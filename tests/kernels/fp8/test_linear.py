@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from liger_trainer.kernels.fp8 import linear as operators
 from liger_trainer.kernels.fp8.linear import fp8_linear, takes_fp8
 from liger_trainer.kernels.fp8.modes import Fp8Mode
-from liger_trainer.kernels.mlp.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
+from liger_trainer.kernels.mlp.glu import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
 from tests.accuracy import errors, run
 from tests.accuracy import seeded_randn as randn
 

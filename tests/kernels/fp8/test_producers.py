@@ -7,7 +7,7 @@ from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.mlp import gated_activation as gated
-from liger_trainer.kernels.mlp import gated_down
+from liger_trainer.kernels.mlp.glu import swiglu_down
 from liger_trainer.kernels.norms import rms_norm as norms
 from tests.accuracy import run
 from tests.accuracy import seeded_randn as randn
@@ -115,11 +115,11 @@ def test_a_down_projection_casts_in_its_activation(device, monkeypatch):
     gate, up = (randn(2, 5, 48, seed=seed, device=device, **BF16) for seed in (4, 5))
     weight = randn(32, 48, device=device, **BF16)
     shared_cast.cast_input(gate, keep=True)
-    gated_down.swiglu_down(gate, up, weight, fp8="rowwise_gw_hp")
+    swiglu_down(gate, up, weight, fp8="rowwise_gw_hp")
     assert shared_cast._last is None
-    ours, upstream = run(gated_down.swiglu_down, (gate, up, weight), fp8="rowwise_gw_hp")
+    ours, upstream = run(swiglu_down, (gate, up, weight), fp8="rowwise_gw_hp")
     monkeypatch.setattr(gated, "_LONGEST_CAST", 0)
-    separate, _ = run(gated_down.swiglu_down, (gate, up, weight), upstream, fp8="rowwise_gw_hp")
+    separate, _ = run(swiglu_down, (gate, up, weight), upstream, fp8="rowwise_gw_hp")
     for mine, theirs in zip(ours, separate, strict=True):
         assert torch.equal(mine, theirs)
 

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_trainer.kernels import matmul
+from liger_trainer.kernels import runtime
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_jsd import linear_jsd
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
-from liger_trainer.kernels.matmul import fp32_reductions
+from liger_trainer.kernels.runtime import fp32_reductions
 from liger_trainer.liger.operators.linear_grouped_loss import linear_grouped_loss
 
 BF16 = "allow_bf16_reduced_precision_reduction"
@@ -36,7 +36,7 @@ def _unchanged_at_the_end() -> Iterator[None]:
 @pytest.fixture
 def _cublas() -> Iterator[None]:
     """This device as one whose matmuls cuBLAS runs."""
-    with mock.patch.object(matmul, "uses_cublas", return_value=True):
+    with mock.patch.object(runtime, "uses_cublas", return_value=True):
         yield
 
 

@@ -27,7 +27,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 def test_no_gradient_depends_on_it(operator):
-    """With AMX, torch reads past the rows of a padded operand: `liger_trainer.kernels.matmul.matmul_into`."""
+    """With AMX, torch reads past the rows of a padded operand: `liger_trainer.kernels.runtime.matmul_into`."""
     make = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     hidden, weight = (make(rows, HIDDEN).bfloat16().requires_grad_() for rows in (TOKENS, VOCAB))
     operator(hidden, weight, torch.arange(TOKENS)).backward()

@@ -14,7 +14,7 @@ import triton
 
 from liger_trainer.kernels.head import linear_cross_entropy as operator
 from liger_trainer.kernels.head import weight_gradient
-from liger_trainer.kernels.head.head_chunks import WeightGradientSum
+from liger_trainer.kernels.head.head_chunks import HeadGradients, Needs, WeightGradientSum
 from liger_trainer.kernels.head.large_first_chunk import PanelPlan
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.weight_gradient import (
@@ -45,7 +45,6 @@ def test_sum_over_chunks(dtype, chunks, device):
     total = WeightGradientSum(torch.full((24, 16), float("nan"), dtype=dtype, device=device), chunks)
     for left, right in parts:
         total.add(left, right)
-    total.finish()
     error = relative_error(total.weight_gradient, exact)
     rounding = torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-6
     # One rounding a chunk while the sum is half precision, one in all where it is in fp32.
@@ -67,10 +66,11 @@ def test_memory_of_the_sum():
 
 
 def test_every_chunk_is_added():
-    total = WeightGradientSum(torch.empty(8, 8), 2)
-    total.add(*chunk(3, 8, 8, torch.float32))
+    hidden, weight = torch.empty(6, 8), torch.empty(8, 8)
+    gradients = HeadGradients(hidden, weight, None, Needs(False, True, False), 2)
+    gradients.add(0, 3, torch.empty(3, 8))
     with pytest.raises(AssertionError, match="every chunk"):
-        total.finish()
+        gradients.finish()
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,6 @@ def summed(parts, kernels=()):
         if kernels:
             total.launch = kernels[index % len(kernels)]
         total.add(*part)
-    total.finish()
     return total.weight_gradient
 
 
@@ -253,7 +252,6 @@ def test_a_first_chunk_in_panels_gives_the_same_bits(chunks, dtype, device):
     assert total.added == 1
     for part in others:
         total.add(*part)
-    total.finish()
     assert torch.equal(total.weight_gradient, whole)
 
 

@@ -19,13 +19,12 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from liger_trainer.kernels.activation import GATED, GatedActivation
 from liger_trainer.kernels.mlp import gated_activation as operators
+from liger_trainer.kernels.mlp.gated_down import glu, glu_reference
 from liger_trainer.kernels.mlp.glu import (
     geglu,
     geglu_fused,
     geglu_fused_reference,
     geglu_reference,
-    glu,
-    glu_reference,
     swiglu,
     swiglu_fused,
     swiglu_fused_reference,

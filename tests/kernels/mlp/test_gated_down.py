@@ -13,8 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.mlp import gated_activation as operators
 from liger_trainer.kernels.mlp import gated_down as down_operators
-from liger_trainer.kernels.mlp.gated_down import geglu_down, geglu_down_reference, swiglu_down, swiglu_down_reference
-from liger_trainer.kernels.mlp.glu import geglu, geglu_fused, swiglu
+from liger_trainer.kernels.mlp.glu import (
+    geglu,
+    geglu_down,
+    geglu_down_reference,
+    geglu_fused,
+    swiglu,
+    swiglu_down,
+    swiglu_down_reference,
+)
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.liger.operators.clamped_swiglu import clamped_swiglu
 from tests.accuracy import assert_no_worse, result_and_gradients
