@@ -23,15 +23,21 @@ def spare_compilation() -> None:
 def split_everything() -> None:
     """Makes ZeRO-3 split every parameter, and drop it right after use, as it does where a model is large.
 
-    By default it keeps those below 100000 elements whole, and a billion elements from the forward to the backward.
+    By default it keeps those below 100000 elements whole, and a billion elements from the forward to the backward. Its
+    buffer for gradients, of 2 GB, becomes as small as the models.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    create = DeepSpeedZeRoOffload.__init__
+    create, optimize = DeepSpeedZeRoOffload.__init__, DeepSpeedZeroOptimizer_Stage3.__init__
 
     def dropping(self: Any, *args: Any, **kwargs: Any) -> None:
         create(self, *args, **{**kwargs, "max_reuse_distance": 0, "max_live_parameters": 0})
 
+    def frugal(self: Any, *args: Any, **kwargs: Any) -> None:
+        optimize(self, *args, **{**kwargs, "reduce_bucket_size": 10**6})
+
+    DeepSpeedZeroOptimizer_Stage3.__init__ = frugal
     DeepSpeedZeRoOffload.__init__ = dropping
     DeepSpeedZeRoOffload.mark_persistent_parameters = lambda self, *thresholds: []
 
