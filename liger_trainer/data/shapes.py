@@ -200,7 +200,7 @@ def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles:
     turns = [turn for value in values for turn in value if isinstance(turn, Mapping)]
     if {key for turn in turns for key in turn} != {"role", "content"}:
         return False
-    return {turn["role"] for turn in turns} <= {*ROLES.values()} - {*roles}
+    return {turn["role"] for turn in turns} <= {*ROLES.values()} - {"function_call", *roles}
 
 
 _STANDARD: dict[str, tuple[tuple[str, ...], ...]] = {

@@ -144,7 +144,7 @@ def test_a_run_is_a_process_that_imports_what_this_one_does(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["llama3_8b_stf"], "Did you mean 'llama3_8b_sft'? The shipped"),
+        (["llama3_8b_stf"], "Did you mean 'llama3_8b_sft'"),
         (["no-such.yaml"], "No recipe file 'no-such.yaml'"),
         (["quickstart", "--max_steps", "3"], "`--max_steps` is given; `compare` runs the same few steps"),
         (["quickstart", "--num_processes=2"], "`--num_processes` is given, but `compare` runs one process"),
