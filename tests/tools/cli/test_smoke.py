@@ -36,7 +36,7 @@ def test_every_shipped_recipe(name, tmp_path, capsys, caplog, monkeypatch):
     assert shown.count("liger_trainer kernels in") == 1  # of a warm start too
     assert "lora_target_modules" not in caplog.text
     given = read_recipe(find_recipe(name))
-    assert ("evaluation loss" in shown) == (given.get("eval_strategy", "no") != "no")
+    assert ("evaluation" in shown) == (given.get("eval_strategy", "no") != "no")
     assert {"grpo": "mean reward", "kto": "reward margin", "sft": "", "causal_lm": ""}.get(
         given["trainer"], "preference acc."
     ) in shown
