@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,13 +11,12 @@ from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
 from liger_trainer.data.shapes import Shape, ShapeError, in_words, recognised, with_system_prompt
+from liger_trainer.head.warn_once import warn_once
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.rewards import load_reward_functions
 from liger_trainer.recipe.schema import TEXT_FIELD, TRAINERS
 from liger_trainer.trainers.checks.reward_functions import needed_columns
-
-logger = logging.getLogger(__name__)
 
 SPOKEN = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns that hold text or turns."""
@@ -63,6 +61,8 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
     """Rows of another shape than TRL's, made into those; other rows as they are."""
     ours, kind = recipe.recipe, recipe.kind.data
     first = list(rows.take(_FIRST))
+    if not first:
+        raise RecipeError("The data has no rows.")
     names = rows.column_names or list(first[0])
     text = recipe.get(TEXT_FIELD)
     shape = recognised(kind, names, first[0], ours.roles or {}, ours.prompt_template, text, has_template)
@@ -74,7 +74,8 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
     kept = names if kind == "prompt" else [name for name in _READ_BY_TRL if name in names]
     try:
         if PartialState().is_main_process:
-            logger.warning("%s", in_words(shape, names, first, kept))
+            line = in_words(shape, names, first, kept)
+            warn_once(f"{recipe.source}: {line}", line)  # of training and evaluation data alike
         return _mapped(rows, shape, recipe, [name for name in names if name not in kept])
     except ShapeError as error:
         raise _with_row(error, rows, shape) from error
@@ -167,9 +168,13 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
         return f"These are the columns of `trainer: {fitting[0]}`: use other data, or that trainer."
     if not others:
         return "Use other data, or add the missing columns."
+    if text and len(others) > 1:  # supervised: a question and its answer, or text
+        pair = json.dumps({"prompt": others[0], "completion": others[1]})
+        return f"Say which is what with `columns`, such as {pair}, or set `dataset_text_field` to the column of text."
+    if text:
+        return f"Set `dataset_text_field` to the column that holds the text, such as {others[0]!r}."
     missing = next(name for name in wanted if name not in columns)
-    start = "Set `dataset_text_field` to the column that holds the text, or rename" if text else "Rename"
-    return f'{start} one with `columns`, such as {{"{missing}": "{others[0]}"}}.'
+    return f"Rename one with `columns`, such as {json.dumps({missing: others[0]})}."
 
 
 def _check_column(rows: Dataset, name: str, trainer: str) -> None:

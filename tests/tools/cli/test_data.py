@@ -158,3 +158,24 @@ def test_samples_of_a_model_of_conversations_are_answers_to_a_question(folder, c
     assert train(folder, "sft", {"text": WORDS[0]}, sample_prompts=[WORDS[0]], sample_tokens=2, output_dir="text") == 0
     assert seen == [[{"role": "user", "content": WORDS[0]}], WORDS[0]]
     assert WORDS[0] in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"title": "a", "body": "b"},
+            'Say which is what with `columns`, such as {"prompt": "title", "completion": "body"}',
+        ),
+        ({"body": "b"}, "Set `dataset_text_field` to the column that holds the text, such as 'body'."),
+    ],
+)
+def test_columns_that_say_nothing_are_refused_with_what_leads_on(folder, capsys, row, words):
+    assert train(folder, "sft", row) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_how_data_is_read_is_said_once(folder, caplog):
+    write("more.jsonl", ALPACA)
+    assert train(folder, "sft", ALPACA, eval_data_files="more.jsonl", eval_strategy="epoch") == 0
+    assert caplog.text.count("Data: `instruction`") == 1
