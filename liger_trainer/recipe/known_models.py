@@ -77,7 +77,52 @@ _QWEN3_30B_A3B: dict[str, Any] = {
     "max_position_embeddings": 40960,
 }
 
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+}
+_QWEN3_0_6B: dict[str, Any] = {
+    **_QWEN3,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+_QWEN3_4B: dict[str, Any] = {
+    **_QWEN3,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": True,
+}
+_QWEN3_8B: dict[str, Any] = {**_QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+_SMOLLM2_135M: dict[str, Any] = {
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
 PUBLISHED = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
+    "Qwen/Qwen3-0.6B": _QWEN3_0_6B,
+    "Qwen/Qwen3-4B": _QWEN3_4B,
+    "Qwen/Qwen3-8B": _QWEN3_8B,
     "meta-llama/Llama-3.1-8B": _LLAMA_3_1_8B,
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_3_1_8B,
     "google/gemma-3-4b-pt": _GEMMA_3_4B,

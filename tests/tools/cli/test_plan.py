@@ -58,6 +58,10 @@ def test_the_sizes_of_every_shipped_recipe_are_there():
         ("meta-llama/Llama-3.1-8B", 8_030_261_248),
         ("google/gemma-3-4b-it", 4_300_079_472),
         ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
     ],
 )
 def test_the_sizes_are_those_that_were_published(name, parameters):
@@ -71,7 +75,7 @@ def test_the_sizes_are_those_that_were_published(name, parameters):
 
 def test_a_folder_or_another_revision_is_read():
     assert published_config("Qwen/Qwen3-30B-A3B", "v2") is None
-    assert published_config("Qwen/Qwen3-8B") is None
+    assert published_config("Qwen/Qwen3-14B") is None
 
 
 @pytest.mark.parametrize(
