@@ -1,0 +1,190 @@
+"""``liger-trainer new``: writes a commented recipe for a model, data, a goal and a card."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.errors import UserError
+from liger_trainer.tools.cli.argument_types import memory_size
+from liger_trainer.tools.cli.run_recipe import prepare_libraries
+
+GOALS = {
+    "sft": "learn to answer as in the data",
+    "dpo": "prefer one answer to another, from pairs",
+    "kto": "prefer good answers, from single answers with a label",
+    "grpo": "find good answers by trying, from prompts and rewards",
+}
+_LAUNCH = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass  # lets `accelerate launch` run this file'
+_ADAPTERS: dict[str, Any] = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
+_METHODS: dict[str, dict[str, Any]] = {  # the best first
+    "full": {"bf16": False, "optim": "liger_adamw"},
+    "LoRA": {**_ADAPTERS, "lora_target_modules": "all-linear", "bf16": True, "optim": "adamw_torch_fused"},
+    "QLoRA": {
+        **_ADAPTERS,
+        **{"load_in_4bit": True, "lora_target_modules": "all-linear", "bf16": True, "optim": "adamw_torch_fused"},
+    },
+}
+_RATES = {"sft": (1e-5, 2e-4), "dpo": (1e-6, 5e-6), "kto": (1e-6, 5e-6), "grpo": (1e-6, 1e-5)}  # full, adapters
+_SEQUENCES = {"sft": 16, "dpo": 16, "kto": 16, "grpo": 64}  # of an optimizer step
+_COMMENTS = {
+    "dtype": "of the weights",
+    "attn_implementation": "the kernels of liger_trainer, or what is installed",
+    "load_in_4bit": "the frozen weights in 4 bits (QLoRA); needs bitsandbytes",
+    "lora_r": "the rank of the adapters: more learns more, and takes more memory",
+    "lora_dropout": "with dropout, prompts are not shared between their answers",
+    "max_length": "tokens; longer rows are cut",
+    "packing": "short rows fill one row together, and do not see each other",
+    "assistant_only_loss": "only the assistant's turns are learnt",
+    "beta": "how close the model stays to where it starts",
+    "reward_funcs": "functions of yours too, as package.module:function",
+    "num_generations": "answers to each prompt",
+    "gradient_checkpointing": "less memory, some of which `activation_memory` spends again",
+    "activation_memory": "checkpointed layers keep what the GPU has room for",
+    "bf16": "autocast; off where all weights are trained in bf16",
+    "optim": "liger_adamw trains bf16 weights as fp32 ones",
+    "save_total_limit": "older checkpoints are deleted",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser(
+        "new",
+        help="write a recipe: for a model, data, a goal and a card",
+        description="Asks for model, data, goal and memory where they are not given, takes the best way to train that "
+        "fits (`liger-trainer plan`), and writes a commented recipe. Nothing is trained, and no file is overwritten.",
+    )
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", default="recipe.yaml", help="the recipe to write (recipe.yaml)"
+    )
+    parser.add_argument("--model", metavar="MODEL", help="a Hub id or a model folder")
+    parser.add_argument("--data", metavar="DATA", nargs="+", help="files, patterns or folders, or a dataset on the Hub")
+    parser.add_argument("--goal", choices=GOALS, help="; ".join(f"{name}: {what}" for name, what in GOALS.items()))
+    parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of the GPU, such as 24GB")
+    parser.set_defaults(function=new)
+
+
+def new(arguments: Namespace, _: Sequence[str]) -> int:
+    """Writes the recipe; returns the exit code."""
+    path = Path(arguments.file)
+    if path.exists():
+        raise UserError(f"FILE is {arguments.file!r}, which is there already; give another name.")
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"FILE is {arguments.file!r}; its name must end in .yaml.")
+    model = arguments.model or _asked("model", "Model (a Hub id or a folder)", "Qwen/Qwen3-0.6B")
+    data = arguments.data or _asked("data", "Data (files, or a dataset on the Hub)", "trl-lib/Capybara").split()
+    goals = ", ".join(f"{name} ({what})" for name, what in GOALS.items())
+    goal = arguments.goal or _asked("goal", f"Goal: {goals}", "sft")
+    if goal not in GOALS:
+        raise UserError(f"`--goal` is {goal!r}; it must be one of {', '.join(GOALS)}.")
+    size = memory_size(arguments.gpu_memory or _asked("gpu_memory", "Memory of the GPU", "24GB"))
+    prepare_libraries()
+    values = {**_of_data(goal, model, data), "output_dir": f"outputs/{path.stem}"}
+    method, values, memory = _fitting(goal, values, size)
+    path.write_text(_written(values, f"{model}, {method}, {GOALS[goal]}. {memory}"), encoding="utf-8")
+    print(f"{path}: {method}. {memory}\n")
+    for command, what in (
+        (f"liger-trainer data {path}", "the rows as the model will see them"),
+        (f"liger-trainer doctor {path}", "traps that no error shows"),
+        (f"liger-trainer train {path} --smoke", "offline, with a tiny model"),
+        (f"liger-trainer train {path}", "the real thing"),
+    ):
+        print(f"  {command:<48} {what}")
+    return 0
+
+
+def _asked(option: str, question: str, default: str) -> str:
+    """The answer of the user at the terminal."""
+    if not sys.stdin.isatty():
+        raise UserError(f"`--{option}` is missing, and there is no terminal to ask at; give it, such as {default!r}.")
+    return input(f"{question} [{default}]: ").strip() or default
+
+
+def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
+    """The keys that model, data and goal decide."""
+    values: dict[str, Any] = {
+        **{"trainer": goal, "model_name_or_path": model, "dtype": "bfloat16", "attn_implementation": "auto"},
+    }
+    local = any(Path(name).exists() or any(sign in name for sign in "*?[") for name in data)
+    if not local and len(data) > 1:
+        raise UserError(f"`--data` is {list(data)}, none of which is here; give files, or one dataset on the Hub.")
+    values |= {"data_files": list(data)} if local else {"dataset_name": data[0]}
+    if goal == "grpo":
+        return values | {
+            "reward_funcs": ["liger_trainer.rewards:accuracy"],
+            **{"num_generations": 8, "max_completion_length": 1024, "beta": 0.0},
+        }
+    values["max_length"] = 4096 if goal == "sft" else 2048
+    if goal != "sft":
+        return values | {"beta": 0.1}
+    return values | {"packing": True, **({"assistant_only_loss": True} if _are_messages(values, local) else {})}
+
+
+def _are_messages(values: dict[str, Any], local: bool) -> bool:
+    """Whether the rows are conversations without a prompt of their own; those of the Hub are taken for some."""
+    if not local:
+        return True
+    from liger_trainer.recipe.load import check_values
+    from liger_trainer.tools.diagnosis.sample import converted_rows
+
+    checked, _ = check_values(
+        {**values, "model_name_or_path": ""}, [], Path("the new recipe")
+    )  # no tokenizer is needed
+    return "messages" in converted_rows(checked, Path("the new recipe")).column_names
+
+
+def _fitting(goal: str, values: dict[str, Any], size: int) -> tuple[str, dict[str, Any], str]:
+    """The best method with the largest batch that fits: its name, all keys, and its memory in words.
+
+    Raises:
+        UserError: if nothing fits.
+    """
+    from liger_trainer.plan.estimate import estimate
+    from liger_trainer.tools.planning.choose import make_plan
+    from liger_trainer.tools.planning.inputs import read_inputs
+    from liger_trainer.tools.planning.report import GIB
+
+    least = 0.0
+    for method, settings in _METHODS.items():
+        for batch in (8, 4, 2, 1):
+            found = {**values, **settings, **_schedule(goal, method, batch)}
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "recipe.yaml"
+                file.write_text(_written(found, "tried"), encoding="utf-8")
+                inputs = read_inputs(str(file), [])
+                plan = make_plan(inputs, 1, size)
+            least = estimate(inputs.run, plan.written.setting).total / GIB
+            if plan.written.fits:
+                return method, found, f"One GPU of {size / GIB:.0f} GiB, of which it takes {least:.0f} GiB."
+    raise UserError(
+        f"`--gpu_memory` is {size / GIB:.0f} GiB, and the least that fits takes {least:.0f} GiB; give a smaller model, "
+        "or see `liger-trainer plan` for several GPUs."
+    )
+
+
+def _schedule(goal: str, method: str, batch: int) -> dict[str, Any]:
+    full, adapters = _RATES[goal]
+    return {
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": _SEQUENCES[goal] // batch,
+        **{"gradient_checkpointing": True, "activation_memory": "auto"},
+        "learning_rate": full if method == "full" else adapters,
+        **{"lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 1 if goal == "grpo" else 10},
+        **{"save_strategy": "steps", "save_steps": 100, "save_total_limit": 2, "report_to": "none"},
+    }
+
+
+def _written(values: dict[str, Any], title: str) -> str:
+    """A recipe: YAML that is valid Python too, with a comment where a key needs one."""
+    lines = [f"# {title}", _LAUNCH, ""]
+    for key, value in values.items():
+        comment = f"  # {_COMMENTS[key]}" if key in _COMMENTS else ""
+        lines.append(f"{key}: {json.dumps(value)}{comment}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,99 @@
+"""`liger-trainer new` writes recipes that fit, and that every other command takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from liger_trainer.cli import main
+from liger_trainer.recipe.file import read_recipe
+from liger_trainer.tools.cli import new
+from tests.tools.cli.test_data import ALPACA, ORCA, SHAREGPT, write
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def written(name, *arguments):
+    assert main(["new", name, *arguments]) == 0
+    return read_recipe(Path(name))
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", "24GB", {"optim": "liger_adamw", "bf16": False}),
+        ("Qwen/Qwen3-4B", "16GB", {"use_peft": True, "learning_rate": "2e-4", "lora_dropout": 0.0}),
+        ("Qwen/Qwen3-8B", "16GB", {"load_in_4bit": True, "use_peft": True}),
+    ],
+)
+def test_the_best_way_that_fits(model, size, expected, capsys):
+    write("talks.jsonl", SHAREGPT)
+    values = written("mine.yaml", "--model", model, "--data", "talks.jsonl", "--goal", "sft", "--gpu_memory", size)
+    for key, value in expected.items():
+        assert str(values[key]) == str(value) or float(values[key]) == float(value)
+    assert values["assistant_only_loss"] is True
+    assert "of which it takes" in capsys.readouterr().out
+    assert main(["plan", "mine.yaml", "--gpus", "1", "--gpu_memory", size]) == 0
+
+
+@pytest.mark.parametrize(("goal", "row"), [("sft", ALPACA), ("dpo", ORCA), ("kto", {**SHAREGPT, "label": True})])
+def test_what_is_written_trains(goal, row):
+    write("data.jsonl", row)
+    given = ["--model", "Qwen/Qwen3-0.6B", "--data", "data.jsonl", "--goal", goal, "--gpu_memory", "24GB"]
+    values = written("mine.yaml", *given)
+    assert "assistant_only_loss" not in values
+    assert main(["train", "mine.yaml", "--smoke", "--output_dir", "run"]) == 0
+
+
+def test_prompts_and_rewards(capsys):
+    given = ["--model", "Qwen/Qwen3-0.6B", "--data", "openai/gsm8k", "--goal", "grpo", "--gpu_memory", "24GB"]
+    values = written("mine.yaml", *given)
+    assert values["dataset_name"] == "openai/gsm8k"
+    assert values["reward_funcs"] == ["liger_trainer.rewards:accuracy"]
+    step = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+    assert step % values["num_generations"] == 0
+    assert main(["train", "mine.yaml", "--smoke", "--output_dir", "run"]) == 0
+
+
+def test_what_is_missing_is_asked_at_a_terminal(monkeypatch):
+    answers = iter(["", "", "sft", "24GB"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    values = written("mine.yaml")
+    assert (values["model_name_or_path"], values["dataset_name"]) == ("Qwen/Qwen3-0.6B", "trl-lib/Capybara")
+
+
+def test_every_comment_is_on_a_key():
+    from liger_trainer.recipe.unknown_keys import _keys_of
+
+    assert {*new._COMMENTS} <= set().union(*map(_keys_of, new.GOALS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["there.yaml"], "FILE is 'there.yaml', which is there already"),
+        (["mine.txt"], "its name must end in .yaml"),
+        (["mine.yaml"], "`--model` is missing, and there is no terminal to ask at"),
+        (
+            ["mine.yaml", "--model", "Qwen/Qwen3-8B", "--data", "x/y", "--goal", "sft", "--gpu_memory", "4GB"],
+            "`--gpu_memory` is 4 GiB, and the least that fits takes",
+        ),
+        (
+            ["mine.yaml", "--model", "Qwen/Qwen3-8B", "--data", "x/y", "z", "--goal", "sft", "--gpu_memory", "4GB"],
+            "none of which is here",
+        ),
+    ],
+)
+def test_mistakes(arguments, words, capsys):
+    Path("there.yaml").write_text(json.dumps({"trainer": "sft"}))
+    assert main(["new", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert Path("there.yaml").read_text() == json.dumps({"trainer": "sft"})
+    assert not Path("mine.yaml").exists()
