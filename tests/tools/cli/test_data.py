@@ -179,3 +179,18 @@ def test_how_data_is_read_is_said_once(folder, caplog):
     write("more.jsonl", ALPACA)
     assert train(folder, "sft", ALPACA, eval_data_files="more.jsonl", eval_strategy="epoch") == 0
     assert caplog.text.count("Data: `instruction`") == 1
+
+
+@pytest.mark.parametrize("assistant_only_loss", [True, False])
+def test_a_second_run_reads_the_cache(folder, monkeypatch, assistant_only_loss):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    keys = {"assistant_only_loss": assistant_only_loss, "overwrite_output_dir": True}
+    assert train(folder, "sft", SHAREGPT, **keys) == 0
+    before = sorted((folder / "cache").rglob("cache-*"))
+    assert before
+    assert train(folder, "sft", SHAREGPT, **keys) == 0
+    assert sorted((folder / "cache").rglob("cache-*")) == before
+    assert train(folder, "sft", SHAREGPT, max_length=32, **keys) == 0
+    assert len(sorted((folder / "cache").rglob("cache-*"))) > len(before)
