@@ -190,7 +190,7 @@ def test_a_second_run_reads_the_cache(folder, monkeypatch, assistant_only_loss):
     assert train(folder, "sft", SHAREGPT, **keys) == 0
     before = sorted((folder / "cache").rglob("cache-*"))
     assert before
-    assert train(folder, "sft", SHAREGPT, **keys) == 0
+    assert main(["train", "mine.yaml"]) == 0
     assert sorted((folder / "cache").rglob("cache-*")) == before
-    assert train(folder, "sft", SHAREGPT, max_length=32, **keys) == 0
+    assert main(["train", "mine.yaml", "--max_length", "32"]) == 0
     assert len(sorted((folder / "cache").rglob("cache-*"))) > len(before)
