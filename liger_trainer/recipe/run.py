@@ -17,6 +17,7 @@ from liger_trainer.callbacks.non_finite import NonFiniteError
 from liger_trainer.callbacks.stop_on_signal import stopping_on_signals
 from liger_trainer.recipe.build import build_trainer
 from liger_trainer.recipe.checks import check_generation, check_schedule
+from liger_trainer.recipe.continued import KeepRecipeCallback, check_continues, values_of
 from liger_trainer.recipe.data import load_data, load_tokenizer
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
 from liger_trainer.recipe.load import Recipe
@@ -54,12 +55,16 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
     """[`run_recipe`] without its summary; returns the metrics of training and of the last evaluation too."""
     check_before_loading(recipe)
     checkpoint = prepare_output_dir(recipe)
+    if checkpoint is not None:
+        check_continues(recipe, checkpoint)
+    values = values_of(recipe)
     train, evaluation = load_data(recipe)
     if recipe.warm_start is not None:
         recipe = _after_warm_start(recipe, recipe.warm_start, resumed=checkpoint is not None)
     set_seed(recipe.training.seed)
     tokenizer = load_tokenizer(recipe, train, checkpoint)
     trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
+    trainer.add_callback(KeepRecipeCallback(values))
     with _training_errors(recipe, trainer):
         with stopping_on_signals(trainer):
             metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)

@@ -242,3 +242,12 @@ def test_a_full_disk_says_which_checkpoint_may_go(limit, recipe, capsys, monkeyp
         assert "beside the only checkpoint, 'run/checkpoint-4' (0." in last
     else:
         assert "delete an old checkpoint, of which 'run/checkpoint-2' (0." in last
+
+
+def test_what_a_resumed_run_changes_is_said(recipe, caplog, capsys):
+    assert main(["train", recipe, "--max_steps", "2"]) == 0
+    assert "goes on with other values" not in caplog.text
+    assert main(["train", recipe, "--resume_from_checkpoint", "true", "--learning_rate", "1e-4"]) == 0
+    assert "The run in run goes on with other values: `learning_rate` 0.003 → 0.0001, `max_steps` 2 → 8." in caplog.text
+    assert main(["train", recipe, "--resume_from_checkpoint", "true", "--trainer", "sft"]) == 2
+    assert "`trainer` is 'sft', but run/checkpoint-8 is of `trainer: causal_lm`; start" in capsys.readouterr().err
