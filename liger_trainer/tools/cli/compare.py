@@ -61,13 +61,16 @@ def compare(arguments: Namespace, options: Sequence[str]) -> int:
     _check_launch()
     prepare_libraries(offline=arguments.smoke)
     from liger_trainer.tools.comparing.processes import run_sides
-    from liger_trainer.tools.comparing.request import values_of
+    from liger_trainer.tools.comparing.request import WARM_START, values_of
     from liger_trainer.tools.comparing.results import Comparison, write_json, write_page
     from liger_trainer.tools.comparing.side import STOCK
     from liger_trainer.tools.comparing.verdict import judge
+    from liger_trainer.tools.diagnosis.sample import converted_rows
 
     request = _request(arguments, options)
     values, source, notes = values_of(request)  # mistakes are found before a folder is made
+    if values["model_name_or_path"] != str(request.work / WARM_START):  # else its tokenizer is not there yet
+        converted_rows(values, source)
     folder = _make(request.folder)
     try:
         runs = run_sides(request, lambda text: print(f"liger-trainer: {text}", file=sys.stderr, flush=True))

@@ -120,12 +120,13 @@ def as_a_program(arguments):
 
 def test_a_run_that_fails_is_one_line_and_leaves_its_log(monkeypatch, capsys):
     monkeypatch.setattr(processes, "start", start(as_a_program))
-    Path("rows.jsonl").write_text('{"label": 1}\n')
+    Path("rows.jsonl").write_text('{"text": "some words"}\n')
     values = {"trainer": "sft", "model_config": TINY, "tokenizer_vocab_size": 300, "data_files": "rows.jsonl"}
-    recipe = write_recipe("mine.yaml", {**values, "use_cpu": True})
+    recipe = write_recipe("mine.yaml", {**values, "use_cpu": True, "eos_token": "<no such token>"})
     assert main(["compare", recipe, "--output_dir", "result"]) == 2
     message = message_of(capsys.readouterr().err)
-    assert "The run `stock` failed: The data has the columns label; `trainer: sft` needs" in message
+    assert "The run `stock` failed: " in message
+    assert "`eos_token` ('<no such token>') is not found in the vocabulary" in message
     assert message.endswith("Its log is 'result/stock.log'.")
     assert [path.name for path in Path("result").iterdir()] == ["stock.log"]
 
@@ -144,6 +145,8 @@ def test_a_run_is_a_process_that_imports_what_this_one_does(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["quickstart", "--dataset_name", "null"], "says nothing about data"),
+        (["quickstart", "--dataset_name", "null", "--data_files", "none.jsonl"], "there is no file 'none.jsonl'"),
         (["llama3_8b_stf"], "Did you mean 'llama3_8b_sft'"),
         (["no-such.yaml"], "No recipe file 'no-such.yaml'"),
         (["quickstart", "--max_steps", "3"], "`--max_steps` is given; `compare` runs the same few steps"),
