@@ -30,7 +30,10 @@ TRAINER_NAME = Feature("the default `output_dir`", Private("trl.trainer.base_tra
 
 SFT_ANSWERS = Feature(
     "the answers of `assistant_only_loss` in LigerSFTTrainer, for chat templates without markers",
-    Private("trl:SFTTrainer.__init__", uses="get_training_chat_template, is_chat_template_stop_token_trained"),
+    Private(
+        "trl:SFTTrainer.__init__",
+        uses="get_training_chat_template, is_chat_template_stop_token_trained, has_generation_markers",
+    ),
     Private("trl:SFTTrainer._prepare_dataset", "self, dataset, processing_class, args, ...", uses="assistant_masks"),
 )
 

@@ -69,11 +69,30 @@ def _calls(text: str, asked: Turns, turn: Turn, after: Turns, render: Render, sp
     A template may write the answers of the tools before the content of the turn that calls them, or no content at all;
     it may leave out the thoughts of a turn that is not the last.
     """
+    if not text.startswith(render(asked)):  # such as where the tools stand before the last question
+        return _calls_in_place(text, asked, turn, after, render, special)
     start = len(_common(text, render(asked, add_generation_prompt=True)))
     without_thoughts = {key: value for key, value in turn.items() if key in ("role", "content", "tool_calls")}
     written = [_common(text, render([*asked, each])) for each in (turn, without_thoughts)]
     longest = max(written, key=len)
     return Span(min(start, len(longest)), _between_tokens(text, start, longest[start:], special))
+
+
+def _calls_in_place(
+    text: str, asked: Turns, turn: Turn, after: Turns, render: Render, special: Sequence[str]
+) -> Span | None:
+    """Where an answer with tool calls is: what changes with it, up to the next special token."""
+    call = {"type": "function", "id": _OTHER, "function": {"name": _OTHER, "arguments": {_OTHER: _OTHER}}}
+    found = [
+        _changed(text, render([*asked, {"role": turn["role"], "content": _OTHER, **calls}, *after]))
+        for calls in ({"tool_calls": [call] * len(turn["tool_calls"])}, {})
+    ]
+    starts, ends = [span.start for span in found if span], [span.end for span in found if span]
+    if not starts:
+        return None
+    closing = [(text.find(token, max(ends)), token) for token in special]
+    place, token = min(((place, token) for place, token in closing if place >= 0), default=(max(ends), ""))
+    return Span(min(starts), place + len(token))
 
 
 def _changed(text: str, other: str) -> Span | None:

@@ -22,7 +22,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "instruction", "question", "query", "problem", "user", "input"),
     "input": ("input", "context"),
     "history": ("history",),
-    "answer": ("completion", "output", "response", "answer", "solution", "assistant", "target"),
+    "answer": ("completion", "output", "response", "solution", "answer", "assistant", "target"),
     "chosen": (
         *("chosen", "chosen_response", "response_chosen", "answer_chosen", "preferred", "accepted", "winner"),
         *("response_j", "positive", "better"),
@@ -88,6 +88,7 @@ class Shape:
         roles: Further names of roles, each with one of the roles in `turns.ROLES`.
         prompt_template: Text of the prompt, with names of columns in braces, in place of the part "prompt".
         converses: Whether text becomes turns of a conversation, to which the chat template applies.
+        plain: Whether prompts of text stay as they are, as in TRL; else they get the words of Alpaca.
     """
 
     kind: str
@@ -95,6 +96,7 @@ class Shape:
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prompt_template: str | None = None
     converses: bool = True
+    plain: bool = False
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row as the trainer takes it.
@@ -126,9 +128,12 @@ def names_in(template: str) -> list[str]:
         ShapeError: for a brace without its pair, or a field without a name.
     """
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        fields = [field for field in string.Formatter().parse(template) if field[1] is not None]
+        names = [str(name) for _, name, _, _ in fields]
     except ValueError as error:
         raise ShapeError(f"`prompt_template` is {template!r}: {error}. Write a brace of the text twice.") from error
+    if not template or any(form or conversion for _, _, form, conversion in fields):
+        raise ShapeError(f"`prompt_template` is {template!r}; write text, with names of columns alone in the braces.")
     if "" in names:
         raise ShapeError(f"`prompt_template` is {template!r}, with {{}}; write the name of a column into the braces.")
     return names
@@ -159,13 +164,17 @@ def recognised(
         return None
     by_name = {name.strip().lower().replace(" ", "_").replace("-", "_"): name for name in reversed(names)}
     found = {part: by_name[name] for part, known in NAMES.items() for name in reversed(known) if name in by_name}
-    if "turns" in found and not is_conversation(row[found["turns"]]):
+    if "turns" in found and not is_conversation(parsed(row[found["turns"]])):
         del found["turns"]
+    if "turns" in found and prompt_template is not None:
+        raise ShapeError(f"`prompt_template` is given, but `{found['turns']}` holds conversations; leave it out.")
     if found.get("input") == found.get("prompt"):
+        others = (by_name[name] for name in NAMES["input"] if name in by_name and by_name[name] != found.get("prompt"))
+        found.update(dict.fromkeys(("input",), next(others, "")))
+    if not found.get("input") or ("prompt" in found and prompt_template is not None):
         found.pop("input", None)
-    if "prompt" in found and prompt_template is not None:
-        del found["prompt"]
-        found.pop("input", None)
+    if prompt_template is not None:
+        found.pop("prompt", None)
     given = {*found, *(() if prompt_template is None else ("prompt",))}
     if kind == "messages" and text in names and "turns" not in found:
         return None
@@ -178,7 +187,10 @@ def recognised(
     shape = Shape(kind, {part: name for part, name in found.items() if part in used}, roles, prompt_template)
     if not _is_text(shape, row):
         return shape
-    return dataclasses.replace(shape, converses=prompt_template is None and has_template())
+    as_trl = (found.get("prompt"), found.get("answer")) == ("prompt", "completion") and "system" not in found
+    converses = prompt_template is None and not as_trl and has_template()
+    columns = {part: name for part, name in shape.columns.items() if converses or part != "history"}
+    return dataclasses.replace(shape, columns=columns, converses=converses, plain=as_trl)
 
 
 def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles: Mapping[str, str]) -> bool:
@@ -186,6 +198,8 @@ def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles:
     if "input_ids" in names:
         return True
     group = next((group for group in _STANDARD.get(kind, ()) if set(group) <= {*names}), None)
+    if group == ("messages",) and {"prompt", "completion"} & {*names}:  # which TRL would read instead
+        return False
     if group is None or any(name in names for name in NAMES["system"]):
         return False
     if "label" in group and not isinstance(row["label"], (bool, int)):
@@ -193,7 +207,7 @@ def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles:
     if group == ("chosen", "rejected") and {*NAMES["prompt"], *NAMES["turns"]} & {*names}:
         return False
     values = [row[name] for name in group if name != "label"]
-    if group != ("messages",) and all(isinstance(value, str) and not is_conversation(value) for value in values):
+    if group != ("messages",) and all(isinstance(value, str) for value in values):
         return True
     if not all(isinstance(value, list) and is_conversation(value) for value in values):
         return False
@@ -215,7 +229,8 @@ _STANDARD: dict[str, tuple[tuple[str, ...], ...]] = {
 def _is_text(shape: Shape, row: Mapping[str, Any]) -> bool:
     """Whether no part of the row is a conversation."""
     parts = ("turns", "prompt", "answer", "chosen", "rejected")
-    return not any(is_conversation(shape.value(row, part)) for part in parts)
+    values = [shape.value(row, part) for part in parts]
+    return "turns" not in shape.columns and not any(isinstance(value, list | Mapping) for value in values)
 
 
 def _prompt(shape: Shape, row: Mapping[str, Any]) -> Any:
@@ -223,8 +238,8 @@ def _prompt(shape: Shape, row: Mapping[str, Any]) -> Any:
     asked: Any
     if shape.prompt_template is not None:
         asked = _filled(shape.prompt_template, row)
-    elif shape.value(row, "turns") is not None:
-        asked = shape.value(row, "turns")
+    elif "turns" in shape.columns:
+        asked = as_turns(shape.value(row, "turns"), shape.roles)
     else:
         asked = shape.value(row, "prompt")
         asked = _with_input(shape, asked, shape.value(row, "input"))
@@ -236,7 +251,7 @@ def _with_input(shape: Shape, asked: Any, more: Any) -> Any:
     more = "" if more is None else str(more).strip()
     if not isinstance(asked, str) or is_conversation(asked):
         return asked
-    if shape.converses:
+    if shape.converses or shape.plain:
         return f"{asked}\n{more}" if more else asked
     return (ALPACA_WITH_INPUT if more else ALPACA).format(instruction=asked, input=more)
 
@@ -255,10 +270,23 @@ def _with_system(shape: Shape, row: Mapping[str, Any], asked: Any) -> Any:
             return f"{system}\n\n{asked}" if system else asked
         asked = [{"role": "user", "content": asked}]
     turns = as_turns(asked, shape.roles)
-    for question, answer in reversed(parsed(shape.value(row, "history")) or ()):
-        turns[:0] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    turns[:0] = _history(shape, parsed(shape.value(row, "history")) or [])
     if system and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": system})
+    return turns
+
+
+def _history(shape: Shape, history: Any) -> list[dict[str, Any]]:
+    """The turns before a question: turns, or pairs of a question and its answer."""
+    if is_conversation(history):
+        return as_turns(history, shape.roles)
+    pairs = history if isinstance(history, list) else [history]
+    turns = []
+    for pair in pairs:
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+            held = f"The column `{shape.columns['history']}` holds {str(history)[:60]!r}"
+            raise ShapeError(f"{held}; it must hold pairs of a question and its answer.")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return turns
 
 
@@ -267,7 +295,7 @@ def _answer(shape: Shape, row: Mapping[str, Any], part: str, prompt: Any) -> Any
     answer = shape.value(row, part)
     if isinstance(prompt, str) or answer is None:
         return answer
-    if is_conversation(answer) or isinstance(parsed(answer), Mapping):
+    if isinstance(answer, list | Mapping):
         return as_turns(answer, shape.roles)
     if not isinstance(answer, str):
         raise ShapeError(f"The column `{shape.columns[part]}` holds {type(answer).__name__}, not text or turns.")
@@ -302,12 +330,12 @@ def _messages(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pair(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = shape.value(row, "chosen"), shape.value(row, "rejected")
-    if _begins_with_prompt(chosen) and _begins_with_prompt(rejected):
+    if _begins_with_prompt(shape, chosen) and _begins_with_prompt(shape, rejected):
         return {
             "chosen": _with_system(shape, row, chosen),
             "rejected": _with_system(shape, row, rejected),
         }
-    if _begins_with_prompt(chosen) != _begins_with_prompt(rejected):
+    if _begins_with_prompt(shape, chosen) != _begins_with_prompt(shape, rejected):
         raise ShapeError("One of `chosen` and `rejected` is a conversation, and the other an answer alone.")
     if not {"turns", "prompt"} & {*shape.columns} and shape.prompt_template is None:
         raise ShapeError("A row has answers without a prompt, in a column or as their first turns.")
@@ -316,9 +344,9 @@ def _pair(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(("prompt", "chosen", "rejected"), (prompt, *answers), strict=True))
 
 
-def _begins_with_prompt(answer: Any) -> bool:
-    turns = parsed(answer)
-    return is_conversation(turns) and len(turns) > 1
+def _begins_with_prompt(shape: Shape, answer: Any) -> bool:
+    """Whether an answer is a whole conversation, which begins with its prompt."""
+    return is_conversation(answer) and len(answer) > 1 and as_turns(answer, shape.roles)[0]["role"] != "assistant"
 
 
 def _labelled(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,13 +392,17 @@ def in_words(shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any
         rows: The first rows; the names of roles in them are in the line.
         kept: Columns that something else reads, such as a reward function.
     """
-    talks = [row[column] for column in shape.columns.values() for row in rows if is_conversation(row[column])]
+    talks = [parsed(row[shape.columns["turns"]]) for row in rows if "turns" in shape.columns]
+    talks += [
+        row[column] for column in shape.columns.values() for row in rows if isinstance(row[column], list | Mapping)
+    ]
     roles = ", ".join(f"{name} → {role}" for name, role in renamed_roles(talks, shape.roles).items())
     sources = ", ".join(f"`{name}`" for name in shape.made_from)
     line = f"Data: {sources} → {', '.join(f'`{name}`' for name in shape(rows[0]))}"
     line += f" ({roles})" if roles else ""
     if _is_text(shape, rows[0]):
-        text = "with `prompt_template`" if shape.prompt_template else "in Alpaca's words: there is no chat template"
-        line += ", as a conversation" if shape.converses else f", as plain text {text}"
+        text = "in Alpaca's words: there is no chat template"
+        text = "with `prompt_template`" if shape.prompt_template else "" if shape.plain else text
+        line += ", as a conversation" if shape.converses else f", as plain text {text}".rstrip()
     unused = [f"`{name}`" for name in names if name not in (*shape.made_from, *kept)]
     return f"{line}; not used: {', '.join(unused)}." if unused else f"{line}."

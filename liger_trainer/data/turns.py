@@ -29,9 +29,8 @@ class TurnError(UserError):
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether `value` is a list of turns, or JSON text of one."""
-    turns = parsed(value)
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], Mapping) and _key(turns[0], ROLE_KEYS) != ""
+    """Whether `value` is a list of turns; text never is, though it may be JSON."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and _key(value[0], ROLE_KEYS) != ""
 
 
 def parsed(value: Any) -> Any:
@@ -69,7 +68,7 @@ def renamed_roles(conversations: Iterable[Any], roles: Mapping[str, str]) -> dic
     found: dict[str, str] = {}
     for conversation in conversations:
         turns = parsed(conversation)
-        for turn in [turns] if isinstance(turns, Mapping) else turns:
+        for turn in [turns] if isinstance(turns, Mapping) else turns if isinstance(turns, list) else ():
             name = turn.get(_key(turn, ROLE_KEYS)) if isinstance(turn, Mapping) else None
             role = _role(name, roles) if isinstance(name, str) else None
             if role is not None and role != name:
@@ -107,7 +106,17 @@ def _turn(turn: Any, roles: Mapping[str, str]) -> Turn:
         raise TurnError(f"a turn without `content` ({str(dict(turn))[:60]})")
     if content is not None and not isinstance(content, (str, list)):
         raise TurnError(f"a turn whose `content` is {type(content).__name__} ({str(dict(turn))[:60]})")
+    if isinstance(rest.get("tool_calls"), list):
+        rest["tool_calls"] = [_with_arguments(call) for call in rest["tool_calls"]]
     return {"role": role, "content": "" if content is None else content, **rest}
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call whose arguments are a mapping, which a template writes as JSON; OpenAI's are JSON already."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": parsed(function["arguments"])}}
 
 
 def without_none(value: Any) -> Any:

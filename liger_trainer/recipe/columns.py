@@ -11,6 +11,7 @@ from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
 from liger_trainer.data.shapes import Shape, ShapeError, in_words, recognised, with_system_prompt
+from liger_trainer.data.turns import ROLES
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
@@ -43,6 +44,7 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> Any
     """
     if hasattr(rows, "__len__") and len(rows) == 0:
         raise RecipeError("The data has no rows.")
+    _check_roles(recipe)
     rows = _reshaped(renamed(rows, recipe.recipe.columns or {}), recipe, has_template)
     check_columns(rows, recipe)
     system = recipe.recipe.system_prompt
@@ -81,6 +83,13 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
         raise _with_row(error, rows, shape) from error
 
 
+def _check_roles(recipe: Recipe) -> None:
+    known = {*ROLES.values()}
+    for name, role in (recipe.recipe.roles or {}).items():
+        if role not in known:
+            raise RecipeError(f"`roles` says that {name!r} is {role!r}; it must be one of {', '.join(sorted(known))}.")
+
+
 def _with_row(error: ShapeError, rows: Any, shape: Shape) -> RecipeError:
     """The error with the number of the first row that has it."""
     for number, row in enumerate(rows, 1):
@@ -95,7 +104,8 @@ def _mapped(rows: Any, change: Any, recipe: Recipe, dropped: Sequence[str] = ())
     """`rows` with the columns that `change` makes of each row, and without those in `dropped` that it does not."""
     if not isinstance(rows, Dataset):
         return rows.map(change, remove_columns=list(dropped))
-    made = change(rows[0])
+    found = (change(row) for row in rows.take(_FIRST))
+    made = next((made for made in found if None not in made.values()), None) or change(rows[0])
     dropped = [name for name in dropped if name in rows.column_names and name not in made]
     features = {name: feature for name, feature in rows.features.items() if name not in dropped}
     for name, value in made.items():
@@ -117,6 +127,9 @@ def renamed(rows: Any, columns: Mapping[str, str]) -> Any:
     """
     if not columns:
         return rows
+    twice = [old for old in columns.values() if [*columns.values()].count(old) > 1]
+    if twice:
+        raise RecipeError(f"`columns` takes {twice[0]!r} for several columns; one column becomes one.")
     found = rows.column_names
     if found is not None:  # a streamed dataset may not know them yet
         missing = [old for old in columns.values() if old not in found]
@@ -153,7 +166,7 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         if "prompt" in columns and "prompt" not in found and found[0] in SPOKEN[2:]:
             found = ("prompt", *found)
         for name in found:
-            _check_column(rows, name, recipe.recipe.trainer)
+            _check_column(rows, name)
         _check_alike(rows, [name for name in found if name in SPOKEN])
 
 
@@ -177,7 +190,7 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
     return f"Rename one with `columns`, such as {json.dumps({missing: others[0]})}."
 
 
-def _check_column(rows: Dataset, name: str, trainer: str) -> None:
+def _check_column(rows: Dataset, name: str) -> None:
     nulls = rows.data.column(name).null_count
     if nulls:
         raise RecipeError(f"The column `{name}` is null in {nulls} rows; remove or fill them.")
@@ -190,7 +203,7 @@ def _check_column(rows: Dataset, name: str, trainer: str) -> None:
         if type(value) is not type(first):
             held = f"{type(first).__name__} in row 1 and {type(value).__name__} in row {number}"
             raise RecipeError(f"The column `{name}` holds {held}; all rows must hold text, or all of them turns.")
-        problem = _turns_problem(value, trainer) if name in SPOKEN and isinstance(value, list) else None
+        problem = _turns_problem(value) if name in SPOKEN and isinstance(value, list) else None
         if problem is not None:
             raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
     if name == "label" and not set(rows.unique(name)) <= {0, 1}:
@@ -204,17 +217,18 @@ def _values(rows: Dataset, name: str) -> Iterator[Any]:
         yield from batch[name]
 
 
-def _turns_problem(turns: list[Any], trainer: str) -> str | None:
+def _turns_problem(turns: list[Any]) -> str | None:
     """What is wrong with a conversation; None if nothing is."""
-    roles = ("role", "from") if trainer == "sft" else ("role",)  # where TRL accepts either name
     if not turns:
         return "no turns"
     for turn in turns:
         if not isinstance(turn, dict):
             return f"a list with {type(turn).__name__} ({str(turn)[:40]!r})"
-        if not any(isinstance(turn.get(role), str) for role in roles):
+        if not isinstance(turn.get("role"), str):
             return f"a turn without `role` ({str(turn)[:60]})"
-        said = {key: value for key, value in turn.items() if key not in roles and value is not None}
+        if turn["role"] not in ROLES.values():
+            return f"a turn of {turn['role']!r}, which names no role; rename it in the data,"
+        said = {key: value for key, value in turn.items() if key != "role" and value is not None}
         if not said:  # a turn may hold nothing but a tool call
             return f"a turn without `content` ({str(turn)[:60]})"
         if not isinstance(said.get("content", ""), (str, list)):

@@ -37,7 +37,7 @@ SYNONYMS = {
     **dict.fromkeys(("use_gradient_checkpointing", "checkpointing"), "gradient_checkpointing"),
     **dict.fromkeys(("flash_attention", "flash_attn", "attention", "attn"), "attn_implementation"),
     **dict.fromkeys(("chat_template", "template", "prompt_style"), "chat_template_path"),
-    **dict.fromkeys(("train_on_inputs", "train_on_responses_only", "mask_prompt"), "assistant_only_loss"),
+    **dict.fromkeys(("train_on_responses_only", "mask_prompt"), "assistant_only_loss"),
     **dict.fromkeys(("train_on_prompt",), "completion_only_loss"),
     **dict.fromkeys(("preprocessing_num_workers", "dataset_processes", "num_proc"), "dataset_num_proc"),
     **dict.fromkeys(("rl", "stage", "method", "training_type"), "trainer"),

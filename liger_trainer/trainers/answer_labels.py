@@ -20,6 +20,7 @@ from liger_trainer.data.turns import as_turns
 
 require(SFT_ANSWERS)
 
+_SWAPPED = ("get_training_chat_template", "is_chat_template_stop_token_trained", "has_generation_markers")
 _swapping = threading.RLock()
 
 
@@ -28,7 +29,15 @@ def templates_without_markers(trainer: Any) -> Iterator[None]:
     """While this thread builds `trainer`, TRL takes a chat template that it cannot mark; `by_turns` then says True."""
     owner, names = threading.get_ident(), vars(trl_sft_trainer)
     with _swapping:
-        find, is_stop_trained = names["get_training_chat_template"], names["is_chat_template_stop_token_trained"]
+        find, is_stop_trained, has_markers = (names[name] for name in _SWAPPED)
+
+        def is_marked(template: Any) -> bool:
+            if template is None and threading.get_ident() == owner:
+                raise ValueError(
+                    "`assistant_only_loss` is true, but the tokenizer has no chat template; name one in "
+                    "`chat_template_path`, or set it to false."
+                )
+            return has_markers(template)
 
         def template_of(processing_class: Any) -> str | None:
             try:
@@ -43,11 +52,12 @@ def templates_without_markers(trainer: Any) -> Iterator[None]:
             ours = threading.get_ident() == owner and trainer.answers_by_turns
             return ours or is_stop_trained(*args, **kwargs)
 
-        names.update(get_training_chat_template=template_of, is_chat_template_stop_token_trained=is_trained)
+        theirs = {name: names[name] for name in _SWAPPED}
+        names.update(zip(_SWAPPED, (template_of, is_trained, is_marked), strict=True))
         try:
             yield
         finally:
-            names.update(get_training_chat_template=find, is_chat_template_stop_token_trained=is_stop_trained)
+            names.update(theirs)
 
 
 def with_answer_masks(rows: Any, tokenizer: PreTrainedTokenizerFast, processes: int | None) -> Any:

@@ -100,6 +100,13 @@ STRIPS_THOUGHTS = (
     "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+MISTRAL = (
+    "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% if tools and m == asked[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]"
+    "{% endif %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{{ eos_token }}"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
 NO_HEADER = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 
@@ -172,3 +179,20 @@ def test_a_template_with_markers_is_left_to_trl(tmp_path):
     batch = next(iter(trainer.get_train_dataloader()))
     learnt = trainer.processing_class.decode(batch["input_ids"][0][batch["labels"][0] != -100])
     assert learnt == "Hello.<|im_end|>Hello.<|im_end|>"
+
+
+def test_tool_calls_before_the_question_at_which_the_tools_stand():
+    tokenizer, twice = tokenizer_with(MISTRAL), CONVERSATIONS["tools"] * 2
+    twice[4] = {"role": "user", "content": "Again?"}
+    found = answer_mask(twice, tokenizer, tools=TOOLS)
+    said = tokenizer.decode([one for one, own in zip(found["input_ids"], found["assistant_masks"], strict=True) if own])
+    end = tokenizer.eos_token
+    call = f'[TOOL_CALLS][{{"type": "function", "function": {{"name": "f", "arguments": {{"x": 1}}}}}}]{end}'
+    assert said == f"{call}three{end}{call}three{end}"
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
+    args = LigerSFTConfig(str(tmp_path / "run"), assistant_only_loss=True, use_cpu=True, report_to="none")
+    data = Dataset.from_list([{"messages": CONVERSATIONS["one answer"]}] * 4)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; name one in `chat_template_path`"):
+        LigerSFTTrainer(llama(), args, train_dataset=data, processing_class=tokenizer_with(None))

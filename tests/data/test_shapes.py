@@ -280,3 +280,82 @@ def test_a_system_prompt(row, changed):
 
 def test_an_empty_system_prompt_makes_turns_alone():
     assert with_system_prompt({"prompt": "q", "completion": "a"}, "", ()) == {"prompt": [ASK]}
+
+
+def test_text_that_happens_to_be_json_stays_text():
+    row = {"instruction": "Extract", "output": '{"role": "user", "text": "A"}', "input": '[{"speaker": "agent"}]'}
+    made = shape_of("messages", row)(row)
+    assert made["prompt"] == [turn("user", 'Extract\n[{"speaker": "agent"}]')]
+    assert made["completion"] == [turn("assistant", row["output"])]
+
+
+@pytest.mark.parametrize(
+    ("history", "turns"),
+    [
+        ([ASK, SAY], [ASK, SAY]),
+        (json.dumps([["q", "a"]]), [ASK, SAY]),
+        ([], []),
+        (None, []),
+    ],
+)
+def test_histories(history, turns):
+    row = {"instruction": "more", "output": "a", "history": history}
+    assert shape_of("messages", row)(row)["prompt"] == [*turns, turn("user", "more")]
+
+
+@pytest.mark.parametrize("history", [["q", "a"], "User: x", [["q"]]])
+def test_histories_that_cannot_be_read(history):
+    row = {"instruction": "more", "output": "a", "history": history}
+    with pytest.raises(ShapeError, match=r"`history` holds .*; it must hold pairs of a question and its answer"):
+        shape_of("messages", row)(row)
+
+
+def test_a_history_without_a_chat_template_is_said_to_be_unused():
+    row = {"instruction": "q", "output": "a", "history": [["q", "a"]]}
+    assert "not used: `history`" in in_words(shape_of("messages", row, has_template=False), list(row), [row])
+
+
+def test_a_prompt_stays_where_answers_of_several_turns_do_not_begin_with_it():
+    rest = [turn("assistant", "hm"), turn("user", "go"), turn("assistant", "yes")]
+    row = {"prompt": "q", "chosen": rest, "rejected": rest[:1]}
+    assert shape_of("preference", row)(row) == {"prompt": [ASK], "chosen": rest, "rejected": rest[:1]}
+
+
+def test_arguments_of_tools_as_json_become_a_mapping():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+    row = {"messages": [ASK, turn("assistant", "", tool_calls=calls), turn("tool", "3"), SAY]}
+    assert shape_of("messages", row)(row)["messages"][1] == CALLED
+
+
+def test_a_prompt_beside_a_conversation_is_not_used():
+    row = {"prompt": "q", "prompt_id": "1", "messages": [ASK, SAY]}
+    assert shape_of("messages", row)(row) == {"messages": [ASK, SAY]}
+
+
+def test_a_context_beside_an_input_is_used():
+    row = {"input": "q", "context": "x", "output": "a"}
+    assert shape_of("messages", row)(row)["prompt"] == [turn("user", "q\nx")]
+
+
+def test_labels_in_words_change_no_other_column():
+    row = {"prompt": "q", "completion": "a", "label": "good"}
+    assert shape_of("unpaired", row)(row) == {"prompt": "q", "completion": "a", "label": True}
+
+
+def test_later_rows_that_are_no_conversations():
+    row = {"messages": json.dumps([ASK, SAY])}
+    shape = shape_of("messages", row)
+    for text in ("hello", '[{"role": "user", "content": "tru', "[{'role': 'user'}]"):
+        with pytest.raises(ShapeError, match="not a list of turns"):
+            shape({"messages": text})
+
+
+@pytest.mark.parametrize("template", ["", "{question:d}", "{question!r}"])
+def test_prompt_templates_of_more_than_names(template):
+    with pytest.raises(ShapeError, match="write text, with names of columns alone in the braces"):
+        names_in(template)
+
+
+def test_a_prompt_template_beside_a_conversation_is_refused():
+    with pytest.raises(ShapeError, match="`messages` holds conversations; leave it out"):
+        shape_of("messages", {"messages": [ASK, SAY], "topic": "t"}, prompt_template="{topic}")

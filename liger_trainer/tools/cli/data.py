@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,8 @@ def show(arguments: Namespace, options: Sequence[str]) -> int:
 
     if arguments.html is not None and Path(arguments.html).exists():
         raise UserError(f"`--html` is {arguments.html!r}, which is there already; give another name, or remove it.")
+    if arguments.html is not None and not Path(arguments.html).parent.is_dir():
+        raise UserError(f"`--html` is {arguments.html!r}, but there is no such folder; make it first.")
     console = Console(record=arguments.html is not None, highlight=False, soft_wrap=True)
     values, source = _values(arguments, options)
     rows = converted_rows(values, source)
@@ -162,7 +165,7 @@ def summary(rows: Any, sample: Sample | None, limit: int | None) -> list[str]:
     labels = sum(int(tokens.labelled.sum()) for tokens in sample.cut)
     total = sum(len(tokens.ids) for tokens in sample.cut)
     longer = sum(length > limit for length in lengths) if limit else 0
-    middle, most = lengths[len(lengths) // 2], lengths[int(0.95 * (len(lengths) - 1))]
+    middle, most = (lengths[math.ceil(share * len(lengths)) - 1] for share in (0.5, 0.95))
     lines.append(
         f"Tokens of the first {sample.rows:,} rows: {lengths[0]:,} to {lengths[-1]:,}, half of the sequences have "
         f"{middle:,} or fewer and 95 % {most:,} or fewer; {100 * labels / max(1, total):.0f} % are labels."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,15 +75,20 @@ def new(arguments: Namespace, _: Sequence[str]) -> int:
     path = Path(arguments.file)
     if path.exists():
         raise UserError(f"FILE is {arguments.file!r}, which is there already; give another name.")
+    if not path.parent.is_dir():
+        raise UserError(f"FILE is {arguments.file!r}, but there is no folder {str(path.parent)!r}; make it first.")
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"FILE is {arguments.file!r}; its name must end in .yaml.")
     model = arguments.model or _asked("model", "Model (a Hub id or a folder)", "Qwen/Qwen3-0.6B")
     data = arguments.data or _asked("data", "Data (files, or a dataset on the Hub)", "trl-lib/Capybara").split()
     goals = ", ".join(f"{name} ({what})" for name, what in GOALS.items())
-    goal = arguments.goal or _asked("goal", f"Goal: {goals}", "sft")
+    goal = (arguments.goal or _asked("goal", f"Goal: {goals}", "sft")).lower()
     if goal not in GOALS:
         raise UserError(f"`--goal` is {goal!r}; it must be one of {', '.join(GOALS)}.")
-    size = memory_size(arguments.gpu_memory or _asked("gpu_memory", "Memory of the GPU", "24GB"))
+    try:
+        size = memory_size(arguments.gpu_memory or _asked("gpu_memory", "Memory of the GPU", "24GB"))
+    except ArgumentTypeError as error:
+        raise UserError(f"`--gpu_memory`: {error}.") from error
     prepare_libraries()
     values = {**_of_data(goal, model, data), "output_dir": f"outputs/{path.stem}"}
     method, values, memory = _fitting(goal, values, size)
@@ -103,7 +108,10 @@ def _asked(option: str, question: str, default: str) -> str:
     """The answer of the user at the terminal."""
     if not sys.stdin.isatty():
         raise UserError(f"`--{option}` is missing, and there is no terminal to ask at; give it, such as {default!r}.")
-    return input(f"{question} [{default}]: ").strip() or default
+    try:
+        return input(f"{question} [{default}]: ").strip().strip("'\"") or default
+    except EOFError as error:
+        raise UserError(f"`--{option}` is missing, and the input has ended; give it.") from error
 
 
 def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
@@ -111,9 +119,11 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {
         **{"trainer": goal, "model_name_or_path": model, "dtype": "bfloat16", "attn_implementation": "auto"},
     }
+    from liger_trainer.data.files import suffix
+
     local = any(Path(name).exists() or any(sign in name for sign in "*?[") for name in data)
-    if not local and len(data) > 1:
-        raise UserError(f"`--data` is {list(data)}, none of which is here; give files, or one dataset on the Hub.")
+    if not local and (len(data) > 1 or suffix(data[0])):
+        raise UserError(f"`--data` is {' '.join(data)}, which is not here; give files, or one dataset on the Hub.")
     values |= {"data_files": list(data)} if local else {"dataset_name": data[0]}
     if goal == "grpo":
         return values | {

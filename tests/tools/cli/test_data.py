@@ -194,3 +194,24 @@ def test_a_second_run_reads_the_cache(folder, monkeypatch, assistant_only_loss):
     assert sorted((folder / "cache").rglob("cache-*")) == before
     assert main(["train", "mine.yaml", "--max_length", "32"]) == 0
     assert len(sorted((folder / "cache").rglob("cache-*"))) > len(before)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "words"),
+    [
+        (["user", "human"], {}, "a turn of 'human', which names no role; rename it in the data, in row 2"),
+        (["user"], {"roles": {"narrator": "sytem"}}, "`roles` says that 'narrator' is 'sytem'; it must be one of"),
+        (["user"], {"columns": {"a": "messages", "b": "messages"}}, "`columns` takes 'messages' for several columns"),
+    ],
+)
+def test_mistakes_that_would_train_silently(folder, capsys, rows, keys, words):
+    talks = [[{"role": role, "content": WORDS[0]}, {"role": "assistant", "content": WORDS[1]}] for role in rows]
+    Path("talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    assert train(folder, "sft", SHAREGPT, data_files="talks.jsonl", **keys) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_first_row_without_an_answer(folder, capsys):
+    Path("rows.jsonl").write_text('{"question": "q", "answer": null}\n{"question": "q", "answer": "a"}\n')
+    assert train(folder, "sft", SHAREGPT, data_files="rows.jsonl") == 2
+    assert "The column `completion` is null in 1 rows" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_every_comment_is_on_a_key():
         ),
         (
             ["mine.yaml", "--model", "Qwen/Qwen3-8B", "--data", "x/y", "z", "--goal", "sft", "--gpu_memory", "4GB"],
-            "none of which is here",
+            "which is not here; give files",
         ),
     ],
 )
