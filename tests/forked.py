@@ -7,6 +7,7 @@ tests that start programs as a user does (`accelerate launch`, `python -m liger_
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -17,6 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,8 @@ def forking() -> ForkServerContext:
     """The context whose processes are forked from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
+    with contextlib.chdir(ROOT):  # the server imports from where it starts, and passes by what it does not find
+        forkserver.ensure_running()
     return context
 
 
