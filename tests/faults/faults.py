@@ -849,7 +849,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "data/test_shapes::test_conversations", "ShareGPT"),
         ("a system column is left out", "_with_system", r"if system and turns\[0\]\[.role.\] != .system.:", "if False:",
          "data/test_shapes::test_conversations", "system and column"),
-        ("a prompt template gets turns", "recognised", r"converses=prompt_template is None and ", "converses=",
+        ("a prompt template gets turns", "recognised", r"converses = prompt_template is None and ", "converses = ",
          "data/test_shapes::test_a_prompt_template_is_plain_text"),
         ("an answer is learnt without its end", "_between_tokens",
          r"return max\(last, len\(text\[:end\]\.rstrip\(\)\)\)", "return last",
