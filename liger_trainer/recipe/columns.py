@@ -69,6 +69,9 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
     text = recipe.get(TEXT_FIELD)
     shape = recognised(kind, names, first[0], ours.roles or {}, ours.prompt_template, text, has_template)
     if shape is None:
+        others = [f"`{name}`" for name in names if name not in (text, *_READ_BY_TRL)]
+        if kind == "messages" and text in names and others and not {"messages", "prompt", "input_ids"} & {*names}:
+            warn_once(f"{recipe.source}: text", f"Data: `{text}`, as plain text; not used: {', '.join(others)}.")
         return rows
     for name in shape.made_from:
         if name not in names:

@@ -125,6 +125,7 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     if not local and (len(data) > 1 or suffix(data[0])):
         raise UserError(f"`--data` is {' '.join(data)}, which is not here; give files, or one dataset on the Hub.")
     values |= {"data_files": list(data)} if local else {"dataset_name": data[0]}
+    columns = _columns(values) if local else ["messages"]  # those of the Hub are taken for conversations
     if goal == "grpo":
         return values | {
             "reward_funcs": ["liger_trainer.rewards:accuracy"],
@@ -133,20 +134,24 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     values["max_length"] = 4096 if goal == "sft" else 2048
     if goal != "sft":
         return values | {"beta": 0.1}
-    return values | {"packing": True, **({"assistant_only_loss": True} if _are_messages(values, local) else {})}
+    return values | {"packing": True, **({"assistant_only_loss": True} if "messages" in columns else {})}
 
 
-def _are_messages(values: dict[str, Any], local: bool) -> bool:
-    """Whether the rows are conversations without a prompt of their own; those of the Hub are taken for some."""
-    if not local:
-        return True
+def _columns(values: dict[str, Any]) -> list[str]:
+    """The columns of local rows as the trainer takes them.
+
+    Raises:
+        RecipeError: for data that does not suit the goal.
+    """
     from liger_trainer.recipe.load import check_values
     from liger_trainer.tools.diagnosis.sample import converted_rows
 
+    rewards = {"reward_funcs": ["liger_trainer.rewards:length"]} if values["trainer"] == "grpo" else {}
+    source = Path("the new recipe")
     checked, _ = check_values(
-        {**values, "model_name_or_path": ""}, [], Path("the new recipe")
-    )  # no tokenizer is needed
-    return "messages" in converted_rows(checked, Path("the new recipe")).column_names
+        {**values, **rewards, "model_name_or_path": ""}, [], source
+    )  # whose tokenizer is not needed
+    return list(converted_rows(checked, source).column_names)
 
 
 def _fitting(goal: str, values: dict[str, Any], size: int) -> tuple[str, dict[str, Any], str]:

@@ -86,12 +86,25 @@ def test_every_comment_is_on_a_key():
             "`--gpu_memory` is 4 GiB, and the least that fits takes",
         ),
         (
+            ["mine.yaml", "--model", "Qwen/Qwen3-8B", "--data", "alpaca.jsonl", "--goal", "dpo", "--gpu_memory", "4GB"],
+            "`trainer: dpo` needs `chosen` and `rejected`",
+        ),
+        (
+            ["mine.yaml", "--model", "m", "--data", "typo.jsonl", "--goal", "dpo", "--gpu_memory", "4GB"],
+            "`--data` is typo.jsonl, which is not here",
+        ),
+        (
+            ["mine.yaml", "--model", "m", "--data", "alpaca.jsonl", "--goal", "sft", "--gpu_memory", "24"],
+            "`--gpu_memory`: ",
+        ),
+        (
             ["mine.yaml", "--model", "Qwen/Qwen3-8B", "--data", "x/y", "z", "--goal", "sft", "--gpu_memory", "4GB"],
             "which is not here; give files",
         ),
     ],
 )
 def test_mistakes(arguments, words, capsys):
+    write("alpaca.jsonl", ALPACA)
     Path("there.yaml").write_text(json.dumps({"trainer": "sft"}))
     assert main(["new", *arguments]) == 2
     assert words in capsys.readouterr().err
