@@ -13,11 +13,23 @@ from transformers import ProgressCallback, TrainerControl, TrainerState, Trainin
 
 # The most important first. Keys of an evaluation begin with `eval_`, those of the whole run with `train_`.
 _WATCHED = {
-    **{"loss": "loss", "reward": "reward", "rewards/accuracies": "accuracy", "accuracy": "accuracy"},
-    **{"rewards/margins": "margin", "mean_token_accuracy": "accuracy", "tokens_per_second": "tokens/s"},
-    **{"peak_memory_gib": "GiB", "grad_norm": "grad_norm", "learning_rate": "lr", "reward_std": "reward_std"},
-    **{"completions/mean_length": "length", "clip_ratio/region_mean": "clipped", "kl": "kl", "entropy": "entropy"},
-    **{"epoch": "epoch", "runtime": "runtime"},
+    "loss": "loss",
+    "reward": "reward",
+    "rewards/accuracies": "accuracy",
+    "accuracy": "accuracy",
+    "rewards/margins": "margin",
+    "mean_token_accuracy": "accuracy",
+    "tokens_per_second": "tokens/s",
+    "peak_memory_gib": "GiB",
+    "grad_norm": "grad_norm",
+    "learning_rate": "lr",
+    "reward_std": "reward_std",
+    "completions/mean_length": "length",
+    "clip_ratio/region_mean": "clipped",
+    "kl": "kl",
+    "entropy": "entropy",
+    "epoch": "epoch",
+    "runtime": "runtime",
 }
 _WIDTH = 8
 """Characters of a number, so that the columns of a run stand below each other."""

@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Ends of names, each with the reader of `datasets` and its options."""
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 """Ends that may follow those in `KINDS`."""
 
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # with a byte order mark

@@ -45,18 +45,22 @@ def renderer(processor: Any, template: str | None) -> Callable[..., str]:
     """A function that writes a conversation, given its turns and its tools, with the chat template of `processor`.
 
     Args:
-        processor: A tokenizer, or a processor with one.
+        processor: A tokenizer, or a processor of pictures and text, whose templates take the parts of a content.
         template: The template to use in place of the processor's; None for that one.
     """
-    tokenizer = getattr(processor, "tokenizer", processor)
-    writer = tokenizer if tokenizer.chat_template is not None or template is not None else processor
     options = {} if template is None else {"chat_template": template}
 
-    def render(turns: list[Turn], tools: Any, add_generation_prompt: bool = False) -> str:
+    def render(turns: Sequence[Turn], tools: Any = None, add_generation_prompt: bool = False) -> str:
+        if hasattr(processor, "tokenizer"):
+            turns = [{**turn, "content": _parts(turn["content"])} for turn in turns]
         more = {**options, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return str(writer.apply_chat_template(turns, tokenize=False, **more))
+        return str(processor.apply_chat_template(list(turns), tokenize=False, **more))
 
     return render
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def conversations(row: Mapping[str, Any]) -> list[list[Turn]]:

@@ -110,8 +110,8 @@ def _between_tokens(text: str, last: int, closing: str, special: Sequence[str]) 
     Args:
         text: The whole conversation.
         last: The end of the answer's own words.
-        closing: What follows them, also where the conversation ends there; its end may cut a special token, where an
-            answer in the middle is closed by another token than the last one.
+        closing: The text after them, as far as it is the same where the conversation ends there; its end may cut a
+            special token, where an answer in the middle is closed by another token than the last one.
         special: The special tokens.
     """
     end = last + len(closing)

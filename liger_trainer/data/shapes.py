@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from liger_trainer.data.turns import ROLES, TurnError, as_turns, is_conversation, parsed, renamed_roles
+from liger_trainer.data.turns import STANDARD_ROLES, Turn, TurnError, as_turns, is_conversation, parsed, renamed_roles
 from liger_trainer.errors import UserError
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -83,7 +83,7 @@ class Shape:
     """How the rows of a dataset are read. Called with a row, it returns the row that the trainer takes.
 
     Args:
-        kind: What the trainer takes: "messages", "preference", "unpaired" or "prompt".
+        kind: The rows that the trainer takes: "messages", "preference", "unpaired" or "prompt".
         columns: The parts in `NAMES`, each with the column that holds it.
         roles: Further names of roles, each with one of the roles in `turns.ROLES`.
         prompt_template: Text of the prompt, with names of columns in braces, in place of the part "prompt".
@@ -107,7 +107,7 @@ class Shape:
         try:
             return _READERS[self.kind](self, row)
         except TurnError as error:
-            raise ShapeError(f"The data holds {error}.") from error
+            raise ShapeError(f"A conversation holds {error}.") from error
 
     def value(self, row: Mapping[str, Any], part: str) -> Any:
         """What the column of `part` holds in `row`; None where there is no such column."""
@@ -142,7 +142,7 @@ def names_in(template: str) -> list[str]:
 def recognised(
     kind: str,
     names: Sequence[str],
-    row: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
     roles: Mapping[str, str],
     prompt_template: str | None,
     text: str | None,
@@ -151,17 +151,18 @@ def recognised(
     """The shape of a dataset; None if the trainer takes the rows as they are, or no shape fits them.
 
     Args:
-        kind: What the trainer takes: "messages", "preference", "unpaired" or "prompt".
+        kind: The rows that the trainer takes: "messages", "preference", "unpaired" or "prompt".
         names: The columns of the dataset.
-        row: Its first row.
+        rows: Its first rows, of which the first decides what the columns hold.
         roles: Further names of roles.
         prompt_template: Text of the prompt with names of columns in braces, or None.
         text: The column of a trainer's plain text, which is taken where there is no conversation; or None.
         has_template: Says whether there is a chat template, so that plain questions and answers become conversations;
             asked where that matters.
     """
-    if prompt_template is None and _is_standard(kind, names, row, roles):
+    if prompt_template is None and all(_is_standard(kind, names, row, roles) for row in rows):
         return None
+    row = rows[0]
     by_name = {name.strip().lower().replace(" ", "_").replace("-", "_"): name for name in reversed(names)}
     found = {part: by_name[name] for part, known in NAMES.items() for name in reversed(known) if name in by_name}
     if "turns" in found and not is_conversation(parsed(row[found["turns"]])):
@@ -214,7 +215,7 @@ def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles:
     turns = [turn for value in values for turn in value if isinstance(turn, Mapping)]
     if {key for turn in turns for key in turn} != {"role", "content"}:
         return False
-    return {turn["role"] for turn in turns} <= {*ROLES.values()} - {"function_call", *roles}
+    return {turn["role"] for turn in turns} <= STANDARD_ROLES - {*roles}
 
 
 _STANDARD: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -242,15 +243,18 @@ def _prompt(shape: Shape, row: Mapping[str, Any]) -> Any:
         asked = as_turns(shape.value(row, "turns"), shape.roles)
     else:
         asked = shape.value(row, "prompt")
-        asked = _with_input(shape, asked, shape.value(row, "input"))
+        if is_conversation(asked):
+            asked = as_turns(asked, shape.roles)
+        elif isinstance(asked, str):
+            asked = _with_input(shape, asked, shape.value(row, "input"))
+        else:
+            raise ShapeError(f"The column `{shape.columns['prompt']}` holds {type(asked).__name__}, not text.")
     return _with_system(shape, row, asked)
 
 
-def _with_input(shape: Shape, asked: Any, more: Any) -> Any:
+def _with_input(shape: Shape, asked: str, more: Any) -> str:
     """A question and what it is about, in one text; for a model without a chat template in Alpaca's words."""
     more = "" if more is None else str(more).strip()
-    if not isinstance(asked, str) or is_conversation(asked):
-        return asked
     if shape.converses or shape.plain:
         return f"{asked}\n{more}" if more else asked
     return (ALPACA_WITH_INPUT if more else ALPACA).format(instruction=asked, input=more)
@@ -260,23 +264,20 @@ def _filled(template: str, row: Mapping[str, Any]) -> str:
     return template.format(**{name: "" if row[name] is None else row[name] for name in names_in(template)})
 
 
-def _with_system(shape: Shape, row: Mapping[str, Any], asked: Any) -> Any:
-    """Turns with those of the columns "system" and "history" before them."""
+def _with_system(shape: Shape, row: Mapping[str, Any], asked: str | list[Turn]) -> str | list[Turn]:
+    """A prompt, text or turns, with what the columns "system" and "history" hold before it."""
     system = shape.value(row, "system")
-    if not is_conversation(asked):
-        if not isinstance(asked, str):
-            raise ShapeError(f"The column `{shape.columns['prompt']}` holds {type(asked).__name__}, not text.")
+    if isinstance(asked, str):
         if not shape.converses:
             return f"{system}\n\n{asked}" if system else asked
         asked = [{"role": "user", "content": asked}]
-    turns = as_turns(asked, shape.roles)
-    turns[:0] = _history(shape, parsed(shape.value(row, "history")) or [])
+    turns = [*_history(shape, parsed(shape.value(row, "history")) or []), *asked]
     if system and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": system})
     return turns
 
 
-def _history(shape: Shape, history: Any) -> list[dict[str, Any]]:
+def _history(shape: Shape, history: Any) -> list[Turn]:
     """The turns before a question: turns, or pairs of a question and its answer."""
     if is_conversation(history):
         return as_turns(history, shape.roles)
@@ -329,19 +330,16 @@ def _messages(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
-    chosen, rejected = shape.value(row, "chosen"), shape.value(row, "rejected")
-    if _begins_with_prompt(shape, chosen) and _begins_with_prompt(shape, rejected):
-        return {
-            "chosen": _with_system(shape, row, chosen),
-            "rejected": _with_system(shape, row, rejected),
-        }
-    if _begins_with_prompt(shape, chosen) != _begins_with_prompt(shape, rejected):
+    answers = {part: shape.value(row, part) for part in ("chosen", "rejected")}
+    whole = [_begins_with_prompt(shape, answer) for answer in answers.values()]
+    if all(whole):
+        return {part: _with_system(shape, row, as_turns(answer, shape.roles)) for part, answer in answers.items()}
+    if any(whole):
         raise ShapeError("One of `chosen` and `rejected` is a conversation, and the other an answer alone.")
     if not {"turns", "prompt"} & {*shape.columns} and shape.prompt_template is None:
         raise ShapeError("A row has answers without a prompt, in a column or as their first turns.")
     prompt = _prompt(shape, row)
-    answers = (_answer(shape, row, part, prompt) for part in ("chosen", "rejected"))
-    return dict(zip(("prompt", "chosen", "rejected"), (prompt, *answers), strict=True))
+    return {"prompt": prompt, **{part: _answer(shape, row, part, prompt) for part in answers}}
 
 
 def _begins_with_prompt(shape: Shape, answer: Any) -> bool:

@@ -20,6 +20,9 @@ ROLES = {
 }
 """Names of roles, in lower case, and the roles of a chat template; the content of "function_call" is JSON."""
 
+STANDARD_ROLES = {*ROLES.values()} - {"function_call"}
+"""The roles of chat templates."""
+
 ROLE_KEYS = ("role", "from", "speaker", "author")
 CONTENT_KEYS = ("content", "value", "text", "message")
 
@@ -49,7 +52,7 @@ def as_turns(value: Any, roles: Mapping[str, str]) -> list[Turn]:
     Args:
         value: A list of turns, one turn, or JSON text of these. A turn names its speaker in one of `ROLE_KEYS` and its
             text in one of `CONTENT_KEYS`; other keys, such as `tool_calls`, are kept unless they are None.
-        roles: Further names of roles, each with the role of the chat template that it stands for.
+        roles: Further names of roles, each with the role of the chat template that it stands for, which may be itself.
 
     Raises:
         TurnError: for a turn that cannot be read, or a role that is not known.

@@ -201,7 +201,10 @@ def _warn_of_what_is_left_out(recipe: Recipe, trainer: Trainer, train: Any) -> N
     if {"image", "images"} & set(rows[0]) or not any(map(conversations, rows)):
         return
     render = renderer(trainer.processing_class, getattr(trainer, "chat_template", None))
-    missing = left_out(rows, render)
+    try:
+        missing = left_out(rows, render)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise template_error(recipe, error) from error
     if missing and PartialState().is_main_process:
         logger.warning(
             "%s: the chat template leaves out %s of the first %d rows: none of it is trained on. `chat_template_path` "

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
 from liger_trainer.data.shapes import Shape, ShapeError, in_words, recognised, with_system_prompt
-from liger_trainer.data.turns import ROLES
+from liger_trainer.data.turns import ROLES, TurnError, as_turns
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
@@ -44,12 +44,14 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> Any
     """
     if hasattr(rows, "__len__") and len(rows) == 0:
         raise RecipeError("The data has no rows.")
-    _check_roles(recipe)
+    _check_keys(recipe)
     rows = _reshaped(renamed(rows, recipe.recipe.columns or {}), recipe, has_template)
     check_columns(rows, recipe)
     system = recipe.recipe.system_prompt
     if system is None:
         return rows
+    if not {*SPOKEN} & {*(rows.column_names or next(iter(rows)))}:
+        raise RecipeError("`system_prompt` is given, but the data is text or tokens without turns; leave it out.")
     answers = () if recipe.kind.generates else ("completion", "chosen", "rejected")
     return _mapped(rows, partial(with_system_prompt, system=system, answers=answers), recipe)
 
@@ -67,30 +69,52 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
         raise RecipeError("The data has no rows.")
     names = rows.column_names or list(first[0])
     text = recipe.get(TEXT_FIELD)
-    shape = recognised(kind, names, first[0], ours.roles or {}, ours.prompt_template, text, has_template)
+    shape = recognised(kind, names, first, ours.roles or {}, ours.prompt_template, text, has_template)
     if shape is None:
+        if ours.prompt_template is not None:
+            raise RecipeError(
+                f"`prompt_template` is given, but none of the columns {', '.join(names)} is an answer to the prompt; "
+                "name one with `columns`, or leave the template out."
+            )
         others = [f"`{name}`" for name in names if name not in (text, *_READ_BY_TRL)]
         if kind == "messages" and text in names and others and not {"messages", "prompt", "input_ids"} & {*names}:
-            warn_once(f"{recipe.source}: text", f"Data: `{text}`, as plain text; not used: {', '.join(others)}.")
+            _say(recipe, f"Data: `{text}`, as plain text; not used: {', '.join(others)}.")
         return rows
     for name in shape.made_from:
         if name not in names:
             raise RecipeError(f"`prompt_template` names {name!r}, but the data has the columns {', '.join(names)}.")
     kept = names if kind == "prompt" else [name for name in _READ_BY_TRL if name in names]
     try:
-        if PartialState().is_main_process:
-            line = in_words(shape, names, first, kept)
-            warn_once(f"{recipe.source}: {line}", line)  # of training and evaluation data alike
+        _say(recipe, in_words(shape, names, first, kept))
         return _mapped(rows, shape, recipe, [name for name in names if name not in kept])
     except ShapeError as error:
         raise _with_row(error, rows, shape) from error
 
 
-def _check_roles(recipe: Recipe) -> None:
-    known = {*ROLES.values()}
-    for name, role in (recipe.recipe.roles or {}).items():
-        if role not in known:
-            raise RecipeError(f"`roles` says that {name!r} is {role!r}; it must be one of {', '.join(sorted(known))}.")
+def _say(recipe: Recipe, line: str) -> None:
+    """Says how data is read, once for training and evaluation data that are alike."""
+    if PartialState().is_main_process:
+        warn_once(f"{recipe.source}: {line}", line)
+
+
+def holds_turns(row: Mapping[str, Any]) -> bool:
+    """Whether a row, as a trainer takes it, is a conversation or a part of one."""
+    return any(isinstance(row.get(name), list) for name in SPOKEN)
+
+
+def _check_keys(recipe: Recipe) -> None:
+    """Refuses keys for other data than that of the trainer, and roles that no chat template has."""
+    ours = recipe.recipe
+    for key in ("roles", "prompt_template", "system_prompt"):
+        if recipe.kind.data == "text" and getattr(ours, key) is not None:
+            raise RecipeError(f"`{key}` is given, but `trainer: {ours.trainer}` trains on plain text; leave it out.")
+    for name, role in (ours.roles or {}).items():
+        if role not in ROLES.values() and role != name:
+            known = ", ".join(sorted({*ROLES.values()}))
+            raise RecipeError(
+                f"`roles` says that {name!r} is {role!r}; it must be one of {known}, or {name!r} itself, for a role "
+                "that the chat template has."
+            )
 
 
 def _with_row(error: ShapeError, rows: Any, shape: Shape) -> RecipeError:
@@ -169,7 +193,7 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         if "prompt" in columns and "prompt" not in found and found[0] in SPOKEN[2:]:
             found = ("prompt", *found)
         for name in found:
-            _check_column(rows, name)
+            _check_column(rows, name, recipe.recipe.roles or {})
         _check_alike(rows, [name for name in found if name in SPOKEN])
 
 
@@ -193,12 +217,12 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
     return f"Rename one with `columns`, such as {json.dumps({missing: others[0]})}."
 
 
-def _check_column(rows: Dataset, name: str) -> None:
+def _check_column(rows: Dataset, name: str, roles: Mapping[str, str]) -> None:
     nulls = rows.data.column(name).null_count
     if nulls:
         raise RecipeError(f"The column `{name}` is null in {nulls} rows; remove or fill them.")
     wanted, words = _KINDS.get(name, ((str,), "text"))
-    first = rows[0][name]
+    first, roles = rows[0][name], {role: role for role in roles.values()}
     for number, value in enumerate(_values(rows, name), 1):
         if not isinstance(value, wanted):
             held = f"{type(value).__name__}, such as {str(value)[:40]!r} in row {number}"
@@ -206,7 +230,7 @@ def _check_column(rows: Dataset, name: str) -> None:
         if type(value) is not type(first):
             held = f"{type(first).__name__} in row 1 and {type(value).__name__} in row {number}"
             raise RecipeError(f"The column `{name}` holds {held}; all rows must hold text, or all of them turns.")
-        problem = _turns_problem(value) if name in SPOKEN and isinstance(value, list) else None
+        problem = _turns_problem(value, roles) if name in SPOKEN and isinstance(value, list) else None
         if problem is not None:
             raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
     if name == "label" and not set(rows.unique(name)) <= {0, 1}:
@@ -220,22 +244,15 @@ def _values(rows: Dataset, name: str) -> Iterator[Any]:
         yield from batch[name]
 
 
-def _turns_problem(turns: list[Any]) -> str | None:
+def _turns_problem(turns: list[Any], roles: Mapping[str, str]) -> str | None:
     """What is wrong with a conversation; None if nothing is."""
-    if not turns:
-        return "no turns"
-    for turn in turns:
-        if not isinstance(turn, dict):
-            return f"a list with {type(turn).__name__} ({str(turn)[:40]!r})"
-        if not isinstance(turn.get("role"), str):
-            return f"a turn without `role` ({str(turn)[:60]})"
-        if turn["role"] not in ROLES.values():
-            return f"a turn of {turn['role']!r}, which names no role; rename it in the data,"
-        said = {key: value for key, value in turn.items() if key != "role" and value is not None}
-        if not said:  # a turn may hold nothing but a tool call
-            return f"a turn without `content` ({str(turn)[:60]})"
-        if not isinstance(said.get("content", ""), (str, list)):
-            return f"a turn whose `content` is {type(said['content']).__name__} ({str(turn)[:60]})"
+    try:
+        read = as_turns(turns, roles)
+    except TurnError as error:
+        return str(error)
+    for turn, same in zip(turns, read, strict=True):
+        if turn.get("role") != same["role"]:
+            return f"a turn that names its role in another way than the first rows do ({str(turn)[:60]})"
     return None
 
 

@@ -18,19 +18,11 @@ logger = logging.getLogger(__name__)
 FILE = "recipe.json"
 
 _KEPT = (  # keys with which another run would be trained
-    *(
-        "trainer",
-        "model_name_or_path",
-        "model_config",
-        "data_files",
-        "dataset_name",
-        "dataset_config",
-        "columns",
-        "roles",
-    ),
-    *("prompt_template", "system_prompt", "max_length", "packing", "assistant_only_loss", "loss_type", "beta"),
-    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "optim", "learning_rate", "lr_scheduler_type", "seed"),
-    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"),
+    *("trainer", "model_name_or_path", "model_config", "data_files", "dataset_name", "dataset_config"),
+    *("columns", "roles", "prompt_template", "system_prompt", "max_length", "packing", "assistant_only_loss"),
+    *("loss_type", "beta", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "optim", "learning_rate"),
+    *("lr_scheduler_type", "seed", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "num_generations"),
 )
 
 

@@ -62,8 +62,6 @@ def _load_data(recipe: Recipe) -> tuple[Any, Any]:
         train, evaluation = parts["train"], parts["test"]
     has_template = partial(has_chat_template, recipe)
     train = prepared(train, recipe, has_template)
-    first = next(iter(train))
-    recipe.is_chat = any(isinstance(first.get(name), list) for name in SPOKEN)
     return train, prepared(evaluation, recipe, has_template) if evaluated else None
 
 

@@ -48,7 +48,6 @@ class Recipe:
     training: TrainingArguments  # the trainer's arguments
     more: CausalLMArguments | RewardArguments | None = None  # further keys of this trainer, or None
     warm_start: Recipe | None = None  # the supervised recipe that runs first
-    is_chat: bool = False  # whether its data are conversations, which `load_data` finds out
 
     @property
     def kind(self) -> TrainerKind:

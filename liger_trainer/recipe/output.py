@@ -136,7 +136,7 @@ MEASURES = {  # keys that TRL's trainers log, with their names in the summary
 }
 
 
-def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float], converses: bool) -> None:
     """Prints the summary of a finished run and draws its loss curve; call it on the main process."""
     folder = Path(str(recipe.training.output_dir))
     history = trainer.state.log_history
@@ -151,7 +151,7 @@ def summarize(recipe: Recipe, trainer: Trainer, metrics: Mapping[str, float]) ->
     if (folder / REPORT).is_file():
         console.print(f"  {'report':<16} {escape(str(folder / REPORT))}", soft_wrap=True)
     console.print(f"  {'saved model':<16} {escape(str(folder))}", soft_wrap=True)
-    for prompt, text in continuations(recipe, folder):
+    for prompt, text in continuations(recipe, folder, converses):
         console.print(f"\n[bold]{escape(prompt)}[/bold]{escape(text)}")
 
 
@@ -220,10 +220,10 @@ def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> Path | None:
     return path
 
 
-def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
+def continuations(recipe: Recipe, folder: Path, converses: bool) -> list[tuple[str, str]]:
     """``sample_prompts``, each with its continuation by the model loaded from `folder`.
 
-    After training on conversations, a prompt is the user's turn, and the chat template writes it.
+    Where the model `converses`, a prompt is the user's turn, and the chat template writes it.
     """
     prompts = recipe.recipe.sample_prompts
     if not prompts:
@@ -239,6 +239,6 @@ def continuations(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
     system = recipe.recipe.system_prompt
     first = [{"role": "system", "content": system}] if system else []
     talks = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
-    asked: list[Any] = talks if recipe.is_chat else prompts
+    asked: list[Any] = talks if converses else prompts
     answers = (generate(each, return_full_text=False, **options) for each in asked)
     return [(prompt, answer[0]["generated_text"]) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -17,6 +17,7 @@ from liger_trainer.callbacks.non_finite import NonFiniteError
 from liger_trainer.callbacks.stop_on_signal import stopping_on_signals
 from liger_trainer.recipe.build import build_trainer
 from liger_trainer.recipe.checks import check_generation, check_schedule
+from liger_trainer.recipe.columns import holds_turns
 from liger_trainer.recipe.continued import KeepRecipeCallback, check_continues, values_of
 from liger_trainer.recipe.data import load_data, load_tokenizer
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
@@ -45,20 +46,25 @@ def run_recipe(recipe: Recipe) -> Trainer:
         StoppedBySignal: if SIGTERM or SIGHUP has.
     """
     with owned_folder(recipe), room_for(str(recipe.training.output_dir)):
-        trainer, metrics = train_recipe(recipe)
+        trainer, metrics, converses = train_recipe(recipe)
         if trainer.is_world_process_zero():
-            summarize(recipe, trainer, metrics)
+            summarize(recipe, trainer, metrics, converses)
     return trainer
 
 
-def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
-    """[`run_recipe`] without its summary; returns the metrics of training and of the last evaluation too."""
+def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float], bool]:
+    """[`run_recipe`] without its summary.
+
+    Returns:
+        The trainer, the metrics of training and of the last evaluation, and whether the data are conversations.
+    """
     check_before_loading(recipe)
     checkpoint = prepare_output_dir(recipe)
     if checkpoint is not None:
         check_continues(recipe, checkpoint)
     values = values_of(recipe)
     train, evaluation = load_data(recipe)
+    converses = holds_turns(next(iter(train)))
     if recipe.warm_start is not None:
         recipe = _after_warm_start(recipe, recipe.warm_start, resumed=checkpoint is not None)
     set_seed(recipe.training.seed)
@@ -73,7 +79,7 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float]]:
         if evaluation is not None:
             metrics.update(last_evaluation(trainer) or trainer.evaluate())
     _save(trainer, metrics)
-    return trainer, metrics
+    return trainer, metrics, converses
 
 
 def check_before_loading(recipe: Recipe) -> None:

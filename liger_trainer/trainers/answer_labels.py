@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import SFT_ANSWERS
 from liger_trainer.data.response_labels import answer_mask
-from liger_trainer.data.turns import as_turns
+from liger_trainer.data.turns import without_none
 
 require(SFT_ANSWERS)
 
@@ -82,8 +82,8 @@ def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> di
         **(row.get("chat_template_kwargs") or {}),
     }
     if "prompt" not in row:
-        return answer_mask(as_turns(row["messages"], {}), tokenizer, **options)
-    prompt, completion = as_turns(row["prompt"], {}), as_turns(row["completion"], {})
+        return answer_mask(without_none(row["messages"]), tokenizer, **options)
+    prompt, completion = without_none(row["prompt"]), without_none(row["completion"])
     found = answer_mask([*prompt, *completion], tokenizer, **options)
     asked: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **options)
     pairs = zip(asked["input_ids"], found["input_ids"], strict=False)

@@ -48,6 +48,14 @@ def test_kinds_of_files(name, tmp_path):
     assert [{key: str(value) for key, value in row.items()} for row in rows] == ROWS
 
 
+def test_arrow_and_text(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    assert load_files([str(file)], "data_files").to_list() == ROWS
+    (tmp_path / "a.txt").write_text("one\ntwo\n", encoding="utf-8")
+    assert load_files([str(tmp_path / "a.txt")], "data_files").to_list() == [{"text": "one"}, {"text": "two"}]
+
+
 def test_rows_under_one_key_of_a_json_file(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"version": "1", "data": ROWS}), encoding="utf-8")

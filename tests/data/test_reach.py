@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from liger_trainer.data.reach import conversations, left_out
+from liger_trainer.data.reach import conversations, left_out, renderer
 
 ASK, SAY = {"role": "user", "content": 'What is "it"?'}, {"role": "assistant", "content": "It is\nthis."}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {}}}
@@ -61,3 +61,13 @@ def test_conversations_of_a_row():
     assert conversations({"prompt": [ASK], "chosen": [SAY], "rejected": [CALL]}) == [[ASK, SAY], [ASK, CALL]]
     assert conversations({"prompt": [ASK]}) == [[ASK]]
     assert conversations({"prompt": "q", "completion": "a"}) == []
+
+
+def test_a_processor_gets_the_parts_of_a_content():
+    class Processor:
+        tokenizer = None
+
+        def apply_chat_template(self, turns, tokenize, tools, add_generation_prompt):
+            return "".join(part["text"] for turn in turns for part in turn["content"])
+
+    assert left_out([{"messages": [ASK, SAY]}], renderer(Processor(), None)) == []

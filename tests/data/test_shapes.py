@@ -29,7 +29,7 @@ CALLED = turn("assistant", "", tool_calls=[CALL])
 
 
 def shape_of(kind, row, roles=None, prompt_template=None, has_template=True, text="text"):
-    return recognised(kind, list(row), row, roles or {}, prompt_template, text, lambda: has_template)
+    return recognised(kind, list(row), [row], roles or {}, prompt_template, text, lambda: has_template)
 
 
 TALKS = {
@@ -359,3 +359,26 @@ def test_prompt_templates_of_more_than_names(template):
 def test_a_prompt_template_beside_a_conversation_is_refused():
     with pytest.raises(ShapeError, match="`messages` holds conversations; leave it out"):
         shape_of("messages", {"messages": [ASK, SAY], "topic": "t"}, prompt_template="{topic}")
+
+
+def test_roles_that_change_places_are_read_once():
+    row = {"messages": [turn("assistant", "q"), turn("user", "a")]}
+    roles = {"user": "assistant", "assistant": "user"}
+    assert shape_of("messages", row, roles=roles)(row) == {"messages": [ASK, SAY]}
+    pair = {
+        "chosen": [*row["messages"][:1], turn("user", "good")],
+        "rejected": [*row["messages"][:1], turn("user", "bad")],
+    }
+    made = shape_of("preference", pair, roles=roles)(pair)
+    assert made == {"chosen": [ASK, *GOOD], "rejected": [ASK, *BAD]}
+
+
+def test_a_role_of_the_template_alone_is_named_itself():
+    row = {"messages": [ASK, turn("critic", "no"), SAY]}
+    assert shape_of("messages", row, roles={"critic": "critic"})(row) == row
+
+
+def test_one_of_the_first_rows_with_other_names_has_all_of_them_read():
+    rows = [{"messages": [ASK, SAY]}, {"messages": [turn("human", "q"), turn("gpt", "a")]}]
+    shape = recognised("messages", ["messages"], rows, {}, None, "text", lambda: True)
+    assert [shape(row) for row in rows] == [rows[0]] * 2

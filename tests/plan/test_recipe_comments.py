@@ -48,3 +48,14 @@ def test_the_memory_that_a_recipe_names(name):
         plan = make_plan(inputs, gpus, memory_size(claim["size"].replace(" ", "")))
         assert estimate(inputs.run, plan.written.setting).total / GIB == pytest.approx(int(claim["gib"]), abs=1)
         assert plan.written.fits
+
+
+ONE = re.compile(r"^# One (?P<size>\d+ GB) GPU\b", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in shipped_recipes() if not name.startswith("quickstart") and name not in FULL]
+)
+def test_adapters_fit_the_card_that_a_recipe_names(name):
+    (size,) = ONE.findall(find_recipe(name).read_text(encoding="utf-8"))
+    assert make_plan(read_inputs(name, []), 1, memory_size(size.replace(" ", ""))).written.fits

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -155,10 +154,11 @@ def coloured(tokens: Tokens, tokenizer: Any) -> Text:
 
 def summary(rows: Any, sample: Sample | None, limit: int | None) -> list[str]:
     """Lines on all rows, and on the tokens of the first ones."""
-    texts = [json.dumps(row, sort_keys=True, default=str) for row in rows]
-    repeated = sum(count - 1 for count in Counter(texts).values())
-    empty = sum(_has_empty_answer(row) for row in rows)
-    lines = [f"{len(texts):,} rows, {repeated:,} of them duplicates, {empty:,} with an empty answer."]
+    different, count, empty = set(), 0, 0
+    for row in rows:
+        different.add(hash(json.dumps(row, sort_keys=True, default=str)))
+        count, empty = count + 1, empty + _has_empty_answer(row)
+    lines = [f"{count:,} rows, {count - len(different):,} of them duplicates, {empty:,} with an empty answer."]
     if sample is None or not sample.whole:
         return lines
     lengths = sorted(len(tokens.ids) for tokens in sample.whole)

@@ -21,14 +21,14 @@ GOALS = {
     "grpo": "find good answers by trying, from prompts and rewards",
 }
 _LAUNCH = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass  # lets `accelerate launch` run this file'
-_ADAPTERS: dict[str, Any] = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
+_LORA: dict[str, Any] = {
+    **{"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
+    **{"bf16": True, "optim": "adamw_torch_fused"},
+}
 _METHODS: dict[str, dict[str, Any]] = {  # the best first
     "full": {"bf16": False, "optim": "liger_adamw"},
-    "LoRA": {**_ADAPTERS, "lora_target_modules": "all-linear", "bf16": True, "optim": "adamw_torch_fused"},
-    "QLoRA": {
-        **_ADAPTERS,
-        **{"load_in_4bit": True, "lora_target_modules": "all-linear", "bf16": True, "optim": "adamw_torch_fused"},
-    },
+    "LoRA": _LORA,
+    "QLoRA": {"load_in_4bit": True, **_LORA},
 }
 _RATES = {"sft": (1e-5, 2e-4), "dpo": (1e-6, 5e-6), "kto": (1e-6, 5e-6), "grpo": (1e-6, 1e-5)}  # full, adapters
 _SEQUENCES = {"sft": 16, "dpo": 16, "kto": 16, "grpo": 64}  # of an optimizer step
@@ -116,11 +116,10 @@ def _asked(option: str, question: str, default: str) -> str:
 
 def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     """The keys that model, data and goal decide."""
-    values: dict[str, Any] = {
-        **{"trainer": goal, "model_name_or_path": model, "dtype": "bfloat16", "attn_implementation": "auto"},
-    }
     from liger_trainer.data.files import suffix
 
+    values: dict[str, Any] = {"trainer": goal, "model_name_or_path": model}
+    values |= {"dtype": "bfloat16", "attn_implementation": "auto"}
     local = any(Path(name).exists() or any(sign in name for sign in "*?[") for name in data)
     if not local and (len(data) > 1 or suffix(data[0])):
         raise UserError(f"`--data` is {' '.join(data)}, which is not here; give files, or one dataset on the Hub.")
@@ -148,9 +147,8 @@ def _columns(values: dict[str, Any]) -> list[str]:
 
     rewards = {"reward_funcs": ["liger_trainer.rewards:length"]} if values["trainer"] == "grpo" else {}
     source = Path("the new recipe")
-    checked, _ = check_values(
-        {**values, **rewards, "model_name_or_path": ""}, [], source
-    )  # whose tokenizer is not needed
+    without_model = {**values, **rewards, "model_name_or_path": ""}  # the rows do not depend on it
+    checked, _ = check_values(without_model, [], source)
     return list(converted_rows(checked, source).column_names)
 
 

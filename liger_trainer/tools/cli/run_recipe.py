@@ -104,7 +104,7 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
 
 
 def interrupted(what: str = "interrupted") -> int:
-    """Says in one line that Ctrl-C has ended the command; returns the exit code."""
+    """Says in one line what has ended the command; returns the exit code of Ctrl-C."""
     if rank() == 0:
         print(f"\nliger-trainer: {what}.", file=sys.stderr)
     return 128 + signal.SIGINT
@@ -173,11 +173,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _how_to_go_on(recipe: Recipe | None) -> str:
-    """How a run that was interrupted continues; empty where there is no checkpoint yet."""
-    from transformers.trainer_utils import get_last_checkpoint
+    """The end of a sentence on a run that was interrupted: how it continues, if it has a checkpoint."""
+    from liger_trainer.trainers.checkpoints.whole import complete_checkpoints
 
-    folder = "" if recipe is None else str(recipe.training.output_dir)
-    if not Path(folder).is_dir() or get_last_checkpoint(folder) is None:
+    if recipe is None or not complete_checkpoints(Path(str(recipe.training.output_dir))):
         return ", before the first checkpoint"
     return "; the same command with `--resume_from_checkpoint true` continues from the last checkpoint"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any
 
 import torch
 from jinja2 import TemplateError
 
+from liger_trainer.data.reach import renderer
+from liger_trainer.data.turns import Turn
 from liger_trainer.recipe.file import first_line
 from liger_trainer.tools.diagnosis.case import CannotCheckError, Case, Trap
 from liger_trainer.tools.diagnosis.sample import Sample
@@ -157,17 +158,14 @@ def end_of_answer(sample: Sample) -> int | None:
 def _after_answer(sample: Sample) -> str:
     """What the chat template writes after an answer and before the next question."""
     says = [("user", "What is six times seven?"), ("assistant", _ANSWER), ("user", "Why?")]
-    turns: Any = [{"role": role, "content": text} for role, text in says]
-    if sample.processor is not sample.tokenizer:
-        turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in says]
-    options = {} if sample.template is None else {"chat_template": sample.template}
+    turns: list[Turn] = [{"role": role, "content": text} for role, text in says]
     try:
-        text = sample.processor.apply_chat_template(turns, tokenize=False, **options)
+        text = renderer(sample.processor, sample.template)(turns)
     except (TemplateError, ValueError, TypeError) as error:
         raise CannotCheckError(f"the chat template cannot be applied: {first_line(error)}") from error
     if _ANSWER not in text:
         raise CannotCheckError("the chat template does not write the answer as it is")
-    return str(text.rpartition(_ANSWER)[2])
+    return text.rpartition(_ANSWER)[2]
 
 
 def _end_without_label(case: Case, sample: Sample, end: int) -> list[Trap]:

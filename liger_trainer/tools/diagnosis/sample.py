@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 
 from liger_trainer.callbacks.labelled_share import token_masks
 from liger_trainer.recipe.build import chat_template, processing_class
-from liger_trainer.recipe.columns import SPOKEN
+from liger_trainer.recipe.columns import holds_turns
 from liger_trainer.recipe.data import BUILT_IN, load_data, load_tokenizer, text_blocks
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe, build_recipe
@@ -111,7 +111,7 @@ def read_sample(case: Case) -> Sample:
         data = _loaded(load_data, recipe)[0] if _is_on_hub(recipe) else load_data(recipe)[0]
         tokenizer = _loaded(load_tokenizer, recipe, data, None)
         rows = _first_rows(data)
-        is_chat = any(isinstance(rows[0].get(name), list) for name in SPOKEN)
+        is_chat = holds_turns(rows[0])
         if recipe.kind.generates:
             return Sample(tokenizer, is_chat=is_chat, rows=len(rows), first=rows)
         if recipe.recipe.trainer == "causal_lm":

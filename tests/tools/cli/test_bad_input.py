@@ -212,7 +212,7 @@ def test_ctrl_c_says_how_to_continue(recipe, capsys, monkeypatch):
     monkeypatch.setattr("liger_trainer.recipe.run.run_recipe", interrupted)
     assert main(["train", recipe()]) == 130
     assert "liger-trainer: interrupted, before the first checkpoint.\n" in capsys.readouterr().err
-    Path("run/checkpoint-1").mkdir(parents=True)
+    monkeypatch.setattr("liger_trainer.trainers.checkpoints.whole.complete_checkpoints", lambda folder: [folder])
     assert main(["train", recipe()]) == 130
     assert "interrupted; the same command with `--resume_from_checkpoint true`" in capsys.readouterr().err
 

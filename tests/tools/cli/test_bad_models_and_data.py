@@ -197,18 +197,20 @@ def test_labels_beyond_the_vocabulary(recipe, capsys):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([USER, {"role": "assistant"}], "a turn without `content` ({'role': 'assistant'}) in row 2"),
-        ([{"content": "hi"}, ASSISTANT], "a turn without `role` ({'content': 'hi'}) in row 2"),
+        ([USER, {"role": "assistant"}], "a turn without `content` ({'role': 'assistant'})"),
+        ([{"content": "hi"}, ASSISTANT], "a turn without `role` ({'content': 'hi'})"),
         ([USER, {"role": "assistant", "content": 5}], "a turn whose `content` is int"),
-        ([], "no turns in row 2"),
-        (["hi", "yo"], "a list with str ('hi') in row 2"),
-        ("hi", "The column `messages` holds str, such as 'hi' in row 2, not a list of turns"),
+        ([], "no turns"),
+        (["hi", "yo"], "a list with str ('hi')"),
+        ("hi", "str ('hi'), not a list of turns"),
     ],
 )
 @pytest.mark.parametrize("vocabulary", [300, None])
 def test_a_malformed_conversation(base, capsys, values, words, vocabulary):
     file = base(trainer="sft", data_files=rows({"messages": [USER, ASSISTANT]}, {"messages": values}))
-    assert words in refused(capsys, file, *(["--tokenizer_vocab_size", "300"] if vocabulary else []))
+    message = refused(capsys, file, *(["--tokenizer_vocab_size", "300"] if vocabulary else []))
+    assert f" holds {words}" in message
+    assert "row 2" in message.lower()
 
 
 def test_conversations_that_hold_more_than_words(recipe):

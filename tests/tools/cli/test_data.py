@@ -132,7 +132,7 @@ def test_an_unknown_role_is_one_line_with_the_row(folder, capsys):
     talk = {"conversations": [{"from": "narrator", "value": "it was"}, *SHAREGPT["conversations"]]}
     assert train(folder, "sft", talk) == 2
     assert (
-        "Row 1 of the data: The data holds a turn of 'narrator', which names none of the roles"
+        "Row 1 of the data: A conversation holds a turn of 'narrator', which names none of the roles"
         in capsys.readouterr().err
     )
     assert train(folder, "sft", talk, roles={"narrator": "system"}) == 0
@@ -199,7 +199,8 @@ def test_a_second_run_reads_the_cache(folder, monkeypatch, assistant_only_loss):
 @pytest.mark.parametrize(
     ("rows", "keys", "words"),
     [
-        (["user", "human"], {}, "a turn of 'human', which names no role; rename it in the data, in row 2"),
+        (["user"] * 100 + ["human"], {}, "a turn that names its role in another way than the first rows do"),
+        (["user"], {"prompt_template": "T: {messages}"}, "`messages` holds conversations; leave it out"),
         (["user"], {"roles": {"narrator": "sytem"}}, "`roles` says that 'narrator' is 'sytem'; it must be one of"),
         (["user"], {"columns": {"a": "messages", "b": "messages"}}, "`columns` takes 'messages' for several columns"),
     ],
@@ -215,3 +216,18 @@ def test_a_first_row_without_an_answer(folder, capsys):
     Path("rows.jsonl").write_text('{"question": "q", "answer": null}\n{"question": "q", "answer": "a"}\n')
     assert train(folder, "sft", SHAREGPT, data_files="rows.jsonl") == 2
     assert "The column `completion` is null in 1 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("trainer", "row", "keys", "words"),
+    [
+        ("sft", {"text": "a"}, {"prompt_template": "{text}!"}, "none of the columns text is an answer to the prompt"),
+        ("sft", {"text": "a"}, {"system_prompt": "be"}, "`system_prompt` is given, but the data is text or tokens"),
+        ("causal_lm", {"text": "a"}, {"system_prompt": "be"}, "but `trainer: causal_lm` trains on plain text"),
+        ("causal_lm", {"text": "a"}, {"prompt_template": "{text}!"}, "but `trainer: causal_lm` trains on plain text"),
+        ("causal_lm", {"text": "a"}, {"roles": {"a": "user"}}, "but `trainer: causal_lm` trains on plain text"),
+    ],
+)
+def test_keys_for_other_data_are_refused(folder, capsys, trainer, row, keys, words):
+    assert train(folder, trainer, row, **keys) == 2
+    assert words in capsys.readouterr().err
