@@ -4,8 +4,9 @@
 tensor subclasses. Its way to the function takes the host longer than an autograd function's, in every call, and with
 a small model the GPU waits for the host. So the function is called at once when none of these has to see it.
 
-Autograd functions do not look into lists. So theirs is given all arguments as one, which it passes on, those that torch
-knows as another, and beside them the tensors among them, those of lists too, for which it returns the gradients.
+Autograd functions do not look into lists. An operator's is therefore given its arguments as one tuple and the values
+of the schema as one list, and each tensor among them, those inside of lists too, as an argument of its own, for which
+it returns the gradient.
 
 Arguments that travel together are one argument of the function, a named tuple. torch knows its fields as so many
 arguments: function, fake and `setup_context` get the tuple, a backward returns the gradients of the fields.
@@ -93,7 +94,8 @@ class Operator(Generic[R]):
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Gives the operator its function for tensors without memory, as `torch.library.register_fake`.
 
-        Without one that is the operator's own, which allocates its results, and launches where `has_elements` says so.
+        Without one, the operator's own function runs: it allocates its results, and launches its kernel only where
+        `has_elements` says so.
         """
         return self.custom.register_fake(lambda *values: fake(*self._grouped(values)))
 

@@ -99,7 +99,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def check_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> bool:
+def check_norm_arguments(name: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> bool:
     """Checks a norm's input and its per-column parameters (given by their argument names).
 
     Returns:

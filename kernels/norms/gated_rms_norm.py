@@ -37,8 +37,8 @@ from liger_trainer.kernels.rows import (
     number_of_groups,
 )
 from liger_trainer.kernels.runtime import (
-    check_arguments,
     check_like,
+    check_norm_arguments,
     next_power_of_2,
     on_device,
     tl,
@@ -352,7 +352,7 @@ def gated_rms_norm(
         if value not in allowed:
             names = " or ".join(map(repr, allowed))
             raise ValueError(f"`{argument}` of gated_rms_norm is {value!r}; it must be {names}.")
-    on_triton = check_arguments("gated_rms_norm", x, weight=weight)
+    on_triton = check_norm_arguments("gated_rms_norm", x, weight=weight)
     check_like("gated_rms_norm", x, ("shape", "device"), gate=gate)
     groups = number_of_groups("gated_rms_norm", x, group_size)
     if not (on_triton and use_triton(gate)):

@@ -43,7 +43,7 @@ from liger_trainer.kernels.rows import (
     memory_order,
     number_of_groups,
 )
-from liger_trainer.kernels.runtime import check_arguments, has_elements, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_norm_arguments, has_elements, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -334,7 +334,7 @@ def layer_norm(
         ValueError: If `weight` or `bias` does not fit `x` in shape or device, a dtype is not floating point, `x` has no
             last dimension of at least 1, or `group_size` does not divide it.
     """
-    on_triton = check_arguments("layer_norm", x, weight=weight, bias=bias)
+    on_triton = check_norm_arguments("layer_norm", x, weight=weight, bias=bias)
     groups = number_of_groups("layer_norm", x, group_size)
     if not on_triton:
         return layer_norm_reference(x, weight, bias, eps, group_size, dtype)

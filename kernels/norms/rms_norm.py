@@ -43,7 +43,7 @@ from liger_trainer.kernels.rows import (
     forward_tiles,
     memory_order,
 )
-from liger_trainer.kernels.runtime import check_arguments, has_elements, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import check_norm_arguments, has_elements, next_power_of_2, on_device, tl, triton
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -388,7 +388,7 @@ def rms_norm(
     """
     if casting not in CASTINGS:
         raise unknown_casting("rms_norm", casting)
-    if not check_arguments("rms_norm", x, weight=weight):
+    if not check_norm_arguments("rms_norm", x, weight=weight):
         return rms_norm_reference(x, weight, eps, offset, casting)
     fp8 = fp8 and has_fp8(x.device) and may_share(x)
     return _rms_norm(x, weight, eps, offset, casting, fp8)[0]

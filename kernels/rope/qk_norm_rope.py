@@ -32,7 +32,7 @@ from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, for
 from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns, table_strides
 from liger_trainer.kernels.rows import NormConfig, column_sum, fit_config
-from liger_trainer.kernels.runtime import cdiv, check_arguments, next_power_of_2, num_sms, on_device, use_triton
+from liger_trainer.kernels.runtime import cdiv, check_norm_arguments, next_power_of_2, num_sms, on_device, use_triton
 
 
 def _num_warps(block: int) -> int:
@@ -315,7 +315,7 @@ def qk_norm_rope(
     if casting not in CASTINGS:
         raise unknown_casting("qk_norm_rope", casting)
     on_triton = check_rope_arguments(q, k, cos, sin, unsqueeze_dim)
-    check_arguments("qk_norm_rope", q, q_weight=q_weight, k_weight=k_weight)
+    check_norm_arguments("qk_norm_rope", q, q_weight=q_weight, k_weight=k_weight)
     fused = q.shape[-1] <= MAX_HEAD_DIM and casting != "none" and q_weight.dtype == k_weight.dtype
     if not (on_triton and fused and use_triton(q_weight)):
         q, k = rms_norm(q, q_weight, eps, offset, casting), rms_norm(k, k_weight, eps, offset, casting)

@@ -34,7 +34,7 @@ from liger_trainer.kernels.rows import (
 from liger_trainer.kernels.runtime import (
     cdiv,
     check_all_dtensors,
-    check_arguments,
+    check_norm_arguments,
     has_elements,
     next_power_of_2,
     num_sms,
@@ -229,7 +229,7 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.T
         ValueError: If `alpha` is not one floating point number on the device of `x`, `gamma` or `beta` does not fit
             `x` in shape or device, a dtype is not floating point, or `x` has no last dimension of at least 1.
     """
-    check_arguments("dyt", x, gamma=gamma, beta=beta)
+    check_norm_arguments("dyt", x, gamma=gamma, beta=beta)
     check_all_dtensors("dyt", x, alpha=alpha)
     if alpha.numel() != 1 or not alpha.is_floating_point() or alpha.device != x.device:
         raise ValueError(

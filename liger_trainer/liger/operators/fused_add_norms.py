@@ -23,7 +23,7 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_second_deriva
 from liger_trainer.kernels.norms import layer_norm, rms_norm
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import autocast_dtype
-from liger_trainer.kernels.runtime import check_arguments, check_like, reference_of
+from liger_trainer.kernels.runtime import check_like, check_norm_arguments, reference_of
 
 
 def _differentiate(forward: Any, backward: Any, function: str, parameters: int, options: slice) -> None:
@@ -95,7 +95,7 @@ def fused_add_rms_norm(
     """
     if casting not in rms_norm.CASTINGS:
         raise rms_norm.unknown_casting("fused_add_rms_norm", casting)
-    on_triton = check_arguments("fused_add_rms_norm", x, weight=weight)
+    on_triton = check_norm_arguments("fused_add_rms_norm", x, weight=weight)
     check_like("fused_add_rms_norm", x, ("shape", "dtype", "device"), residual=residual)
     if not on_triton:
         return fused_add_rms_norm_reference(x, residual, weight, eps, offset, casting)
@@ -153,7 +153,7 @@ def fused_add_layer_norm(
     Raises:
         ValueError: If `residual` differs from `x` in shape, dtype or device, and as `layer_norm`.
     """
-    on_triton = check_arguments("fused_add_layer_norm", x, weight=weight, bias=bias)
+    on_triton = check_norm_arguments("fused_add_layer_norm", x, weight=weight, bias=bias)
     check_like("fused_add_layer_norm", x, ("shape", "dtype", "device"), residual=residual)
     if not on_triton:
         return fused_add_layer_norm_reference(x, residual, weight, bias, eps)

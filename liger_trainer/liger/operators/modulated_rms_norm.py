@@ -40,7 +40,7 @@ from liger_trainer.kernels.rows import (
 from liger_trainer.kernels.runtime import (
     cdiv,
     check_all_dtensors,
-    check_arguments,
+    check_norm_arguments,
     has_elements,
     num_sms,
     on_device,
@@ -368,7 +368,7 @@ def modulated_rms_norm(
     """
     if casting not in CASTINGS:
         raise unknown_casting("modulated_rms_norm", casting)
-    on_triton = check_arguments("modulated_rms_norm", x, weight=weight)
+    on_triton = check_norm_arguments("modulated_rms_norm", x, weight=weight)
     check_all_dtensors("modulated_rms_norm", x, scale=scale, shift=shift)
     scale_rows, shift_rows = _scale_and_shift(scale, shift, x)
     if not (on_triton and use_triton(scale_rows) and (shift_rows is None or use_triton(shift_rows))):

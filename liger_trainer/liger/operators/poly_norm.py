@@ -36,7 +36,7 @@ from liger_trainer.kernels.rows import (
 )
 from liger_trainer.kernels.runtime import (
     check_all_dtensors,
-    check_arguments,
+    check_norm_arguments,
     has_elements,
     next_power_of_2,
     on_device,
@@ -249,7 +249,7 @@ def poly_norm(
         ValueError: If `weight` is not three and `bias` not one floating point number on the device of `x`, or `x` is
             not of a floating dtype or has no last dimension of at least 1.
     """
-    on_triton = check_arguments("poly_norm", x)
+    on_triton = check_norm_arguments("poly_norm", x)
     check_all_dtensors("poly_norm", x, weight=weight, bias=bias)
     for argument, parameter, size in (("weight", weight, 3), ("bias", bias, 1)):
         if parameter is None:
