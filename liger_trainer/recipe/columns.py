@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
-from liger_trainer.data.shapes import Shape, ShapeError, in_words, recognised, with_system_prompt
+from liger_trainer.data.shapes import ShapeError, in_words, recognised, with_system_prompt
 from liger_trainer.data.turns import ROLES, TurnError, as_turns
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.recipe.file import RecipeError
@@ -84,11 +85,9 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
         if name not in names:
             raise RecipeError(f"`prompt_template` names {name!r}, but the data has the columns {', '.join(names)}.")
     kept = names if kind == "prompt" else [name for name in _READ_BY_TRL if name in names]
-    try:
-        _say(recipe, in_words(shape, names, first, kept))
-        return _mapped(rows, shape, recipe, [name for name in names if name not in kept])
-    except ShapeError as error:
-        raise _with_row(error, rows, shape) from error
+    _made(shape, first[0], 0)  # refuses a row that cannot be read, before what it is read from is said
+    _say(recipe, in_words(shape, names, first, kept))
+    return _mapped(rows, shape, recipe, [name for name in names if name not in kept])
 
 
 def _say(recipe: Recipe, line: str) -> None:
@@ -117,22 +116,44 @@ def _check_keys(recipe: Recipe) -> None:
             )
 
 
-def _with_row(error: ShapeError, rows: Any, shape: Shape) -> RecipeError:
-    """The error with the number of the first row that has it."""
-    for number, row in enumerate(rows, 1):
-        try:
-            shape(row)
-        except ShapeError as found:
-            return RecipeError(f"Row {number} of the data: {found}")
-    return RecipeError(str(error))
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """A change of rows that gives every row the columns and the types of the first, or says which row is not alike.
+
+    Args:
+        change: Makes a row of a row.
+        kinds: The columns that it makes, each with the type of its values.
+    """
+
+    change: Callable[[Mapping[str, Any]], dict[str, Any]]
+    kinds: Mapping[str, type]
+
+    def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        made = _made(self.change, row, index)
+        if {*made} != {*self.kinds}:
+            columns, of_first = (", ".join(f"`{name}`" for name in names) for names in (made, self.kinds))
+            raise RecipeError(f"Row {index + 1} of the data becomes {columns}, and the rows before it {of_first}.")
+        for name, kind in self.kinds.items():
+            if made[name] is not None and not isinstance(made[name], kind):
+                held = f"{kind.__name__} in row 1 and {type(made[name]).__name__} in row {index + 1}"
+                raise RecipeError(f"The column `{name}` holds {held}; all rows must hold text, or all of them turns.")
+        return made
+
+
+def _made(change: Callable[[Mapping[str, Any]], dict[str, Any]], row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    try:
+        return change(row)
+    except ShapeError as error:
+        raise RecipeError(f"Row {index + 1} of the data: {error}") from error
 
 
 def _mapped(rows: Any, change: Any, recipe: Recipe, dropped: Sequence[str] = ()) -> Any:
     """`rows` with the columns that `change` makes of each row, and without those in `dropped` that it does not."""
+    found = [_made(change, row, index) for index, row in enumerate(rows.take(_FIRST))]
+    made = next((made for made in found if None not in made.values()), found[0])
+    numbered = _Change(change, {name: type(value) for name, value in made.items()})
     if not isinstance(rows, Dataset):
-        return rows.map(change, remove_columns=list(dropped))
-    found = (change(row) for row in rows.take(_FIRST))
-    made = next((made for made in found if None not in made.values()), None) or change(rows[0])
+        return rows.map(numbered, with_indices=True, remove_columns=list(dropped))
     dropped = [name for name in dropped if name in rows.column_names and name not in made]
     features = {name: feature for name, feature in rows.features.items() if name not in dropped}
     for name, value in made.items():
@@ -141,7 +162,12 @@ def _mapped(rows: Any, change: Any, recipe: Recipe, dropped: Sequence[str] = ())
     processes = getattr(recipe.training, "dataset_num_proc", None)
     with PartialState().local_main_process_first():
         return rows.map(
-            change, remove_columns=dropped, features=Features(features), num_proc=processes, desc="Reading the data"
+            numbered,
+            with_indices=True,
+            remove_columns=dropped,
+            features=Features(features),
+            num_proc=processes,
+            desc="Reading the data",
         )
 
 

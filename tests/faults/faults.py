@@ -859,6 +859,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "data/test_response_labels::test_answers_of_templates_without_markers"),
         ("a field that the template leaves out is not seen", "_said", r"elif key == \"tool_calls\":", "elif False:",
          "data/test_reach::test_what_a_template_leaves_out", "row5"),
+        ("a row of turns among rows of text is cast to text", "_Change.__call__", r"not isinstance\(made\[name\], kind\)",
+         "False", "bad_input_alignment::test_rows_of_two_kinds"),
         ("a smoke run keeps the recipe's rewards", "_small_generation", r"if given & set\(rewards\)", "if True",
          "tools/cli/test_smoke::test_every_shipped_recipe", "grpo"),
     ],

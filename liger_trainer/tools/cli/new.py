@@ -117,6 +117,7 @@ def _asked(option: str, question: str, default: str) -> str:
 def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     """The keys that model, data and goal decide."""
     from liger_trainer.data.files import suffix
+    from liger_trainer.recipe.model import config_of_values
 
     values: dict[str, Any] = {"trainer": goal, "model_name_or_path": model}
     values |= {"dtype": "bfloat16", "attn_implementation": "auto"}
@@ -125,12 +126,14 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
         raise UserError(f"`--data` is {' '.join(data)}, which is not here; give files, or one dataset on the Hub.")
     values |= {"data_files": list(data)} if local else {"dataset_name": data[0]}
     columns = _columns(values) if local else ["messages"]  # those of the Hub are taken for conversations
+    config = config_of_values(values, Path("the new recipe"), packaged=True).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or 4096  # more have no embedding, or were not learnt
     if goal == "grpo":
         return values | {
             "reward_funcs": ["liger_trainer.rewards:accuracy"],
-            **{"num_generations": 8, "max_completion_length": 1024, "beta": 0.0},
+            **{"num_generations": 8, "max_completion_length": min(1024, positions // 2), "beta": 0.0},
         }
-    values["max_length"] = 4096 if goal == "sft" else 2048
+    values["max_length"] = min(4096 if goal == "sft" else 2048, positions)
     if goal != "sft":
         return values | {"beta": 0.1}
     return values | {"packing": True, **({"assistant_only_loss": True} if "messages" in columns else {})}

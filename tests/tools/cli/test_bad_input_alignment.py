@@ -95,6 +95,11 @@ def test_columns_of_different_kinds(aligned, capsys):
 def test_rows_of_two_kinds(aligned, capsys):
     message = refused(capsys, aligned("dpo", [PAIR, {**PAIR, "chosen": TURNS}]))
     assert "The column `chosen` holds str in row 1 and list in row 2; all rows must hold text, or all" in message
+    whole = {name: [{"role": "user", "content": "a b"}, *TURNS] for name in ("chosen", "rejected")}
+    message = refused(capsys, aligned("dpo", [PAIR, {**PAIR, **whole}]))
+    assert "Row 2 of the data becomes `chosen`, `rejected`, and the rows before it `prompt`, `chosen`" in message
+    message = refused(capsys, aligned("dpo", [PAIR, {**PAIR, "prompt": whole["chosen"]}]))
+    assert "The column `prompt` holds str in row 1 and list in row 2" in message
     labels = [{"prompt": "a", "completion": "b", "label": label} for label in (0, 1, 2)]
     message = refused(capsys, aligned("kto", labels))
     assert "The column `label` holds [0, 1, 2]; it must hold true or false." in message

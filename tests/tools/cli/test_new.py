@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from liger_trainer.cli import main
 from liger_trainer.recipe.file import read_recipe
@@ -59,6 +60,19 @@ def test_prompts_and_rewards(capsys):
     step = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
     assert step % values["num_generations"] == 0
     assert main(["train", "mine.yaml", "--smoke", "--output_dir", "run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("goal", "key", "expected"),
+    [("sft", "max_length", 512), ("grpo", "max_completion_length", 256)],
+)
+def test_no_row_is_longer_than_the_positions_of_the_model(goal, key, expected):
+    LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=512,
+    ).save_pretrained("model")  # fmt: skip
+    given = ["--model", "model", "--data", "openai/gsm8k", "--goal", goal, "--gpu_memory", "24GB"]
+    assert written("mine.yaml", *given)[key] == expected
 
 
 def test_what_is_missing_is_asked_at_a_terminal(monkeypatch):
