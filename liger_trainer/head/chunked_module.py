@@ -52,22 +52,16 @@ class ModuleCall:
 
     def __post_init__(self) -> None:
         self.has_loss = False
-        named = self.head.named_parameters() if sharding_of(self.head) else ()
-        self._gathered: dict[str, torch.Tensor] = dict(named)
-        self._versions = self._current_versions()
+        named: dict[str, torch.Tensor] = dict(self.head.named_parameters())
+        sharded = bool(sharding_of(self.head))
+        self._gathered = named if sharded else {}
+        self.watched = () if sharded else tuple(named.values())  # which must not change until the backward
+        self.versions = [*map(version_of, self.watched)]
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """The parameters that get a gradient."""
         return tuple(parameter for parameter in self.head.parameters() if parameter.requires_grad)
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether no parameter has been changed in place since the call; True for sharded parameters."""
-        return bool(sharding_of(self.head)) or self._versions == self._current_versions()
-
-    def _current_versions(self) -> list[int | None]:
-        return [version_of(parameter) for parameter in self.head.parameters()]
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
         """The module's own logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters` as they are."""

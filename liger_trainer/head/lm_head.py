@@ -55,13 +55,9 @@ class HeadCall:
         self.has_loss = False  # whether a loss with a gradient was computed without the logits
         self.parameters = (self.weight, self.bias)  # which get the gradients
         self.vocab_size: int = getattr(self.weight, "ds_shape", self.weight.shape)[0]  # ds_shape: split by ZeRO-3
-        self._versions = (version_of(self.weight), version_of(self.bias))
-        self.sharded = bool(sharding_of(self.head))
-
-    @property
-    def owns_parameters(self) -> bool:
-        """Whether `weight` and `bias` are the parameters themselves, not gathered for the call by FSDP or ZeRO-3."""
-        return type(self.head.weight) in PLAIN and not self.sharded
+        self.sharded = bool(sharding_of(self.head))  # then `weight` and `bias` are gathered for the call
+        self.watched = () if self.sharded else self.parameters  # which must not change until the backward
+        self.versions = [*map(version_of, self.watched)]
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits `(..., V)` of `hidden` `(..., H)`, as a function of `parameters`."""
@@ -81,7 +77,7 @@ class HeadCall:
         Raises:
             RuntimeError: as `whole_parameter`.
         """
-        if self.owns_parameters:  # also those of a `torch.func.functional_call`, which the module no longer has
+        if not self.sharded:  # also those of a `torch.func.functional_call`, which the module no longer has
             return self.weight, self.bias
         head = self.head
         if sharding_of(head) != "ZeRO-3":
@@ -95,11 +91,6 @@ class HeadCall:
         with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
             # Copies: the parameters are emptied when the context ends, and the backward may still need them.
             return head.weight.clone(), None if head.bias is None else head.bias.clone()
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether neither has been changed in place since the call; True for gathered parameters."""
-        return not self.owns_parameters or self._versions == (version_of(self.weight), version_of(self.bias))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -121,7 +112,8 @@ class Recorded:
     def check(self) -> None:
         """Raises RuntimeError if hidden states or parameters have been changed in place since the call."""
         changed = "the hidden states" if version_of(self.hidden) != self.version else ""
-        changed = changed if self.call.unchanged else "the head's parameters"
+        same = [*map(version_of, self.call.watched)] == self.call.versions
+        changed = changed if same else "the head's parameters"
         if changed:
             raise RuntimeError(
                 f"The logits of a training forward are needed only now, but {changed} have since been changed in place "

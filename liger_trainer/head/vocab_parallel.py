@@ -61,11 +61,6 @@ class VocabParallelCall(HeadCall):
         return weight.device_mesh
 
     @property
-    def owns_parameters(self) -> bool:
-        """Whether the parameters are the module's own, not gathered for the call by FSDP."""
-        return not self.sharded
-
-    @property
     def group_options(self) -> dict[str, Any]:
         """The group and the range of this process's rows, as the vocabulary-parallel operators take them."""
         mesh = self._mesh
@@ -74,7 +69,7 @@ class VocabParallelCall(HeadCall):
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This process's rows of the current weight and bias, connected to the parameters' gradients."""
-        now = self if self.owns_parameters else self.head  # a `torch.func.functional_call` has parameters of its own
+        now = self.head if self.sharded else self  # a `torch.func.functional_call` has parameters of its own
         return _local_rows(now.weight, self.weight), None if self.bias is None else _local_rows(now.bias, self.bias)
 
     def local_product(self, hidden: torch.Tensor) -> torch.Tensor:

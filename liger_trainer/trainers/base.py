@@ -364,21 +364,19 @@ class LigerTrainerMixin(
 
     def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:
         """What is known of a micro-batch before its loss."""
-        step = replace(current_step(), labelled=None, z_losses=[])
-        padding = self._known_batches.padding(inputs)
-        if padding is not None:
-            step = replace(step, padding=padding)
-        if not self.model.training or not self.args.use_liger_kernel:
-            return step
+        trains = self.model.training and self.args.use_liger_kernel
         # A loss of the user's may score any tokens, and where sequences are split no process has all labels.
         users = self._has_users_loss or callable(self.compute_loss_func)
-        counts = self._counts_labels and self._has_whole_rows and not users
+        counts = trains and self._counts_labels and self._has_whole_rows and not users
+        step = replace(current_step(), labelled=None, z_losses=[])
+        step = self._known_batches.added_to(step, inputs, counts)
+        if not trains:
+            return step
         # The derivative of the step's loss by the sum of the label losses of one micro-batch.
         gradient: Any = 1.0 / getattr(self, "current_gradient_accumulation_steps", 1)
         if num_items is not None:
             gradient = process_scale(self, num_items) / num_items
-        labelled = self._known_batches.labels(inputs) if counts else None
-        return replace(step, labelled=labelled, expected_gradient=gradient)
+        return replace(step, expected_gradient=gradient)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # Clipping by a norm that is NaN makes every gradient NaN, so the guard looks before that.

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from liger_trainer.callbacks.labelled_share import NO_LABEL
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LOSS_SCALE
 from liger_trainer.head.lm_head import version_of
-from liger_trainer.head.step import Bounds, Padding, bounds_of
+from liger_trainer.head.step import Bounds, Padding, Step, bounds_of
 
 require(LOSS_SCALE)
 
@@ -80,25 +81,23 @@ class KnownBatches:
                 mask = batch["attention_mask"]
                 self._paddings.append(Padding(mask, version_of(mask), facts.bounds))
 
-    def labels(self, inputs: Any) -> Callable[[], int] | None:
-        """A function that returns the most labels of a loss of `inputs`, without waiting if the host knows it.
+    def added_to(self, step: Step, inputs: Any, count_labels: bool) -> Step:
+        """`step` with how the rows of `inputs` are padded, if the host knows it, and with a count of their labels.
 
-        None if they have no labels.
+        The count is a function that returns the most labels of a loss of `inputs`, without waiting if the host knows
+        it; it is left out if they have no labels, or without `count_labels`.
         """
-        found = labels_of(inputs)
-        for read, versions, count in self._labels:
-            same = read.keys() == found.keys() and all(read[name] is found[name] for name in read)
-            if same and versions == [version_of(tensor) for tensor in read.values()]:
-                return functools.partial(int, count)
-        return count_later(most_labels(found)) if found else None
-
-    def padding(self, inputs: Any) -> Padding | None:
-        """How the rows of `inputs` are padded, if the host knows it."""
         mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
         for padding in self._paddings:
             if padding.mask is mask and padding.version == version_of(mask):
-                return padding
-        return None
+                step = replace(step, padding=padding)
+                break
+        found = labels_of(inputs) if count_labels else {}
+        for read, versions, count in self._labels if found else ():
+            same = read.keys() == found.keys() and all(read[name] is found[name] for name in read)
+            if same and versions == [version_of(tensor) for tensor in read.values()]:
+                return replace(step, labelled=functools.partial(int, count))
+        return replace(step, labelled=count_later(most_labels(found))) if found else step
 
 
 def _mask_of(batch: Mapping[str, Any]) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, LlamaModel
 from liger_trainer.attention import interface, masks
 from liger_trainer.head import forward as head_forward
 from liger_trainer.head.forward import rows_of
-from liger_trainer.head.step import Padding, bounds_of, current_step
+from liger_trainer.head.step import Padding, Step, bounds_of, current_step
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers import step as trainer_step
 from liger_trainer.trainers.step import KnownBatches, add_facts
@@ -112,9 +112,9 @@ def test_facts_are_those_of_the_last_step(monkeypatch):
         known.take([batch])
     for batch, forgotten in zip(batches, (True, False)):
         counted = recorded_calls(monkeypatch, trainer_step, "count_later")
-        known.labels(batch)
+        step = known.added_to(Step(), batch, count_labels=True)
         assert bool(counted) == forgotten
-        assert (known.padding(batch) is None) == forgotten
+        assert (step.padding is None) == forgotten
 
 
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "decoder_attention_mask", "past_key_values"])

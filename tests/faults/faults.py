@@ -658,7 +658,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a pair is scored over its prompt", "forward_pairs",
          r'pairs\["concatenated_labels"\]\[:, 1:\] != IGNORE_INDEX', "attention_mask[:, 1:] == 1",
          "parity_orpo_cpo::test_logs_and_weights_are_those_of_trl", "simpo or cpo"),
-        ("labels that were changed keep their count", "KnownBatches.labels", r"versions == \[.*\]:", "True:",
+        ("labels that were changed keep their count", "KnownBatches.added_to", r"versions == \[.*\]:", "True:",
          "trainers/test_labelled_rows::test_labels_that_were_changed_are_counted_again"),
         ("smoothing is not divided by the items", "FusedLabelSmoother.__call__",
          r"return loss / torch\.as_tensor\(num_items_in_batch", "return loss / torch.as_tensor(labels.numel()",

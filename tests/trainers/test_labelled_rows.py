@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import BatchEncoding
 
 from liger_trainer.head import fused_loss
+from liger_trainer.head.step import Step
 from liger_trainer.trainers import generation_mixin
 from liger_trainer.trainers import step as trainer_step
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -205,7 +206,7 @@ def test_evaluation_multiplies_all_rows(tmp_path, chosen):
 
 
 def test_a_bound_that_is_too_low_is_named_by_the_guard(tmp_path, monkeypatch, chosen):
-    monkeypatch.setattr(KnownBatches, "labels", lambda self, inputs: lambda: 4)
+    monkeypatch.setattr(trainer_step, "most_labels", lambda labels: torch.tensor(4))
     trainer = causal(tmp_path, rows=few_labels(), non_finite="skip")
     trainer.train()
     assert all(count > kept for _, count, kept in chosen)
@@ -297,9 +298,9 @@ def test_the_larger_count_bounds_every_forward(on_device):
     bounds = KnownBatches()
     bounds.take([batch])
     assert trainer_step._KEY not in batch
-    assert bounds.labels(dict(batch))() == 3
+    assert bounds.added_to(Step(), dict(batch), count_labels=True).labelled() == 3
     assert not on_device
-    bounds.labels({**batch, "completion_mask": torch.ones(1, 3)})
+    bounds.added_to(Step(), {**batch, "completion_mask": torch.ones(1, 3)}, count_labels=True)
     assert on_device == [3]
 
 
