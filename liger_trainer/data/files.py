@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 from datasets import Dataset, load_dataset
 
 from liger_trainer.errors import UserError
@@ -16,13 +17,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".ndjson": ("json", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
+    ".csv": ("csv", {"sep": ",", "keep_default_na": False, "na_values": [""]}),
+    ".tsv": ("csv", {"sep": "\t", "keep_default_na": False, "na_values": [""]}),
     ".parquet": ("parquet", {}),
     ".arrow": ("arrow", {}),
     ".txt": ("text", {}),
 }
-"""Ends of names, each with the reader of `datasets` and its options."""
+"""Ends of names, each with the reader of `datasets` and its options. Cells such as "None" and "NA" are text."""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 """Ends that may follow those in `KINDS`."""
@@ -69,15 +70,16 @@ def find_files(given: Sequence[str], key: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def load_files(given: Sequence[str], key: str) -> Dataset:
+def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -> Dataset:
     """The rows of all files that `given` stands for, as one dataset.
 
     Args:
         given: As in `find_files`.
         key: The key of the recipe, for errors.
+        is_text: Whether a column of this name holds text, though the cells of a table may look like numbers.
 
     Raises:
-        FileError: for files that are missing, empty, of several kinds, or cannot be read.
+        FileError: for files that are missing, empty, of several kinds or with several columns, or cannot be read.
     """
     files = find_files(given, key)
     empty = [file for file in files if Path(file).stat().st_size == 0]
@@ -95,13 +97,38 @@ def load_files(given: Sequence[str], key: str) -> Dataset:
     if reader == "json":
         options = {"field": _field(files)}
     try:
+        if reader == "csv":
+            header = pandas.read_csv(files[0], nrows=0, sep=options["sep"])
+            options = {**options, "converters": {name: _cell for name in header.columns if is_text(name)}}
         loaded = load_dataset(reader, data_files=files, split="train", **options)
         loaded.data.validate(full=True)  # the JSON lines reader accepts text that is not UTF-8
     except Exception as error:  # datasets raises its own errors, chained to those of the file's reader
+        difference = _difference(files, reader, options)
+        if difference:
+            raise FileError(f"`{key}`: {difference}") from error
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         hint = " Save the text as UTF-8." if "utf" in reason.lower() else ""
         raise FileError(f"`{key}`: {files} cannot be read: {reason}{hint}") from error
     return loaded
+
+
+def _cell(text: str) -> str | None:
+    return text or None
+
+
+def _difference(files: Sequence[str], reader: str, options: dict[str, Any]) -> str:
+    """Says which file has other columns than the first; empty if none has, or one cannot be read."""
+    first: dict[str, Any] = {}
+    for file in files:
+        try:
+            row = next(iter(load_dataset(reader, data_files=[file], split="train", streaming=True, **options)))
+        except Exception:  # of any reader, which was raised before
+            return ""
+        first = first or row
+        if row.keys() != first.keys():
+            columns = f"the columns {', '.join(first)}, and {file!r} {', '.join(row)}"
+            return f"{files[0]!r} has {columns}; give files with the same columns."
+    return ""
 
 
 def _field(files: Sequence[str]) -> str | None:

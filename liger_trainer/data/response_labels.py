@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from liger_trainer.data.turns import Turn
+from liger_trainer.data.turns import Turn, is_learnt
 
 _OTHER = "\ue000other\ue001"
 """An answer that shares neither its first nor its last character with any other: both are for private use."""
@@ -36,10 +36,11 @@ def answer_spans(turns: Turns, render: Render, special: Sequence[str]) -> list[S
         special: The special tokens of the tokenizer, none of which is cut in two.
 
     Returns:
-        A span for each turn of the assistant that reaches the text.
+        A span for each turn of the assistant that reaches the text and is to be learnt.
     """
     text, header = render(turns), _header(render)
     spans: list[Span] = []
+    last = 0
     for place, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
@@ -48,8 +49,10 @@ def answer_spans(turns: Turns, render: Render, special: Sequence[str]) -> list[S
         found = find(text, asked, turn, after, render, special)
         if found is None:
             continue
-        before = text.rfind(header, spans[-1].end if spans else 0, found.start) if header else -1
-        spans.append(found if before < 0 else Span(before + len(header), found.end))
+        before = text.rfind(header, last, found.start) if header else -1
+        last = found.end
+        if is_learnt(turn):
+            spans.append(found if before < 0 else Span(before + len(header), found.end))
     return spans
 
 

@@ -35,6 +35,18 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """Parts of a row, and the names of columns that hold them, the first that is there before the others."""
 
+_TEXT = frozenset(name for part, names in NAMES.items() if part != "label" for name in names)
+
+
+def holds_text(column: str) -> bool:
+    """Whether a column of this name holds text or turns, in data of any shape."""
+    return _plain(column) in _TEXT
+
+
+def _plain(column: str) -> str:
+    return column.strip().lower().replace(" ", "_").replace("-", "_")
+
+
 ALPACA = """\
 Below is an instruction that describes a task. Write a response that appropriately completes the request.
 
@@ -163,7 +175,7 @@ def recognised(
     if prompt_template is None and all(_is_standard(kind, names, row, roles) for row in rows):
         return None
     row = rows[0]
-    by_name = {name.strip().lower().replace(" ", "_").replace("-", "_"): name for name in reversed(names)}
+    by_name = {_plain(name): name for name in reversed(names)}
     found = {part: by_name[name] for part, known in NAMES.items() for name in reversed(known) if name in by_name}
     if "turns" in found and not is_conversation(parsed(row[found["turns"]])):
         del found["turns"]

@@ -122,6 +122,18 @@ def _with_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": parsed(function["arguments"])}}
 
 
+def is_learnt(turn: Mapping[str, Any]) -> bool:
+    """Whether an answer is to be learnt: not with ``weight: 0`` (OpenAI's key) or ``train: false`` (axolotl's).
+
+    Raises:
+        TurnError: for a weight other than 0 and 1.
+    """
+    weight = turn.get("weight", 1)
+    if weight not in (0, 1):
+        raise TurnError(f"a turn with `weight: {weight}`; 0 and 1 are known")
+    return bool(weight) and bool(turn.get("train", True))
+
+
 def without_none(value: Any) -> Any:
     """`value` without the keys that Arrow has added to its mappings, which hold None, at any depth."""
     if isinstance(value, Mapping):

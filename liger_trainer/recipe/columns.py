@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,8 +12,8 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
-from liger_trainer.data.shapes import ShapeError, in_words, recognised, with_system_prompt
-from liger_trainer.data.turns import ROLES, TurnError, as_turns
+from liger_trainer.data.shapes import NAMES, ShapeError, in_words, recognised, with_system_prompt
+from liger_trainer.data.turns import ROLES, TurnError, as_turns, parsed
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
@@ -32,13 +33,14 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what each column holds; o
 }
 
 
-def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> Any:
+def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool], evaluates: bool = False) -> Any:
     """The rows that the trainer of `recipe` takes, made from `rows` and checked; says what they are made from.
 
     Args:
         rows: A dataset, streamed or not.
         recipe: The recipe.
         has_template: Says whether there is a chat template, so that plain questions and answers become conversations.
+        evaluates: Whether the rows are for evaluation; `columns` is then passed by if they have none of them.
 
     Raises:
         RecipeError: for columns that are missing, or hold something else.
@@ -46,7 +48,10 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> Any
     if hasattr(rows, "__len__") and len(rows) == 0:
         raise RecipeError("The data has no rows.")
     _check_keys(recipe)
-    rows = _reshaped(renamed(rows, recipe.recipe.columns or {}), recipe, has_template)
+    columns = recipe.recipe.columns or {}
+    if evaluates and rows.column_names is not None and not {*columns.values()} & {*rows.column_names}:
+        columns = {}
+    rows = _reshaped(renamed(rows, columns), recipe, has_template)
     check_columns(rows, recipe)
     system = recipe.recipe.system_prompt
     if system is None:
@@ -107,11 +112,16 @@ def _check_keys(recipe: Recipe) -> None:
     for key in ("roles", "prompt_template", "system_prompt"):
         if recipe.kind.data == "text" and getattr(ours, key) is not None:
             raise RecipeError(f"`{key}` is given, but `trainer: {ours.trainer}` trains on plain text; leave it out.")
+    known = {name for names in NAMES.values() for name in names} | {*SPOKEN, *_READ_BY_TRL, recipe.get(TEXT_FIELD)}
+    for name in () if recipe.kind.generates else ours.columns or {}:  # a reward function may read any column
+        similar = difflib.get_close_matches(name, [str(each) for each in known], 1, cutoff=0.8)
+        if name not in known and similar:
+            raise RecipeError(f"`columns` gives the name {name!r}, which nothing reads; write {similar[0]!r}.")
     for name, role in (ours.roles or {}).items():
         if role not in ROLES.values() and role != name:
-            known = ", ".join(sorted({*ROLES.values()}))
+            roles = ", ".join(sorted({*ROLES.values()}))
             raise RecipeError(
-                f"`roles` says that {name!r} is {role!r}; it must be one of {known}, or {name!r} itself, for a role "
+                f"`roles` says that {name!r} is {role!r}; it must be one of {roles}, or {name!r} itself, for a role "
                 "that the chat template has."
             )
 
@@ -221,6 +231,8 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         for name in found:
             _check_column(rows, name, recipe.recipe.roles or {})
         _check_alike(rows, [name for name in found if name in SPOKEN])
+        if "tools" in columns:
+            _check_tools(rows)
 
 
 def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> str:
@@ -261,6 +273,15 @@ def _check_column(rows: Dataset, name: str, roles: Mapping[str, str]) -> None:
             raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
     if name == "label" and not set(rows.unique(name)) <= {0, 1}:
         raise RecipeError(f"The column `label` holds {rows.unique(name)[:5]}; it must hold {words}.")
+
+
+def _check_tools(rows: Dataset) -> None:
+    for number, tools in enumerate(rows["tools"], 1):
+        if tools and not isinstance(parsed(tools), list):
+            held = f"{str(tools)[:40]!r} in row {number}"
+            raise RecipeError(
+                f"The column `tools` holds {held}; it must hold a list of JSON schemas, or its JSON text."
+            )
 
 
 def _values(rows: Dataset, name: str) -> Iterator[Any]:

@@ -13,11 +13,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_dataset
 
 from liger_trainer.data.files import FileError, load_files
-from liger_trainer.data.shapes import ShapeError
+from liger_trainer.data.shapes import ShapeError, holds_text
 from liger_trainer.recipe import quickstart, smoke
 from liger_trainer.recipe.columns import SPOKEN, prepared
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe
+from liger_trainer.recipe.schema import TEXT_FIELD
 
 BUILT_IN: dict[str, Callable[[], Any]] = {
     "pydoc_topics": quickstart.pydoc_topics,
@@ -43,7 +44,7 @@ def _load_data(recipe: Recipe) -> tuple[Any, Any]:
     train, evaluation = _load_splits(recipe)
     evaluated = recipe.training.eval_strategy != "no"
     if recipe.recipe.eval_data_files:
-        evaluation = load_files(recipe.recipe.eval_data_files, "eval_data_files")
+        evaluation = load_files(recipe.recipe.eval_data_files, "eval_data_files", partial(_is_text, recipe))
     size, args = recipe.mixture.test_split_size, recipe.training
     seed = args.seed if args.data_seed is None else args.data_seed
     if evaluated and evaluation is None:
@@ -62,7 +63,7 @@ def _load_data(recipe: Recipe) -> tuple[Any, Any]:
         train, evaluation = parts["train"], parts["test"]
     has_template = partial(has_chat_template, recipe)
     train = prepared(train, recipe, has_template)
-    return train, prepared(evaluation, recipe, has_template) if evaluated else None
+    return train, prepared(evaluation, recipe, has_template, evaluates=True) if evaluated else None
 
 
 def _load_splits(recipe: Recipe) -> tuple[Any, Any]:
@@ -91,7 +92,7 @@ def _load_source(recipe: Recipe) -> Any:
         raise RecipeError(f"{recipe.source} {has}; give exactly one of `dataset_name`, `data_files` and `datasets`.")
     name = recipe.data.dataset_name
     if recipe.recipe.data_files:
-        return load_files(recipe.recipe.data_files, "data_files")
+        return load_files(recipe.recipe.data_files, "data_files", partial(_is_text, recipe))
     if name in BUILT_IN:
         return BUILT_IN[name]()
     if name and Path(name).is_file():
@@ -99,6 +100,12 @@ def _load_source(recipe: Recipe) -> Any:
     if name and any((Path(name) / file).is_file() for file in _SAVED):
         return _load_saved(name)
     return _load_from_hub(recipe, chosen[0])
+
+
+def _is_text(recipe: Recipe, column: str) -> bool:
+    """Whether a column of files holds text: by its name, or by the one that the recipe gives it."""
+    given = {old: new for new, old in (recipe.recipe.columns or {}).items()}
+    return holds_text(given.get(column, column)) or column == recipe.get(TEXT_FIELD)
 
 
 def _load_saved(folder: str) -> Any:

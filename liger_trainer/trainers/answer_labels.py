@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import trl.trainer.sft_trainer as trl_sft_trainer
-from datasets import Dataset
+from datasets import Dataset, Json
 from transformers import PreTrainedTokenizerFast
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import SFT_ANSWERS
 from liger_trainer.data.response_labels import answer_mask
-from liger_trainer.data.turns import without_none
+from liger_trainer.data.turns import is_learnt, without_none
 
 require(SFT_ANSWERS)
 
@@ -58,6 +58,21 @@ def templates_without_markers(trainer: Any) -> Iterator[None]:
             yield
         finally:
             names.update(theirs)
+
+
+def some_are_not_learnt(rows: Any) -> bool:
+    """Whether a conversation in `rows` has answers that are not to be learnt; streamed rows are not asked."""
+    columns = [name for name in ("messages", "completion") if name in (rows.column_names or ())]
+    if not isinstance(rows, Dataset) or not any(_may_weigh(rows.features[name]) for name in columns):
+        return False
+    turns = (turn for row in rows.select_columns(columns) for name in columns for turn in row[name] or ())
+    return not all(is_learnt(without_none(turn)) for turn in turns if isinstance(turn, Mapping))
+
+
+def _may_weigh(feature: Any) -> bool:
+    """Whether turns of this type may have the keys that `is_learnt` reads; those of `Json` may have any."""
+    turn = getattr(feature, "feature", None)
+    return bool({"weight", "train"} & {*turn}) if isinstance(turn, dict) else isinstance(turn, Json)
 
 
 def with_answer_masks(rows: Any, tokenizer: PreTrainedTokenizerFast, processes: int | None) -> Any:

@@ -14,7 +14,8 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import SFT_HEAD, SFT_LOSS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.head.deferred_logits import DeferredLogits, recordable
-from liger_trainer.trainers.answer_labels import templates_without_markers, with_answer_masks
+from liger_trainer.head.warn_once import warn_once
+from liger_trainer.trainers.answer_labels import some_are_not_learnt, templates_without_markers, with_answer_masks
 from liger_trainer.trainers.base import parameters_of, wants_kernels
 from liger_trainer.trainers.fused_forward import (
     StatisticsOptions,
@@ -61,7 +62,14 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             super().__init__(*args, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: SFTConfig, *more: Any) -> Any:
-        if self.answers_by_turns:
+        left_out = some_are_not_learnt(dataset)
+        if left_out and not args.assistant_only_loss:
+            warn_once(
+                "weights of turns",
+                "Some answers have `weight: 0` or `train: false`, and are trained on all the same: set "
+                "`assistant_only_loss=True` to leave them out. (Shown once.)",
+            )
+        if self.answers_by_turns or (left_out and args.assistant_only_loss):
             dataset = with_answer_masks(dataset, processing_class, args.dataset_num_proc)
         return super()._prepare_dataset(dataset, processing_class, args, *more)
 

@@ -44,28 +44,31 @@ def write(folder, name):
     ],
 )
 def test_kinds_of_files(name, tmp_path):
-    rows = load_files([str(write(tmp_path, name))], "data_files").to_list()
+    rows = load_files([str(write(tmp_path, name))], "data_files", str.islower).to_list()
     assert [{key: str(value) for key, value in row.items()} for row in rows] == ROWS
 
 
 def test_arrow_and_text(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     (file,) = (tmp_path / "saved").glob("*.arrow")
-    assert load_files([str(file)], "data_files").to_list() == ROWS
+    assert load_files([str(file)], "data_files", str.islower).to_list() == ROWS
     (tmp_path / "a.txt").write_text("one\ntwo\n", encoding="utf-8")
-    assert load_files([str(tmp_path / "a.txt")], "data_files").to_list() == [{"text": "one"}, {"text": "two"}]
+    assert load_files([str(tmp_path / "a.txt")], "data_files", str.islower).to_list() == [
+        {"text": "one"},
+        {"text": "two"},
+    ]
 
 
 def test_rows_under_one_key_of_a_json_file(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"version": "1", "data": ROWS}), encoding="utf-8")
-    assert load_files([str(path)], "data_files").to_list() == ROWS
+    assert load_files([str(path)], "data_files", str.islower).to_list() == ROWS
 
 
 def test_a_zipped_file(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.jsonl.zip", "w") as archive:
         archive.writestr("a.jsonl", LINES)
-    assert load_files([str(tmp_path / "a.jsonl.zip")], "data_files").to_list() == ROWS
+    assert load_files([str(tmp_path / "a.jsonl.zip")], "data_files", str.islower).to_list() == ROWS
 
 
 def test_patterns_and_folders(tmp_path, monkeypatch):
@@ -77,7 +80,7 @@ def test_patterns_and_folders(tmp_path, monkeypatch):
     assert find_files(["data/**/*.jsonl"], "data_files") == ["data/a.jsonl", "data/b.jsonl", "data/deep/c.jsonl"]
     assert find_files(["data"], "data_files") == ["data/a.jsonl", "data/b.jsonl", "data/deep/c.jsonl"]
     assert find_files(["data", "data/a.jsonl"], "data_files") == find_files(["data"], "data_files")
-    assert len(load_files(["data"], "data_files")) == 6
+    assert len(load_files(["data"], "data_files", str.islower)) == 6
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ def test_files_that_cannot_be_read(names, given, words, tmp_path, monkeypatch):
     for name in names:
         write(tmp_path, name)
     with pytest.raises(FileError) as caught:
-        load_files(given, "data_files")
+        load_files(given, "data_files", str.islower)
     assert words in str(caught.value)
 
 
@@ -107,4 +110,25 @@ def test_other_kinds_and_damaged_files(tmp_path):
     ]:
         (tmp_path / name).write_text(text, encoding="utf-8")
         with pytest.raises(FileError, match=words):
-            load_files([str(tmp_path / name)], "data_files")
+            load_files([str(tmp_path / name)], "data_files", str.islower)
+
+
+def test_cells_of_text_stay_text(tmp_path):
+    for name, blank in (("a.csv", ","), ("a.tsv", "\t")):
+        lines = ["question,answer,count", "007,NA,5", "1.50,,6"]
+        (tmp_path / name).write_text("\n".join(lines).replace(",", blank), encoding="utf-8")
+        rows = load_files([str(tmp_path / name)], "data_files", lambda name: name != "count").to_list()
+        assert rows[0] == {"question": "007", "answer": "NA", "count": 5}
+        assert rows[1] == {"question": "1.50", "answer": None, "count": 6}
+
+
+@pytest.mark.parametrize(
+    ("names", "texts"),
+    [(("a.jsonl", "b.jsonl"), ('{"q": "a"}', '{"q": "a", "r": 1}')), (("a.csv", "b.csv"), ("q\na\n", "r,q\na,b\n"))],
+)
+def test_files_with_other_columns_are_named(names, texts, tmp_path):
+    files = [tmp_path / name for name in names]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text + "\n", encoding="utf-8")
+    with pytest.raises(FileError, match=r"a\.\w+' has the columns q, and '.*b\.\w+' .*; give files"):
+        load_files([*map(str, files)], "data_files", str.islower)

@@ -13,6 +13,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.data.response_labels import answer_mask, answer_spans
+from liger_trainer.errors import UserError
+from liger_trainer.head import warn_once
 from liger_trainer.recipe.quickstart import train_tokenizer
 from tests.trainers.builders import llama
 
@@ -164,21 +166,47 @@ def test_the_trainer_learns_the_answers_alone(rows, tmp_path):
     assert {"input_ids", "labels"} <= {*evaluated.column_names}
 
 
-def test_a_template_with_markers_is_left_to_trl(tmp_path):
-    marked = CHATML.replace(
-        "{{ m.content }}<|im_end|>",
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}",
-    )
-    args = LigerSFTConfig(
-        str(tmp_path / "run"), assistant_only_loss=True, use_cpu=True, report_to="none", kernel_report=False
-    )
-    rows, tokenizer = Dataset.from_list([{"messages": CONVERSATIONS["several answers"]}] * 4), tokenizer_with(marked)
+MARKED = CHATML.replace(
+    "{{ m.content }}<|im_end|>",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}",
+)
+
+
+def learnt_of(turns, template, folder, **options):
+    """The trainer of a conversation, and the text of the labels in its first batch."""
+    args = LigerSFTConfig(folder, use_cpu=True, report_to="none", kernel_report=False, **options)
+    rows, tokenizer = Dataset.from_list([{"messages": turns}] * 4), tokenizer_with(template)
     trainer = LigerSFTTrainer(model_for(tokenizer), args, train_dataset=rows, processing_class=tokenizer)
-    assert not trainer.answers_by_turns
     batch = next(iter(trainer.get_train_dataloader()))
-    learnt = trainer.processing_class.decode(batch["input_ids"][0][batch["labels"][0] != -100])
+    return trainer, trainer.processing_class.decode(batch["input_ids"][0][batch["labels"][0] != -100])
+
+
+def test_a_template_with_markers_is_left_to_trl(tmp_path):
+    turns = CONVERSATIONS["several answers"]
+    trainer, learnt = learnt_of(turns, MARKED, str(tmp_path / "run"), assistant_only_loss=True)
+    assert not trainer.answers_by_turns
     assert learnt == "Hello.<|im_end|>Hello.<|im_end|>"
+
+
+@pytest.mark.parametrize("said", [{"weight": 0}, {"train": False}], ids=str)
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
+def test_an_answer_of_weight_0_is_not_learnt(template, said, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(warn_once, "_said", set())
+    turns = [{**turn} for turn in CONVERSATIONS["several answers"]]
+    turns[2] = {**turns[2], "content": "Wrong.", **said}
+    _, learnt = learnt_of(turns, template, str(tmp_path / "run"), assistant_only_loss=True)
+    assert learnt == "Hello.<|im_end|>"
+    assert "set `assistant_only_loss=True`" not in caplog.text
+    _, learnt = learnt_of(turns, template, str(tmp_path / "all"))
+    assert "Wrong." in learnt
+    assert "set `assistant_only_loss=True` to leave them out" in caplog.text
+
+
+def test_a_weight_between_0_and_1_is_refused(tmp_path):
+    turns = [*CONVERSATIONS["one answer"][:1], {"role": "assistant", "content": "Hello.", "weight": 0.5}]
+    with pytest.raises(UserError, match=re.escape("a turn with `weight: 0.5`; 0 and 1 are known")):
+        learnt_of(turns, CHATML, str(tmp_path / "run"), assistant_only_loss=True)
 
 
 def test_tool_calls_before_the_question_at_which_the_tools_stand():

@@ -91,6 +91,7 @@ def _values(arguments: Namespace, options: Sequence[str]) -> tuple[dict[str, Any
     """The keys of the recipe that is given, or of one that trains on the files."""
     from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
     from liger_trainer.recipe.load import check_values
+    from liger_trainer.recipe.schema import TRAINERS
 
     first = arguments.files[0]
     is_recipe = Path(first).suffix in (".yaml", ".yml") or first in shipped_recipes()
@@ -98,6 +99,9 @@ def _values(arguments: Namespace, options: Sequence[str]) -> tuple[dict[str, Any
         raise UserError(f"{first!r} is a recipe, which names its data; give it alone, or files of data.")
     source = find_recipe(first) if is_recipe else Path(first)
     written = read_recipe(source) if is_recipe else {"data_files": arguments.files}
+    asked = {option.rpartition("=")[2] for option in options}
+    if not is_recipe and any(kind.generates and trainer in asked for trainer, kind in TRAINERS.items()):
+        written = {**written, "reward_funcs": ["liger_trainer.rewards:length"]}  # which reads no column
     if arguments.model is not None:
         written = {**written, "model_name_or_path": arguments.model}
     elif not is_recipe:

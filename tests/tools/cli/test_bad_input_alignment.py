@@ -105,10 +105,24 @@ def test_rows_of_two_kinds(aligned, capsys):
     assert "The column `label` holds [0, 1, 2]; it must hold true or false." in message
 
 
+def test_evaluation_data_without_renamed_columns_is_read_as_it_is(aligned, capsys):
+    Path("evaluated.jsonl").write_text(json.dumps(PAIR) + "\n")
+    more = {"eval_data_files": "evaluated.jsonl", "eval_strategy": "steps"}
+    columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    assert main(["train", aligned("dpo", {"question": "a b", "good": "c", "bad": "d"}, columns=columns, **more)]) == 0
+
+
+def test_tools_that_are_no_schemas(aligned, capsys):
+    message = refused(capsys, aligned("dpo", {**PAIR, "tools": "get_weather(city)"}))
+    assert "The column `tools` holds 'get_weather(city)' in row 1; it must hold a list of JSON schemas" in message
+
+
 def test_columns_are_renamed(aligned, capsys):
     row = {"question": "a b", "good": "c", "bad": "d", "prompt": 5}
     columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     assert main(["train", aligned("dpo", row, columns=columns)]) == 0
+    message = refused(capsys, aligned("dpo", row, columns={**columns, "choosen": "good"}, output_dir="other"))
+    assert "`columns` gives the name 'choosen', which nothing reads; write 'chosen'." in message
     message = refused(capsys, aligned("dpo", row, columns={"chosen": "best"}, output_dir="other"))
     assert "`columns` names 'best', but the data has the columns question, good, bad, prompt." in message
 
