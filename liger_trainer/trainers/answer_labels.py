@@ -61,11 +61,13 @@ def templates_without_markers(trainer: Any) -> Iterator[None]:
 
 
 def some_are_not_learnt(rows: Any) -> bool:
-    """Whether a conversation in `rows` has answers that are not to be learnt; streamed rows are not asked."""
-    columns = [name for name in ("messages", "completion") if name in (rows.column_names or ())]
-    if not isinstance(rows, Dataset) or not any(_may_weigh(rows.features[name]) for name in columns):
+    """Whether `rows`, or the first hundred of streamed ones, have answers that are not to be learnt."""
+    looked_at = rows if isinstance(rows, Dataset) else rows.take(100)
+    features = rows.features or {}
+    columns = [name for name in ("messages", "completion") if name in (rows.column_names or ("messages", "completion"))]
+    if features and not any(_may_weigh(features[name]) for name in columns):
         return False
-    turns = (turn for row in rows.select_columns(columns) for name in columns for turn in row[name] or ())
+    turns = (turn for row in looked_at for name in columns for turn in row.get(name) or ())
     return not all(is_learnt(without_none(turn)) for turn in turns if isinstance(turn, Mapping))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import trl
-from datasets import Dataset
+from datasets import Dataset, Features, Json, List
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
@@ -16,6 +16,7 @@ from liger_trainer.data.response_labels import answer_mask, answer_spans
 from liger_trainer.errors import UserError
 from liger_trainer.head import warn_once
 from liger_trainer.recipe.quickstart import train_tokenizer
+from liger_trainer.trainers.answer_labels import some_are_not_learnt
 from tests.trainers.builders import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -201,6 +202,15 @@ def test_an_answer_of_weight_0_is_not_learnt(template, said, tmp_path, caplog, m
     _, learnt = learnt_of(turns, template, str(tmp_path / "all"))
     assert "Wrong." in learnt
     assert "set `assistant_only_loss=True` to leave them out" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["messages", "completion", "text"])
+def test_streamed_weights_are_seen(key):
+    turns = CONVERSATIONS["one answer"]
+    weighed = [turns[0], {**turns[1], "weight": 0}]
+    for row, expected in ((turns, False), (weighed, key != "text")):
+        rows = Dataset.from_list([{key: turns}, {key: row}], features=Features({key: List(Json())}))
+        assert some_are_not_learnt(rows) == some_are_not_learnt(rows.to_iterable_dataset()) == expected
 
 
 def test_a_weight_between_0_and_1_is_refused(tmp_path):
