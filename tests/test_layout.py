@@ -129,6 +129,7 @@ def test_packages_import_the_packages_of_their_row():
     found = {package: set() for package in rows}
     for module, path in modules.items():
         package = package_of(module, modules)
+        assert package in {*rows, "a re-export"}, f"docs/architecture.md has no row for {package}, of {module}"
         if package != "a re-export":
             found[package] |= {package_of(name, modules) for name in imports(path, modules)} - {package}
     for package, (allowed, libraries) in rows.items():
@@ -139,6 +140,31 @@ def test_packages_import_the_packages_of_their_row():
             assert allowed == found[package], (
                 f"the row of {package} names {sorted(allowed - found[package])}, not imported"
             )
+
+
+def named_modules(path, modules):
+    """The modules of ours that a file names in a text, from which it may import them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        value = node.value.partition(":")[0] if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if value.startswith("liger_trainer.") and value in modules:
+            yield value
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (name for name in ("liger_trainer",) if name in [getattr(x, "value", "") for x in node.args])
+
+
+BY_NAME = {("compat", "tools"), ("recipe", "a re-export")}
+"""Imports that only a run of the code makes: a canary is tried, and a recipe finds its trainer among the exports."""
+
+
+def test_the_core_imports_nothing_else_by_a_name_in_a_text():
+    modules, rows = product_modules(), table_of_packages()
+    found = set()
+    for module, path in modules.items():
+        package = package_of(module, modules)
+        if package in rows and package not in OUTER:
+            named = {package_of(name, modules) for name in named_modules(path, modules)} - {package}
+            found |= {(package, other) for other in named - rows[package][0]}
+    assert found == BY_NAME
 
 
 def test_packages_are_in_no_circle_and_the_core_imports_no_outer_one():

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas
 from datasets import Dataset, load_dataset
 
 from liger_trainer.errors import UserError
@@ -98,8 +97,8 @@ def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -
         options = {"field": _field(files)}
     try:
         if reader == "csv":
-            header = pandas.read_csv(files[0], nrows=0, sep=options["sep"])
-            options = {**options, "converters": {name: _cell for name in header.columns if is_text(name)}}
+            columns = _first_row(files[0], reader, options)
+            options = {**options, "converters": {name: _cell for name in columns if is_text(name)}}
         loaded = load_dataset(reader, data_files=files, split="train", **options)
         loaded.data.validate(full=True)  # the JSON lines reader accepts text that is not UTF-8
     except Exception as error:  # datasets raises its own errors, chained to those of the file's reader
@@ -116,12 +115,16 @@ def _cell(text: str) -> str | None:
     return text or None
 
 
+def _first_row(file: str, reader: str, options: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(load_dataset(reader, data_files=[file], split="train", streaming=True, **options)), {})
+
+
 def _difference(files: Sequence[str], reader: str, options: dict[str, Any]) -> str:
     """Says which file has other columns than the first; empty if none has, or one cannot be read."""
     first: dict[str, Any] = {}
     for file in files:
         try:
-            row = next(iter(load_dataset(reader, data_files=[file], split="train", streaming=True, **options)))
+            row = _first_row(file, reader, options)
         except Exception:  # of any reader, which was raised before
             return ""
         first = first or row
