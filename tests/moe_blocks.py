@@ -39,10 +39,10 @@ class Errors(NamedTuple):
     """Distances from the truth, of one tensor or of each expert's part of one, in float64.
 
     Args:
-        ours: Of the patched block.
-        eager: Of the block as it is.
-        norm: Of the truth.
-        numbers: In the tensor or part.
+        ours: The distance of the patched block.
+        eager: The distance of the block as it is.
+        norm: The norm of the truth.
+        numbers: How many numbers the tensor or part has.
     """
 
     ours: Tensor
@@ -70,7 +70,7 @@ class Measured(NamedTuple):
 
     Args:
         errors: By name: ``"output"``, ``"hidden"`` and the parameters'.
-        components: What was patched.
+        components: The components that were patched.
         same_choices: Whether all three chose the same experts for every token; the errors say nothing if not.
     """
 
@@ -96,8 +96,8 @@ def measure_block(
 
     Args:
         name: A key of `BLOCKS`.
-        device: Where.
-        dtype: Of parameters and hidden states.
+        device: The device of the block.
+        dtype: The dtype of parameters and hidden states.
         tokens: How many.
         exact: The dtype of the truth.
         widths: Fields of the configuration to change, of those that it has.

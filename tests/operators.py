@@ -61,7 +61,7 @@ class Operator:
 
     Args:
         function: A public function, or a closure over one.
-        arguments: What makes them, in order.
+        arguments: Functions that make the arguments, in order.
         refuses: The function that the error about a second derivative names; None where there is one, or where another
             test asks for it.
     """

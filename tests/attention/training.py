@@ -41,9 +41,9 @@ def trainer_of(folder: Any, model: str, case: str, ours: bool, **options: Any) -
     """A trainer of a tiny model for two steps.
 
     Args:
-        folder: Of its output.
+        folder: The folder of its output.
         model: A family of `tests.attention.families`, with a window of 5 tokens if it has windows.
-        case: Of `CASES`.
+        case: A key of `CASES`.
         ours: Whether it is ours; else it is the stock one with eager attention.
         options: More training arguments.
     """

@@ -45,8 +45,8 @@ class Precision:
         autocast: dtype of autocast around the forward.
         sharded: dtype that FSDP gathers the parameters in.
         scaled: Whether a gradient scaler multiplies the loss, from torch's own first factor on.
-        tolerance: Of losses, gradients and steps, relative to the size of each tensor; a gradient of one rank alone is
-            wrong by about one.
+        tolerance: The largest error of losses, gradients and steps, relative to the size of each tensor; a gradient of
+            one rank alone is wrong by about one.
     """
 
     weights: torch.dtype = torch.float32

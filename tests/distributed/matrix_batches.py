@@ -95,7 +95,7 @@ class Loss:
         of_tokens: Maps log-probabilities and entropies `(B, S - 1)`, zero where there is no label, the mask of the
             labels and the batch to a sum over the batch.
         options: `StatisticsOptions` of the fused head; None for the loss of the model itself.
-        items: What the sum is divided by: "tokens" or "pairs" of rows, of all ranks.
+        items: The divisor of the sum: "tokens" or "pairs" of rows, of all ranks.
     """
 
     of_tokens: Callable[[torch.Tensor, Any, torch.Tensor, Batch], torch.Tensor]

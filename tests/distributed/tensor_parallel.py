@@ -71,14 +71,14 @@ class Case:
     """What is trained, and how.
 
     Args:
-        family: Of `FAMILIES`.
-        loss: Of the matrix's `LOSSES`.
+        family: A key of `FAMILIES`.
+        loss: A key of the matrix's `LOSSES`.
         overrides: Fields of the model's configuration.
         kernels: `liger_kernel_config`.
         lora: Target modules of adapters; none by default.
         autocast: dtype of autocast around the forward.
         whole_logits: Whether the logits are expected to be built.
-        tolerance: Of loss and gradients, relative to the size of each.
+        tolerance: The largest error of loss and gradients, relative to the size of each.
     """
 
     family: str = "llama"
@@ -228,9 +228,9 @@ def check_step(
 
     Args:
         model: The model as it is spread.
-        case: What is trained.
-        batches: Of every rank that has one of its own, whose mean gradient the parameters get.
-        of_rank: Which of them is this rank's.
+        case: The model and its options.
+        batches: A batch of each rank that has one of its own; the parameters get their mean gradient.
+        of_rank: The place of this rank's batch among them.
         gathers: Watches the collectives of the step.
     """
     loss, device = LOSSES[case.loss], next(model.parameters()).device

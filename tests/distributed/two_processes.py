@@ -61,7 +61,7 @@ def outcomes_of(module: str, names: Sequence[str], world: int = WORLD) -> dict[s
 
     Args:
         module: The full name of a module with `CASES`, which maps names to functions of the rank.
-        names: Which of them.
+        names: The cases to run.
         world: How many ranks.
     """
     port = free_port()

@@ -16,12 +16,12 @@ class Fault:
 
     Args:
         kind: The part of the product; faults of the kind `kernel` are tested under the interpreter.
-        name: What is wrong.
+        name: A sentence that says what is wrong.
         where: The function, class or constant that it is in, ``Class.method`` for a method; or the path of a recipe.
         old: A regular expression that matches once in it.
-        new: What is put there; groups as in `re.Match.expand`.
+        new: The text in its place; groups as in `re.Match.expand`.
         tests: Each ``part_of_the_path::function``, with spaces between.
-        expression: Which of their parameter sets, as pytest's ``-k``.
+        expression: Chooses among their parameter sets, as pytest's ``-k``.
     """
 
     kind: str

@@ -12,8 +12,8 @@ class Page(HTMLParser):
     """What a page holds; feeding it one whose tags are not closed in order is an error.
 
     Attributes:
-        title: Of the tab.
-        headings: Of the sections.
+        title: The title of the tab.
+        headings: The headings of the sections.
         charts: For each chart, by its title, the lines of its legend.
         strokes: For each chart, by its title, the paths of its lines without those of the legend.
         rows: The cells of each row of a table.

@@ -135,9 +135,9 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
     """A trainer of TRL, or ours.
 
     Args:
-        kind: Of `KINDS` or `OTHER_KINDS`.
+        kind: A key of `KINDS` or `OTHER_KINDS`.
         ours: Whether it is ours.
-        output_dir: Of the trainer.
+        output_dir: The trainer's output folder.
         model: A folder or a model.
         naive: Whether TRL's trainer gets `naive_fused_head`.
         case: Settings; `own` holds those of ours alone, `data` names or makes a dataset, and some

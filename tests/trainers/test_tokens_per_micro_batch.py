@@ -33,7 +33,7 @@ class Forwards:
     """Watches the forwards of a model that have gradients.
 
     Attributes:
-        tokens: Of each; those that are computed again do not count.
+        tokens: The tokens of each forward; those that are computed again do not count.
         alive: How many forwards had activations in memory, at each layer of each forward.
     """
 
