@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer._version import __version__ as __version__
 from liger_trainer.liger.model_types import ROWS as _ROWS
 
-# Trainer of TRL -> the module of its configuration.
+# Trainer of TRL -> the module of ours. Those of `trl.experimental` have their configurations in a file of their own.
+_EXPERIMENTAL = {"CPO": "pair_trainers", "GKD": "gkd_trainer", "ORPO": "pair_trainers"}
 _TRL_TRAINERS = {
-    **dict.fromkeys(("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT"), "trl_configs"),
-    **dict.fromkeys(("CPO", "GKD", "ORPO"), "trl_experimental_configs"),
+    **dict.fromkeys(("DPO", "KTO"), "reference_trainers"),
+    **dict.fromkeys(("GRPO", "RLOO"), "generation_trainers"),
+    **{_name: f"{_name.lower()}_trainer" for _name in ("Distillation", "Reward", "SFT")},
+    **_EXPERIMENTAL,
 }
 
 # Public name -> the module it comes from, imported on first use: `import liger_trainer` itself stays light.
@@ -18,8 +21,9 @@ _EXPORTS = {
     "KernelConfig": "liger_trainer.configs.kernel_config",
     "KernelReport": "liger_trainer.patching.report",
     "KernelReportRow": "liger_trainer.patching.report",
-    **{f"Liger{_name}Config": f"liger_trainer.configs.{_file}" for _name, _file in _TRL_TRAINERS.items()},
-    **{f"Liger{_name}Trainer": f"liger_trainer.trainers.{_name.lower()}_trainer" for _name in _TRL_TRAINERS},
+    **{f"Liger{_name}Config": "liger_trainer.configs.trl_configs" for _name in _TRL_TRAINERS},
+    **{f"Liger{_name}Config": "liger_trainer.configs.trl_experimental_configs" for _name in _EXPERIMENTAL},
+    **{f"Liger{_name}Trainer": f"liger_trainer.trainers.{_file}" for _name, _file in _TRL_TRAINERS.items()},
     "LigerTrainer": "liger_trainer.trainers.trainer",
     "LigerTrainingArguments": "liger_trainer.configs.flags",
     "apply_liger_kernel": "liger_trainer.patching.apply",
@@ -52,15 +56,15 @@ if TYPE_CHECKING:
     from liger_trainer.patching.report import KernelReport as KernelReport
     from liger_trainer.patching.report import KernelReportRow as KernelReportRow
     from liger_trainer.stock_trainer import set_stock_trainer_kernels as set_stock_trainer_kernels
-    from liger_trainer.trainers.cpo_trainer import LigerCPOTrainer as LigerCPOTrainer
     from liger_trainer.trainers.distillation_trainer import LigerDistillationTrainer as LigerDistillationTrainer
-    from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer as LigerDPOTrainer
+    from liger_trainer.trainers.generation_trainers import LigerGRPOTrainer as LigerGRPOTrainer
+    from liger_trainer.trainers.generation_trainers import LigerRLOOTrainer as LigerRLOOTrainer
     from liger_trainer.trainers.gkd_trainer import LigerGKDTrainer as LigerGKDTrainer
-    from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer as LigerGRPOTrainer
-    from liger_trainer.trainers.kto_trainer import LigerKTOTrainer as LigerKTOTrainer
-    from liger_trainer.trainers.orpo_trainer import LigerORPOTrainer as LigerORPOTrainer
+    from liger_trainer.trainers.pair_trainers import LigerCPOTrainer as LigerCPOTrainer
+    from liger_trainer.trainers.pair_trainers import LigerORPOTrainer as LigerORPOTrainer
+    from liger_trainer.trainers.reference_trainers import LigerDPOTrainer as LigerDPOTrainer
+    from liger_trainer.trainers.reference_trainers import LigerKTOTrainer as LigerKTOTrainer
     from liger_trainer.trainers.reward_trainer import LigerRewardTrainer as LigerRewardTrainer
-    from liger_trainer.trainers.rloo_trainer import LigerRLOOTrainer as LigerRLOOTrainer
     from liger_trainer.trainers.sft_trainer import LigerSFTTrainer as LigerSFTTrainer
     from liger_trainer.trainers.trainer import LigerTrainer as LigerTrainer
 

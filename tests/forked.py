@@ -37,8 +37,8 @@ IMPORTED = [
     "liger_trainer.recipe.run",
     "liger_trainer.trainers.trainer",
     "liger_trainer.trainers.sft_trainer",
-    "liger_trainer.trainers.dpo_trainer",
-    "liger_trainer.trainers.grpo_trainer",
+    "liger_trainer.trainers.reference_trainers",
+    "liger_trainer.trainers.generation_trainers",
     "tests.speedups",
     "tests.uninitialised",
 ]

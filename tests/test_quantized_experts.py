@@ -15,7 +15,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 from liger_trainer import apply_liger_kernel, quantize_experts
 from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.patching.moe.quantized_experts import FourBits, four_bits
-from liger_trainer.trainers.moe.experts_in_4_bits import check_experts_in_4_bits
+from liger_trainer.trainers.moe import check_experts_in_4_bits
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.calls import saved_tensors
 from tests.quantised import library

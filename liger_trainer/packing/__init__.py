@@ -4,7 +4,7 @@
 2. Run (`packed_row`): the model's own forward, on the tokens of the row with the positions that they had in the batch,
    since at others the rotary embedding would round otherwise. Its mask function asks for the plan of the row
    (`Step.plan_of`). Where no kernel runs, the plan becomes a mask.
-3. Scatter (`trainers/fused_forward.py`, `trainers/packed_scores.py`): what a loss needs, to its place in the batch.
+3. Scatter (`trainers/fused_forward.py`, `trainers/reward_trainer.py`): what a loss needs, to its place in the batch.
 
 A batch of more tokens than `tokens_per_micro_batch` is several packed rows. The loss needs all statistics before any
 backward, so all rows but the last are under a checkpoint of forward and head. Processes agree on the number of rows;

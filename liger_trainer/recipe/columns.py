@@ -19,7 +19,7 @@ from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.rewards import load_reward_functions
 from liger_trainer.recipe.schema import TEXT_FIELD, TRAINERS
-from liger_trainer.trainers.checks.reward_functions import needed_columns
+from liger_trainer.trainers.checks.trl_arguments import needed_columns
 
 SPOKEN = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns that hold text or turns."""

@@ -23,8 +23,14 @@ from liger_trainer.callbacks.memory import peak_memory
 from liger_trainer.callbacks.run_report import REPORT
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
 from liger_trainer.recipe.load import Recipe
-from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
-from liger_trainer.trainers.checkpoints.whole import CheckpointWriteError, complete_checkpoints, out_of_room, room_in
+from liger_trainer.trainers.checkpoints.whole import (
+    LOCK,
+    CheckpointWriteError,
+    complete_checkpoints,
+    out_of_room,
+    owned,
+    room_in,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.model import check_weights, read_config
 from liger_trainer.recipe.schema import RewardArguments
-from liger_trainer.trainers.checks.reward_functions import checked_reward_function
+from liger_trainer.trainers.checks.trl_arguments import checked_reward_function
 
 _ALLOWED = (
     "Write `package.module:function`, such as `liger_trainer.rewards:accuracy`; a name without a colon is a reward "

@@ -27,8 +27,8 @@ from liger_trainer.recipe.output import owned_folder, prepare_output_dir, room_f
 from liger_trainer.recipe.rewards import check_reward_models
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from liger_trainer.trainers.checks.batches import BatchError
-from liger_trainer.trainers.checks.reward_functions import RewardError
-from liger_trainer.trainers.moe.router_z_loss import RouterLogitsError
+from liger_trainer.trainers.checks.trl_arguments import RewardError
+from liger_trainer.trainers.moe import RouterLogitsError
 from liger_trainer.trainers.reference import WrongReferenceError
 
 logger = logging.getLogger(__name__)

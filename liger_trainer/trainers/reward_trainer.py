@@ -10,7 +10,7 @@ from trl import RewardTrainer
 from liger_trainer.configs.trl_configs import LigerRewardConfig
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.trainers.base import parameters_of
-from liger_trainer.trainers.packed_scores import install_packed_scores, may_be_packed
+from liger_trainer.trainers.choose_packing import install_packed_scores, may_be_packed
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 

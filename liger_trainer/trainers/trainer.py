@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.trainers.base import LigerTrainerMixin, own_arguments, parameters_of
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
-from liger_trainer.trainers.moe.router_aux_loss import aux_loss_coefficients, averaged_aux_loss
+from liger_trainer.trainers.moe import aux_loss_coefficients, averaged_aux_loss
 
 
 class LigerTrainer(LigerTrainerMixin, Trainer):

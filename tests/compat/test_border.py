@@ -21,8 +21,8 @@ CHECKED_BY = {
     "liger_trainer.patching.moe.experts_formula": "liger_trainer.patching.moe.experts",
     "liger_trainer.plan.running": "liger_trainer.trainers.trl_mixin",
     "liger_trainer.trainers.checks.out_of_memory": "liger_trainer.trainers.trl_mixin",
-    "liger_trainer.trainers.generation_mixin": "liger_trainer.trainers.grpo_trainer",
-    "liger_trainer.trainers.grouping": "liger_trainer.trainers.grpo_trainer",
+    "liger_trainer.trainers.generation_trainers": "liger_trainer.trainers.generation_trainers",
+    "liger_trainer.trainers.grouping": "liger_trainer.trainers.generation_trainers",
 }
 """Parts that are checked by the module that they are a part of, or that gives them what they read from."""
 

@@ -235,7 +235,7 @@ def patched_model(cell: Cell, packing: Any = None) -> Any:
     With `packing`, a `Packing`, that head packs its batches.
     """
     from liger_trainer.trainers.fused_forward import StatisticsOptions
-    from liger_trainer.trainers.fused_head import install_fused_forward
+    from liger_trainer.trainers.trl_mixin import install_fused_forward
 
     model = copy.deepcopy(_with_kernels(cell.parameters, PRECISIONS[cell.precision].weights))
     options = LOSSES[cell.loss].options

@@ -202,7 +202,7 @@ def kernels_in(model: nn.Module, case: Case) -> nn.Module:
     """`model` with the kernels of `case`, and with the fused head of TRL's trainers where the loss is one of theirs."""
     from liger_trainer import apply_liger_kernel
     from liger_trainer.trainers.fused_forward import StatisticsOptions
-    from liger_trainer.trainers.fused_head import install_fused_forward
+    from liger_trainer.trainers.trl_mixin import install_fused_forward
 
     chunk = 8 * inner_model(model).config.get_text_config().vocab_size * 4
     apply_liger_kernel(model, {"logits_memory": chunk, **case.kernels})

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from liger_trainer import apply_liger_kernel
 from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.configs.trl_configs import LigerDPOConfig, LigerSFTConfig
-from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
-from liger_trainer.trainers.offloading import PartialOffload
+from liger_trainer.trainers.activation_memory import PartialOffload
+from liger_trainer.trainers.reference_trainers import LigerDPOTrainer
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.device import one_gpu, peak_memory

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_forward import StatisticsOptions, TokenStatistics
-from liger_trainer.trainers.fused_head import install_fused_forward
+from liger_trainer.trainers.trl_mixin import install_fused_forward
 from tests.device import no_host_sync, one_gpu, peak_memory_of_one_run
 from tests.trainers.parity import KINDS, build, logged, lora, save_models
 

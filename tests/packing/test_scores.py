@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from liger_trainer.attention.config_names import NAME
 from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.trainers.packed_scores import install_packed_scores, prove_packed_scores
+from liger_trainer.trainers.choose_packing import install_packed_scores, prove_packed_scores
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

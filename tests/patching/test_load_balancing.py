@@ -131,7 +131,7 @@ def test_z_losses_are_recorded_where_there_is_a_gradient():
 
 def test_applied_again_inside_the_fused_head_of_an_earlier_trainer():
     from liger_trainer.trainers.fused_forward import StatisticsOptions
-    from liger_trainer.trainers.fused_head import install_fused_forward
+    from liger_trainer.trainers.trl_mixin import install_fused_forward
 
     model = build("mixtral")
     apply_liger_kernel(model)
@@ -149,7 +149,7 @@ def test_applied_again_inside_the_fused_head_of_an_earlier_trainer():
 def test_a_model_that_has_no_auxiliary_loss_is_given_none(caplog):
     """Llama 4's text model and Doge are asked for router logits, and compute no loss of them."""
     from liger_trainer.trainers.fused_forward import StatisticsOptions
-    from liger_trainer.trainers.fused_head import install_fused_forward
+    from liger_trainer.trainers.trl_mixin import install_fused_forward
 
     model = TINY_MODELS["llama"]()
     model.config.output_router_logits = True

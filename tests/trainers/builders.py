@@ -10,7 +10,7 @@ from trl import SFTConfig
 
 from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.configs.trl_configs import LigerDPOConfig, LigerSFTConfig
-from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
+from liger_trainer.trainers.reference_trainers import LigerDPOTrainer
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.tiny import COMMON, WORDS, llama, text_dataset, token_rows, tokenizer

@@ -18,7 +18,7 @@ from torch import nn
 
 import liger_trainer
 from liger_trainer.kernels.head.log_probs import log_probs_reference
-from liger_trainer.trainers.fused_head import own_fused_head
+from liger_trainer.trainers.trl_mixin import own_fused_head
 from tests.forked import torchrun
 from tests.trainers.tiny import (
     COMMON,

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.configs.flags import LigerTrainingArguments
 from liger_trainer.configs.trl_configs import LigerDPOConfig
-from liger_trainer.trainers.offloading import PartialOffload, step_offloading
+from liger_trainer.trainers.activation_memory import PartialOffload, step_offloading
 from tests.trainers.builders import causal, dpo, sft
 from tests.trainers.tiny import COMMON, llama
 

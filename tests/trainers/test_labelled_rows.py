@@ -13,10 +13,10 @@ from transformers import BatchEncoding
 
 from liger_trainer.head import fused_loss
 from liger_trainer.head.step import Step
-from liger_trainer.trainers import generation_mixin
+from liger_trainer.trainers import generation_trainers
 from liger_trainer.trainers import step as trainer_step
 from liger_trainer.trainers.base import LigerTrainerMixin
-from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer
+from liger_trainer.trainers.reference_trainers import LigerDPOTrainer
 from liger_trainer.trainers.step import CountOnDevice, KnownBatches, add_facts, labels_of_parts
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal, dpo
@@ -60,7 +60,7 @@ def on_device(monkeypatch):
         seen.append(int(count))
         return original(count)
 
-    for module in (trainer_step, generation_mixin):
+    for module in (trainer_step, generation_trainers):
         monkeypatch.setattr(module, "count_later", spy)
     return seen
 
@@ -68,7 +68,7 @@ def on_device(monkeypatch):
 def without_bounds(monkeypatch):
     """All rows, as before."""
     monkeypatch.setattr(LigerTrainerMixin, "_counts_labels", False)
-    monkeypatch.setattr(generation_mixin, "count_later", lambda count: None)
+    monkeypatch.setattr(generation_trainers, "count_later", lambda count: None)
 
 
 def few_labels(length=20):

@@ -13,7 +13,7 @@ from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.running import running
 from liger_trainer.trainers.checks import out_of_memory
 from liger_trainer.trainers.checks.out_of_memory import advice, budgets
-from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer
+from liger_trainer.trainers.generation_trainers import LigerGRPOTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.trainers.builders import causal, sft
 from tests.trainers.tiny import COMMON, llama, token_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
+from liger_trainer.trainers.checkpoints.whole import LOCK, owned
 from tests import forked
 from tests.trainers.test_checkpoints import build
 

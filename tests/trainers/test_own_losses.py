@@ -18,8 +18,8 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.kernels.head import linear_log_probs as expected_gradients
 from liger_trainer.trainers.fused_forward import SummedLogProbs, _SignedPart
-from liger_trainer.trainers.fused_head import own_fused_head
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.trl_mixin import own_fused_head
 from tests.trainers.parity import lora, naive_fused_head
 from tests.trainers.tiny import COMMON, gemma2, llama, mixtral, text_dataset, tokenizer
 

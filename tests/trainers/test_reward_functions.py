@@ -12,7 +12,7 @@ from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 import liger_trainer
-from liger_trainer.trainers.checks.reward_functions import (
+from liger_trainer.trainers.checks.trl_arguments import (
     RewardError,
     checked_reward_function,
     checked_reward_functions,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from liger_trainer.trainers.moe.router_aux_loss import averaged_aux_loss
+from liger_trainer.trainers.moe import averaged_aux_loss
 from tests.forked import torchrun
 from tests.trainers.builders import causal
 from tests.trainers.tiny import COMMON, SIZES, mixtral, token_rows
@@ -138,7 +138,7 @@ def test_a_loss_of_the_users_finds_coefficient_and_loss_as_they_are(tmp_path):
 
 def test_a_coefficient_nobody_finds_is_one_warning(tmp_path, caplog, monkeypatch):
     from liger_trainer.head import warn_once
-    from liger_trainer.trainers.moe.router_aux_loss import aux_loss_coefficients
+    from liger_trainer.trainers.moe import aux_loss_coefficients
 
     monkeypatch.setattr(warn_once, "_said", set())
     model = mixtral()

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Trainer
 
-from liger_trainer.trainers.generation_mixin import seed_groups_alike
+from liger_trainer.trainers.generation_trainers import seed_groups_alike
 from liger_trainer.trainers.trainer import LigerTrainer
 from liger_trainer.trainers.trl_mixin import _check_whole_head
 from tests.trainers.builders import causal

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DogeConfig, DogeForCausalLM, Trai
 
 import liger_trainer
 from liger_trainer.patching.apply import apply_liger_kernel
-from liger_trainer.trainers import fused_forward, fused_head
+from liger_trainer.trainers import fused_forward, trl_mixin
 from liger_trainer.trainers.sft_trainer import OnePassModel
 from tests.trainers.parity import BASE, KINDS, assert_parity, build, liger_trainer_of, lora
 from tests.trainers.tiny import COMMON, SIZES, logged, mixtral, tokenizer
@@ -75,7 +75,7 @@ def test_other_threads_keep_trls_head_and_guard():
         module.add_fused_lm_head()
         calls.append(isinstance(adapter, module.BaseTunerLayer))
 
-    with fused_head.own_fused_head(module, lambda: calls.append("ours")):
+    with trl_mixin.own_fused_head(module, lambda: calls.append("ours")):
         look()
         thread = threading.Thread(target=look)
         thread.start()
@@ -304,7 +304,7 @@ def test_the_loss_of_the_fused_head_has_the_auxiliary_loss_once():
     plain, fused = mixtral(), mixtral()
     plain.router_aux_loss_coef = fused.config.router_aux_loss_coef = 0.5
     apply_liger_kernel(fused)
-    fused_head.install_fused_forward(fused, fused_forward.StatisticsOptions())
+    trl_mixin.install_fused_forward(fused, fused_forward.StatisticsOptions())
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]]), "output_router_logits": True}
     inputs["labels"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == 6, -100)
     expected, found = plain(**inputs), fused(**inputs, fused_lm_head=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from liger_trainer.trainers.checkpoints.base_quantization import BaseQuantization
+    from liger_trainer.trainers.checkpoints.saved_weights import BaseQuantization
 
 logger = logging.getLogger("liger_trainer")
 
@@ -61,7 +61,7 @@ def find_run(run: str, base_model: str | None = None, trust_remote_code: bool = 
         return SavedRun(folder, None, str(folder), trust_remote_code=trust_remote_code)
     from peft import PeftConfig
 
-    from liger_trainer.trainers.checkpoints.base_quantization import read_base_quantization
+    from liger_trainer.trainers.checkpoints.saved_weights import read_base_quantization
 
     try:
         adapter = PeftConfig.from_pretrained(str(folder))

@@ -27,9 +27,8 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import RESUMING
 from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.trainers.checkpoints.moving_reference import REFERENCE_FILE, reference_moves
-from liger_trainer.trainers.checkpoints.output_lock import owned
 from liger_trainer.trainers.checkpoints.run_state import RunStateMixin, rng_file
-from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, step_of
+from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, owned, step_of
 
 logger = logging.getLogger("liger_trainer")
 

@@ -1,4 +1,4 @@
-"""What a trainer refuses of how it was launched, or warns of: splits that its loss or the model does not support."""
+"""What a trainer refuses of its launch and of a tied head, or warns of, when it is built."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 from typing import Any
 
 import torch
+from torch import nn
 
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW
+from liger_trainer.head.lm_head import adapts_tied_weight
 from liger_trainer.stock_trainer import data_parallel_message
 
 logger = logging.getLogger("liger_trainer")
@@ -52,4 +54,21 @@ def warn_of_fp32_weights(trainer: Any) -> None:
             "adamw_torch_fused`. For `liger_adamw` to train bf16 weights, 8 bytes a parameter, set `bf16: false`; in a "
             "script of your own, also launch it with `accelerate launch --mixed_precision no`.",
             precision,
+        )
+
+
+def warn_of_tied_adapters(model: nn.Module) -> None:
+    """Warns if an adapter is on the head or on the embedding of a model that ties the two.
+
+    Training is right. But PEFT's merge adds the adapter to the weight that both use, and adds it twice if
+    `ensure_weight_tying` has put it on both.
+    """
+    if adapts_tied_weight(model):
+        logger.warning(
+            "The LM head is tied to the embedding, and an adapter is on one of them or both. Training is right, but "
+            "PEFT's `merge_and_unload()` would change both, since they share a weight (with `ensure_weight_tying` "
+            "even twice), so the merged model would compute other logits. Merge with `liger-trainer merge`, or untie "
+            "the head before you merge: `head = model.get_output_embeddings(); "
+            "head = getattr(head, 'token_adapter', head); head = getattr(head, 'base_layer', head); "
+            "head.weight = torch.nn.Parameter(head.weight.detach().clone())`."
         )

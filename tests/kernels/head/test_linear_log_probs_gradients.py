@@ -19,7 +19,7 @@ from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.fused_forward import StatisticsOptions
-from liger_trainer.trainers.fused_head import install_fused_forward
+from liger_trainer.trainers.trl_mixin import install_fused_forward
 from tests.device import assert_no_host_sync, captured, no_host_sync, peak_memory_of_one_run
 from tests.kernels.head.heads import (
     IGNORE,

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from liger_trainer.tools.cli import main, run_recipe_file
-from liger_trainer.trainers.checkpoints.output_lock import LOCK, owned
+from liger_trainer.trainers.checkpoints.whole import LOCK, owned
 from tests import forked
 from tests.tools.cli.runs import EIGHT_STEPS, checkpoints, logged, message_of, state, weights, write_recipe
 

@@ -15,7 +15,7 @@ from liger_trainer.recipe.run import train_recipe
 from liger_trainer.tools.export.merging import merge
 from liger_trainer.tools.export.proof import distances
 from liger_trainer.tools.export.saved_run import find_run
-from liger_trainer.trainers.checkpoints.base_quantization import FILE
+from liger_trainer.trainers.checkpoints.saved_weights import FILE
 from tests.quantised import library
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import tokenizer

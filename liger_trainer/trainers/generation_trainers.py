@@ -1,4 +1,4 @@
-"""What `LigerGRPOTrainer` and `LigerRLOOTrainer` share: checks around generation, groups, and tensor parallelism.
+"""`LigerGRPOTrainer` and `LigerRLOOTrainer`, and what they share: checks around generation, groups, tensor parallelism.
 
 TRL gives every process a seed and prompts of its own. The processes of a tensor-parallel group compute one model
 together, so they must get the same prompts and draw the same tokens for them.
@@ -13,16 +13,32 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import trl.trainer.grpo_trainer as trl_grpo_trainer
+import trl.trainer.rloo_trainer as trl_rloo_trainer
 from accelerate.utils import set_seed
 from torch import nn
+from trl import GRPOTrainer, RLOOTrainer
 
 from liger_trainer.compat.accelerate import AUTOCAST_FORWARD
 from liger_trainer.compat.private import available, require
-from liger_trainer.compat.trl import LOGGED_COMPLETIONS
+from liger_trainer.compat.trl import (
+    GRPO_GENERATION,
+    GRPO_HEAD,
+    LOGGED_COMPLETIONS,
+    POLICY_LOSS,
+    RLOO_GENERATION,
+    RLOO_HEAD,
+)
+from liger_trainer.configs.loss_types import divided_by
+from liger_trainer.configs.trl_configs import LigerGRPOConfig, LigerRLOOConfig
 from liger_trainer.head.step import current_step, running
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.checks.batches import check_prompts
-from liger_trainer.trainers.checks.reward_functions import checked_reward_functions
-from liger_trainer.trainers.checks.trl_arguments import check_completions, warn_of_truncated_sampling
+from liger_trainer.trainers.checks.trl_arguments import (
+    check_completions,
+    checked_reward_functions,
+    warn_of_truncated_sampling,
+)
 from liger_trainer.trainers.grouping import GroupedCompletions
 from liger_trainer.trainers.reference import ReferenceMixin
 from liger_trainer.trainers.step import count_later, labels_of_parts
@@ -192,3 +208,66 @@ def seed_groups_alike(trainer: Any) -> None:
             "multiple of the first, so that every process has whole groups."
         )
     set_seed(args.seed + args.process_index // size)
+
+
+class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
+    """[`~trl.GRPOTrainer`], group-relative policy optimisation, with the kernels in the model and our fused LM head.
+
+    Takes the same arguments; `args` is a [`LigerGRPOConfig`], or a `GRPOConfig`, with which the kernels are on. Loss
+    types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
+    model, where there is one, gets the same kernels. Generation, with vLLM or without, runs the model as ever: its
+    forward without the fused head, and its parameters under their names. An adapter on the LM head, which TRL refuses,
+    is trained. A reward function that raises, or returns anything but one number or None a completion, is a
+    [`RewardError`] that names the function and the sample.
+
+    Raises:
+        TypeError: for `args` of another trainer.
+        ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
+            `strict_kernels` for a kernel that cannot be applied.
+    """
+
+    trl_module = trl_grpo_trainer
+    config_class = LigerGRPOConfig
+
+    @parameters_of(GRPOTrainer.__init__, LigerGRPOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require(GRPO_HEAD)
+        require(GRPO_GENERATION)
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's loss; `policy_loss` is logged as a mean over the step, whatever the loss type."""
+        metrics = self._metrics["train"]
+        before = len(metrics.get("policy_loss", ()))
+        loss = super().compute_loss(*args, **kwargs)
+        if divided_by(self.loss_type) == "step" and available(POLICY_LOSS):  # as TRL logs it too
+            steps = getattr(self, "current_gradient_accumulation_steps", 1)  # none in an evaluation before training
+            for place in range(before, len(metrics.get("policy_loss", ()))):
+                metrics["policy_loss"][place] *= steps
+        return loss
+
+
+class LigerRLOOTrainer(GenerationMixin, RLOOTrainer):
+    """[`~trl.RLOOTrainer`], REINFORCE leave-one-out, with the kernels in the model and our fused LM head.
+
+    Takes the same arguments; `args` is a [`LigerRLOOConfig`], or a `RLOOConfig`, with which the kernels are on. Loss
+    types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
+    model, where there is one, gets the same kernels. Generation, with vLLM or without, runs the model as ever: its
+    forward without the fused head, and its parameters under their names. An adapter on the LM head, which TRL refuses,
+    is trained. A reward function that raises, or returns anything but one number or None a completion, is a
+    [`RewardError`] that names the function and the sample.
+
+    Raises:
+        TypeError: for `args` of another trainer.
+        ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
+            `strict_kernels` for a kernel that cannot be applied.
+    """
+
+    trl_module = trl_rloo_trainer
+    config_class = LigerRLOOConfig
+
+    @parameters_of(RLOOTrainer.__init__, LigerRLOOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require(RLOO_HEAD)
+        require(RLOO_GENERATION)
+        super().__init__(*args, **kwargs)

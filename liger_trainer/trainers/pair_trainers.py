@@ -1,4 +1,4 @@
-"""What `LigerORPOTrainer` and `LigerCPOTrainer` share: one forward of chosen and rejected sequences without logits.
+"""`LigerORPOTrainer` and `LigerCPOTrainer`: one forward of chosen and rejected sequences, without logits.
 
 TRL's ORPO and CPO trainers build the logits of every token in `concatenated_forward`, and take log-probabilities and a
 mean from them, which they log. So every token is scored; the last of a row, which predicts nothing, for any target. The
@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.trl import CPO_PAIRS, ORPO_PAIRS
+from liger_trainer.configs.trl_experimental_configs import LigerCPOConfig, LigerORPOConfig
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
+from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin, wants_fused_head
 
 if TYPE_CHECKING:
@@ -131,3 +137,67 @@ class PairMixin(_Base):
                     "Increase `max_length`, or leave out prompts this long."
                 )
         return row
+
+
+class LigerORPOTrainer(PairMixin, ORPOTrainer):
+    """[`~trl.experimental.orpo.ORPOTrainer`] with the kernels in the model and our fused LM head.
+
+    Takes the same arguments; `args` is a [`LigerORPOConfig`], or an `ORPOConfig`, with which the kernels are on. Loss
+    and metrics are TRL's own code on log-probabilities; the logits, which TRL builds, are not. An encoder-decoder model
+    trains as in TRL, with the kernels that fit its layers.
+
+    Raises:
+        ValueError: for a completion without tokens, whose average log-probability does not exist, for several GPUs in
+            one process (`nn.DataParallel`), for a wrong kernel configuration, and with `strict_kernels` for a kernel
+            that cannot be applied.
+    """
+
+    config_class = LigerORPOConfig
+    padding_value: int  # TRL's
+
+    @parameters_of(ORPOTrainer.__init__, LigerORPOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require(ORPO_PAIRS)
+        super().__init__(*args, **kwargs)
+
+    def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple:
+        """One forward on all pairs; returns what TRL's method does, with the mean logits in place of the logits."""
+        if not self._fused:
+            return super().concatenated_forward(model, batch)
+        pairs = forward_pairs(self, model, batch, self.padding_value)
+        # The loss of the chosen sequences includes the prompt (Hong et al. 2024, arXiv:2403.07691).
+        nll = pairs.chosen_nll(pairs.is_token)
+        return pairs.results(pairs.completion_log_probs(average=True), pairs.mean_logits.shape[1] - 1, nll)
+
+
+class LigerCPOTrainer(PairMixin, CPOTrainer):
+    """[`~trl.experimental.cpo.CPOTrainer`] (CPO, SimPO, AlphaPO) with the kernels in the model and our fused LM head.
+
+    Takes the same arguments; `args` is a [`LigerCPOConfig`], or a `CPOConfig`, with which the kernels are on. Loss
+    types, options and metrics are TRL's own code on log-probabilities; the logits, which TRL builds, are not. An
+    encoder-decoder model trains as in TRL, with the kernels that fit its layers.
+
+    Raises:
+        ValueError: for a completion without tokens where the loss type averages over them ("ipo", "simpo", "alphapo"),
+            for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
+            `strict_kernels` for a kernel that cannot be applied.
+    """
+
+    config_class = LigerCPOConfig
+    pad_token_id: int  # TRL's
+
+    @parameters_of(CPOTrainer.__init__, LigerCPOConfig)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require(CPO_PAIRS)
+        super().__init__(*args, **kwargs)
+
+    def _averages(self) -> bool:
+        return self.loss_type in ("ipo", "simpo")
+
+    def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple:
+        """One forward on all pairs; returns what TRL's method does, with the mean logits in place of the logits."""
+        if not self._fused:
+            return super().concatenated_forward(model, batch)
+        pairs = forward_pairs(self, model, batch, self.pad_token_id)
+        nll = pairs.log_probs.new_zeros(()) if self.cpo_alpha == 0 else pairs.chosen_nll(pairs.is_completion)
+        return pairs.results(pairs.completion_log_probs(self._averages()), pairs.mean_logits.shape[1], nll)

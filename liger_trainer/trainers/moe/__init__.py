@@ -1,1 +1,0 @@
-"""What mixtures of experts need from a trainer."""
