@@ -1,13 +1,93 @@
-"""The configurations of TRL's trainers with the kernel flags; they are on by default."""
+"""The configurations of TRL's trainers with the kernel flags, which are on by default.
+
+Those of the alignment trainers also say how batches run without padding, and prompts once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from liger_trainer.configs.flags import KernelFlags
-from liger_trainer.configs.packing_flags import PackingFlags, SharingFlags
+
+
+@dataclass
+class PackingFlags(KernelFlags):
+    """The flags of [`KernelFlags`], and how a batch is packed.
+
+    Losses, metrics and gradients are those of the padded batch.
+
+    Args:
+        padding_free (`bool`, *optional*):
+            Whether the models run on one row without padding, in place of a padded batch. By default, and with `True`,
+            they do where a small copy of the model is proved to compute the same; the report says why another does
+            not. `False` leaves batches padded.
+        tokens_per_micro_batch (`int`, *optional*):
+            The tokens of a forward at most, without padding. A batch of more runs as several forwards, all but the last
+            of which are computed again in the backward, one at a time. The loss is that of the whole batch. A single
+            sequence of more tokens is a forward of its own. Processes share the gradients of a batch once, so with FSDP
+            and ZeRO each holds them whole between the forwards. By default a batch is one forward. Needs
+            `padding_free`.
+
+    Raises:
+        ValueError: for a flag that is not a boolean, a `tokens_per_micro_batch` that is not a whole number above 0 or
+            given with `padding_free=False`, and as [`KernelFlags`].
+    """
+
+    padding_free: bool | None = field(
+        default=None,
+        metadata={"help": "Whether models run on rows without padding. By default where that is proved right."},
+    )
+    tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={"help": "The tokens of a forward at most; a batch of more runs as several. Needs `padding_free`."},
+    )
+
+    def __post_init__(self) -> None:
+        _check_switch(self, "padding_free")
+        tokens = self.tokens_per_micro_batch
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"`tokens_per_micro_batch` is {tokens!r}; it must be a whole number, 1 or more.")
+        if tokens is not None and self.padding_free is False:
+            raise ValueError(
+                f"`tokens_per_micro_batch` is {tokens}, but `padding_free` is false; leave one of the two out."
+            )
+        super().__post_init__()
+
+
+@dataclass
+class SharingFlags(PackingFlags):
+    """The flags of [`PackingFlags`], for losses of several sequences that begin alike.
+
+    Args:
+        share_prompt (`bool`, *optional*):
+            Whether sequences of a batch that begin alike, such as the completions of a prompt, are computed once up to
+            where they differ. By default, and with `True`, they are where that is proved to give the same. Not while
+            dropout is on, which would drop the same numbers for all of them. Needs `padding_free`.
+
+    Raises:
+        ValueError: for a `share_prompt` that is not a boolean, or true with `padding_free=False`, and as
+            [`PackingFlags`].
+    """
+
+    share_prompt: bool | None = field(
+        default=None,
+        metadata={"help": "Whether the common beginning of sequences, such as a prompt, is computed once."},
+    )
+
+    def __post_init__(self) -> None:
+        _check_switch(self, "share_prompt")
+        if self.share_prompt and self.padding_free is False:
+            raise ValueError("`share_prompt` is true, but `padding_free` is false; leave one of the two out.")
+        super().__post_init__()
+
+
+def _check_switch(args: Any, name: str) -> None:
+    value = getattr(args, name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"`{name}` is {value!r}; it must be true, false, or left out.")
 
 
 @dataclass

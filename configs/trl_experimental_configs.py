@@ -12,7 +12,7 @@ from trl.experimental.gkd import GKDConfig
 from trl.experimental.orpo import ORPOConfig
 
 from liger_trainer.configs.flags import KernelFlags
-from liger_trainer.configs.packing_flags import SharingFlags
+from liger_trainer.configs.trl_configs import SharingFlags
 
 
 @dataclass

@@ -17,7 +17,7 @@ _TRL_TRAINERS = {
 
 # Public name -> the module it comes from, imported on first use: `import liger_trainer` itself stays light.
 _EXPORTS = {
-    "AutoLigerKernelForCausalLM": "liger_trainer.liger.auto_model",
+    "AutoLigerKernelForCausalLM": "liger_trainer.liger.apply",
     "KernelConfig": "liger_trainer.configs.kernel_config",
     "KernelReport": "liger_trainer.patching.report",
     "KernelReportRow": "liger_trainer.patching.report",
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from liger_trainer.configs.trl_experimental_configs import LigerCPOConfig as LigerCPOConfig
     from liger_trainer.configs.trl_experimental_configs import LigerGKDConfig as LigerGKDConfig
     from liger_trainer.configs.trl_experimental_configs import LigerORPOConfig as LigerORPOConfig
+    from liger_trainer.liger.apply import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.liger.apply import undo_liger_kernel as undo_liger_kernel
-    from liger_trainer.liger.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.moe.quantized_experts import quantize_experts as quantize_experts

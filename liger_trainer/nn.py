@@ -20,6 +20,12 @@ from liger_trainer.liger.nn.layers import (
     LigerMultiTokenAttention,
     LigerSoftmax,
     LigerSparsemax,
+    liger_llama4_text_rotary_pos_emb,
+    liger_llama4_vision_rotary_pos_emb,
+    liger_multimodal_rotary_pos_emb,
+    liger_rotary_pos_emb,
+    liger_rotary_pos_emb_gpt_oss,
+    liger_rotary_pos_emb_vision,
 )
 from liger_trainer.liger.nn.losses import (
     LigerCrossEntropyLoss,
@@ -59,14 +65,6 @@ from liger_trainer.liger.nn.norms import (
     LigerRMSNormForMuseGlimmerTextCentered,
     LigerRMSNormForOlmo2,
     LigerRMSNormForQwen3Next,
-)
-from liger_trainer.liger.nn.rope import (
-    liger_llama4_text_rotary_pos_emb,
-    liger_llama4_vision_rotary_pos_emb,
-    liger_multimodal_rotary_pos_emb,
-    liger_rotary_pos_emb,
-    liger_rotary_pos_emb_gpt_oss,
-    liger_rotary_pos_emb_vision,
 )
 
 __all__ = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liger_trainer.recipe.quickstart import train_tokenizer
+from liger_trainer.recipe.smoke import train_tokenizer
 
 
 def save_hub(root: Path) -> Path:

@@ -206,7 +206,7 @@ def test_a_difference_names_a_test_that_exists(stock, ours, issue, tests):
 
 def test_options_are_all_there_with_their_defaults():
     from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
-    from liger_trainer.configs.packing_flags import SharingFlags
+    from liger_trainer.configs.trl_configs import SharingFlags
 
     text = (ROOT / "docs" / "api" / "options.md").read_text(encoding="utf-8")
     table, switches = text.split("## Switches")

@@ -6,12 +6,12 @@
   that its gradient is averaged over the ranks), a ZeRO-3 partition, PEFT's copies
 - `deferred_logits`: the tensor without storage; `recorded` has the operations on it, `computed_on_use` what it shares
   with the pending norms of `patching/norm_forwards.py`
-- `recorded_ops`, `padded_logits`: the functions that leave logits deferred, and the padding of the Trainer
-- `vocab_functions`: functions over the vocabulary, one chunk of tokens at a time
+- `recorded_ops`: the functions that leave logits deferred
+- `vocab_functions`: functions over the vocabulary, one chunk of tokens at a time, and the padding of the Trainer
 - `fused_loss`, `divergence`: losses by one operator, of one model or of a student and a teacher, over the rows that
   have a label; `labelled_rows` gathers these
-- `chunked_module`, `partitions`, `vocab_parallel`: heads that are not plain linear layers, that ZeRO-3 has partitioned,
-  and whose rows tensor parallelism splits
+- `chunked_module`, `vocab_parallel`: heads that are not plain linear layers or that ZeRO-3 has partitioned, and those
+  whose rows tensor parallelism splits
 
 `patching/head.py` proves the deferring head and binds it; `patching/model_forward.py` binds the model's forward.
 """

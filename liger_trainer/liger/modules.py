@@ -30,7 +30,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "chunked_loss.functional": {"liger_trainer.liger.losses.functional": "*"},
     "chunked_loss.fused_linear_distillation": {
-        "liger_trainer.liger.distillation_base": "LigerFusedLinearDistillationBase"
+        "liger_trainer.liger.nn.distillation": "LigerFusedLinearDistillationBase"
     },
     "chunked_loss.fused_linear_ppo": {},  # as the other empty ones, so that the error has the reason of `ABSENT`
     "chunked_loss.fused_linear_preference": {},
@@ -72,7 +72,7 @@ MODULES: dict[str, dict[str, str]] = {
     "ops.tvd": {_FUNCTIONS: "LigerTVDLossFunction"},
     "ops.utils": {_HELPERS: "compare_version ensure_contiguous infer_device is_hip"},
     "ops.vocab_parallel_cross_entropy": {_FUNCTIONS: "LigerVocabParallelCEFunction"},
-    "transformers.auto_model": {"liger_trainer.liger.auto_model": "AutoLigerKernelForCausalLM"},
+    "transformers.auto_model": {"liger_trainer.liger.apply": "AutoLigerKernelForCausalLM"},
     "transformers.cross_entropy": {_NN: "LigerCrossEntropyLoss"},
     "transformers.dyt": {_NN: "LigerDyT"},
     "transformers.experimental.embedding": {_NN: "LigerEmbedding"},

@@ -9,10 +9,10 @@ Arguments that only steer how Liger's losses work inside (`compiled`, `chunk_siz
 """
 
 from liger_trainer.liger.losses.grpo import LigerFusedLinearGRPOLoss
-from liger_trainer.liger.losses.kto import LigerFusedLinearKTOLoss
 from liger_trainer.liger.losses.preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )

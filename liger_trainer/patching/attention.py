@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_trainer.attention.config_names import NAME
 from liger_trainer.attention.continuous_batching import name_of, set_name
 from liger_trainer.attention.interface import (
+    NAME,
     PROVED,
     UNDERSTOOD,
     OurName,

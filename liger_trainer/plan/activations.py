@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from liger_trainer.plan.shapes import LayerShape
+from liger_trainer.plan.work import LayerShape
 
 TILE_BYTES = 512 * 2**20  # intermediates of one tile of `tiled_mlp`
 ADAPTER_BYTES = 4  # PEFT's adapters are fp32

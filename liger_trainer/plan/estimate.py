@@ -44,11 +44,17 @@ import math
 from collections.abc import Iterable
 
 from liger_trainer.plan.activations import LayerMemory, layer_memory
-from liger_trainer.plan.optimizers import optimizer_memory
 from liger_trainer.plan.settings import Setting
-from liger_trainer.plan.shapes import LayerShape
-from liger_trainer.plan.splitting import gathered_bytes, generating_buffers, held, here, precision_of, trained_share
-from liger_trainer.plan.work import HeadMemory, Run, head_memory
+from liger_trainer.plan.splitting import (
+    gathered_bytes,
+    generating_buffers,
+    held,
+    here,
+    optimizer_memory,
+    precision_of,
+    trained_share,
+)
+from liger_trainer.plan.work import HeadMemory, LayerShape, Run, head_memory
 
 ATTENTION_TIME = 1.1
 """Time of attention's FLOP relative to a matmul's: Llama-3 8B at 4096 and 16384 tokens on an H200."""

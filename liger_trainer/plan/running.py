@@ -13,8 +13,7 @@ from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, largest_activation_memory
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.settings import Setting
-from liger_trainer.plan.shapes import named_attention, read_layer_shape
-from liger_trainer.plan.work import HeadSettings, Run, Work
+from liger_trainer.plan.work import HeadSettings, Run, Work, named_attention, read_layer_shape
 
 
 def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:

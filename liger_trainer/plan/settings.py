@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from liger_trainer.plan.parameters import Parameters
-from liger_trainer.plan.shapes import LayerShape
+from liger_trainer.plan.work import LayerShape
 
 CONFIGS = {"single": "single_gpu", "ddp": "ddp", "zero2": "zero2", "fsdp2": "fsdp2", "expert_parallel": "ddp"}
 """Name of each strategy's accelerate configuration; with `expert_parallel_size`, loading splits the model."""

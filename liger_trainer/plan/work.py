@@ -8,6 +8,8 @@ computes dX. Logits that are saved for backward (`retain_logits_memory`) are add
 
 Without the fused head, all logits are built: 12 bytes each in half precision (the logits, their fp32 copy, and both
 gradients), or twice their size (the logits and their gradient) if the cross entropy is a kernel.
+
+The sizes of a decoder layer, which determine its activations, are read from a model on the meta device.
 """
 
 from __future__ import annotations
@@ -15,9 +17,136 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torch import nn
+
+from liger_trainer.compat.private import available
+from liger_trainer.compat.transformers import PLANNED_ATTENTION
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
-from liger_trainer.plan.parameters import Parameters
-from liger_trainer.plan.shapes import LayerShape
+from liger_trainer.plan.parameters import Parameters, decoder_layers
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """The model's largest decoder layer, in elements per token."""
+
+    hidden: int  # size H of the residual stream
+    query: int  # width of all query heads
+    key_value: int  # width of all key heads, and of all value heads
+    intermediate: int  # width I of the dense MLP, or of the expert that every token takes; 0 for none
+    experts: int = 0  # number of experts; 0 in a dense layer
+    experts_per_token: int = 0  # number of experts per token; 0 in a dense layer
+    expert_intermediate: int = 0  # width of each expert
+    heads: int = 1  # number of query heads
+    qk_norm: bool = False  # whether queries and keys are normalised
+    post_norms: bool = False  # whether attention and MLP are followed by norms, as in Gemma 2 and 3
+    sliding_window: int | None = None  # tokens that a sliding-window layer sees; None without such a layer
+    full_layers: float = 1.0  # fraction of the layers that see the whole sequence
+    adapted_attention: int = 0  # sum of the input widths of the adapters of q, k and v
+    adapted_output: int = 0  # the same of the attention's output projection
+    adapted_mlp: int = 0  # the same of the gate and up projections
+    adapted_down: int = 0  # the same of the down projection
+    adapted_experts: bool = False  # whether the experts have adapters
+    # Whether adapters run in our operators, which save no input copies, or in PEFT's layers.
+    fused_adapters: bool = True
+    fused_experts: bool = True  # whether experts run in our operator, or in transformers' grouped matmul
+    exchanged_experts: bool = False  # whether experts get rows of other GPUs too (expert parallelism)
+    adapter_dropout: bool = False  # whether adapters have dropout, whose mask is saved
+    trained: bool = True  # whether the layer's own weights are trained
+    vocab: int = 0  # size V of the vocabulary
+
+
+def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: bool = True) -> LayerShape:
+    """The [`LayerShape`] of a model on any device; the flags say whether adapters and experts run in our operators."""
+    config = model.config.get_text_config()
+    for needed in ("hidden_size", "num_attention_heads"):
+        if not isinstance(getattr(config, needed, None), int):
+            raise ValueError(f"The configuration of {type(model).__name__} has no `{needed}`; it cannot be planned.")
+    layer = max(decoder_layers(model), key=lambda one: sum(p.numel() for p in one.parameters()))
+    names = {name.rsplit(".", 1)[-1] for name, _ in layer.named_modules()}
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sparse = any(_is_of_experts(name) for name, _ in layer.named_parameters())
+    own = [p for name, p in layer.named_parameters() if "lora_" not in name]
+    window, full = _windows(config)
+    return LayerShape(
+        hidden=config.hidden_size,
+        query=heads * head_dim,
+        key_value=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
+        intermediate=_shared_width(config) if sparse else _width(config),
+        experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts") if sparse else 0,
+        experts_per_token=_first(config, "num_experts_per_tok", "num_experts_per_token", "top_k") if sparse else 0,
+        expert_intermediate=_first(config, "moe_intermediate_size", "intermediate_size") if sparse else 0,
+        heads=heads,
+        qk_norm=bool(names & {"q_norm", "q_layernorm"}),
+        post_norms="post_feedforward_layernorm" in names,
+        sliding_window=window,
+        full_layers=full,
+        **_adapted(layer),
+        adapted_experts=any(_is_of_experts(name) and "lora_" in name for name, _ in layer.named_parameters()),
+        fused_adapters=fused_adapters,
+        fused_experts=fused_experts,
+        exchanged_experts=False,  # a setting says so
+        adapter_dropout=_has_dropout(layer),
+        trained=any(parameter.requires_grad for parameter in own),
+        vocab=config.vocab_size,
+    )
+
+
+def named_attention(model: Any) -> str:
+    """The attention implementation that the configuration of a model, or of its language model, names."""
+    config = model.config.get_text_config()
+    return (available(PLANNED_ATTENTION) and getattr(config, "_attn_implementation", None)) or "sdpa"
+
+
+def _is_of_experts(name: str) -> bool:
+    return ".experts" in f".{name}"
+
+
+def _first(config: Any, *names: str) -> int:
+    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+
+
+def _width(config: Any) -> int:
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return max(width) if isinstance(width, (list, tuple)) else int(width)
+
+
+def _shared_width(config: Any) -> int:
+    shared = _first(config, "shared_expert_intermediate_size")
+    return shared or _first(config, "n_shared_experts") * _first(config, "moe_intermediate_size")
+
+
+def _windows(config: Any) -> tuple[int | None, float]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or []
+    if not window or "sliding_attention" not in kinds:
+        return None, 1.0
+    return int(window), kinds.count("full_attention") / len(kinds)
+
+
+def _adapted(layer: nn.Module) -> dict[str, int]:
+    """Sums of the input widths of linear layers with a LoRA adapter, by their place in the layer."""
+    widths = dict.fromkeys(("adapted_attention", "adapted_output", "adapted_mlp", "adapted_down"), 0)
+    for name, module in layer.named_modules():
+        if not getattr(module, "lora_A", None) or _is_of_experts(name):
+            continue
+        last = name.rsplit(".", 1)[-1]
+        if last in _ATTENTION:
+            place = "adapted_attention"
+        elif "attn" in name or "attention" in name:
+            place = "adapted_output"
+        else:
+            place = "adapted_down" if "down" in last or last in ("w2", "fc2") else "adapted_mlp"
+        widths[place] += int(getattr(module, "in_features", 0))
+    return widths
+
+
+def _has_dropout(layer: nn.Module) -> bool:
+    found = (dropout for module in layer.modules() for dropout in getattr(module, "lora_dropout", {}).values())
+    return any(getattr(dropout, "p", 0) for dropout in found)
+
 
 UNFUSED_BYTES = 12  # peak per logit in eager cross entropy: half precision, fp32, fp32, half precision
 

@@ -18,7 +18,7 @@ from trl import get_peft_config
 
 from liger_trainer.callbacks.log_lines import LogLinesCallback
 from liger_trainer.callbacks.router_balance import NO_EXPERTS, RouterBalanceCallback, experts_of
-from liger_trainer.data.reach import conversations, left_out, renderer
+from liger_trainer.data.turns import conversations, left_out, renderer
 from liger_trainer.recipe.data import text_blocks
 from liger_trainer.recipe.experts import adapted_in_4_bits, check_adapted_experts, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, first_line

@@ -14,15 +14,15 @@ from trl import get_dataset
 
 from liger_trainer.data.files import FileError, load_files
 from liger_trainer.data.shapes import ShapeError, holds_text
-from liger_trainer.recipe import quickstart, smoke
+from liger_trainer.recipe import smoke
 from liger_trainer.recipe.columns import SPOKEN, prepared
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.schema import TEXT_FIELD
 
 BUILT_IN: dict[str, Callable[[], Any]] = {
-    "pydoc_topics": quickstart.pydoc_topics,
-    **{f"sorting_{kind}": partial(quickstart.sorting, kind) for kind in quickstart.SORTING_KINDS},
+    "pydoc_topics": smoke.pydoc_topics,
+    **{f"sorting_{kind}": partial(smoke.sorting, kind) for kind in smoke.SORTING_KINDS},
     **{f"smoke_{kind}": partial(smoke.smoke_data, kind) for kind in smoke.ROW_KINDS},
 }
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # files that `Dataset.save_to_disk` writes
@@ -151,7 +151,7 @@ def load_tokenizer(recipe: Recipe, train: Any, checkpoint: str | None) -> PreTra
         extra = smoke.special_tokens(recipe.training) if str(recipe.data.dataset_name).startswith("smoke_") else ()
         texts = _texts(train, recipe.get("dataset_text_field"))
         try:
-            return quickstart.train_tokenizer(texts, ours.tokenizer_vocab_size, extra)
+            return smoke.train_tokenizer(texts, ours.tokenizer_vocab_size, extra)
         except ValueError as error:
             raise RecipeError(f"{recipe.source}: {error}") from error
     name = ours.tokenizer_name_or_path or recipe.model.model_name_or_path

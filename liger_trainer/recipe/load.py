@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from liger_trainer.recipe.checks import check_agreement, check_ranges, generation_advice, target_modules
+from liger_trainer.recipe.checks import check_agreement, check_ranges, generation_advice, target_modules, unknown_keys
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
 from liger_trainer.recipe.schema import TRAINERS, TrainerKind, argument_classes
 from liger_trainer.recipe.smoke import shrink
-from liger_trainer.recipe.unknown_keys import unknown_keys
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

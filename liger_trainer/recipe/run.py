@@ -18,18 +18,25 @@ from liger_trainer.callbacks.stop_on_signal import stopping_on_signals
 from liger_trainer.recipe.build import build_trainer
 from liger_trainer.recipe.checks import check_generation, check_schedule
 from liger_trainer.recipe.columns import holds_turns
-from liger_trainer.recipe.continued import KeepRecipeCallback, check_continues, values_of
 from liger_trainer.recipe.data import load_data, load_tokenizer
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.model import check_model
-from liger_trainer.recipe.output import owned_folder, prepare_output_dir, room_for, summarize
+from liger_trainer.recipe.output import (
+    KeepRecipeCallback,
+    check_continues,
+    owned_folder,
+    prepare_output_dir,
+    room_for,
+    summarize,
+    values_of,
+)
 from liger_trainer.recipe.rewards import check_reward_models
 from liger_trainer.trainers.checkpoints.resuming import CheckpointError
-from liger_trainer.trainers.checks.batches import BatchError
 from liger_trainer.trainers.checks.trl_arguments import RewardError
 from liger_trainer.trainers.moe import RouterLogitsError
 from liger_trainer.trainers.reference import WrongReferenceError
+from liger_trainer.trainers.step import BatchError
 
 logger = logging.getLogger(__name__)
 

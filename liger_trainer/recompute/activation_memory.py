@@ -20,10 +20,16 @@ import torch.distributed as dist
 from torch import nn
 
 from liger_trainer.head.step import Pass, current_step
-from liger_trainer.recompute.budget import Call, Plan, RecordedStep, choose, merged, most, proved
-from liger_trainer.recompute.device_memory import DeviceMemory
-from liger_trainer.recompute.keeping import Proof, keeping_contexts
-from liger_trainer.recompute.layers import Checkpoint, Layers, is_reentrant, layers_of, replace_checkpoints
+from liger_trainer.recompute.budget import Call, DeviceMemory, Plan, RecordedStep, choose, merged, most, proved
+from liger_trainer.recompute.keeping import (
+    Checkpoint,
+    Layers,
+    Proof,
+    is_reentrant,
+    keeping_contexts,
+    layers_of,
+    replace_checkpoints,
+)
 from liger_trainer.recompute.recording import StepRecorder
 
 logger = logging.getLogger("liger_trainer")

@@ -20,8 +20,7 @@ import torch
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import OPERATOR_CALLS
-from liger_trainer.recompute.budget import Call, Candidate, Layer, RecordedStep
-from liger_trainer.recompute.device_memory import DeviceMemory
+from liger_trainer.recompute.budget import Call, Candidate, DeviceMemory, Layer, RecordedStep
 from liger_trainer.recompute.keeping import NOT_COUNTED, memory_of, next_call, plain
 
 TorchDispatchMode, tree_leaves, *_ = require(OPERATOR_CALLS)

@@ -21,8 +21,7 @@ from liger_trainer._version import __version__
 from liger_trainer.compat.private import installed_version
 from liger_trainer.configs.flags import copies_without_waiting
 from liger_trainer.patching.report import KernelReport
-from liger_trainer.run_report.curves import curves
-from liger_trainer.run_report.page import page, paragraph, section, table
+from liger_trainer.run_report.page import curves, page, paragraph, section, table
 
 Points = list[tuple[float, float]]
 

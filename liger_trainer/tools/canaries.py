@@ -228,7 +228,7 @@ def checkpointed_layer() -> str | None:
     """A layer that is checkpointed calls the function that we replace."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from liger_trainer.recompute.layers import OF_TRANSFORMERS, replace_checkpoints
+    from liger_trainer.recompute.keeping import OF_TRANSFORMERS, replace_checkpoints
 
     class Layer(GradientCheckpointingLayer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

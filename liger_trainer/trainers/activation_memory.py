@@ -29,8 +29,7 @@ from liger_trainer.configs.flags import activation_memory_of
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.plan.running import checkpoints_layers
 from liger_trainer.recompute.activation_memory import ActivationMemory
-from liger_trainer.recompute.budget import RecordedStep
-from liger_trainer.recompute.device_memory import DeviceMemory
+from liger_trainer.recompute.budget import DeviceMemory, RecordedStep
 from liger_trainer.trainers.checkpoints.resuming import ResumingMixin
 
 require(PARTIAL_OFFLOADING)

@@ -53,19 +53,29 @@ from liger_trainer.stock_trainer import in_charge
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin, step_offloading
 from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin, added_terms
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
-from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
 from liger_trainer.trainers.checkpoints.saved_weights import write_base_quantization
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
-from liger_trainer.trainers.checks.batches import checked_collator, warn_of_unlabelled_end
-from liger_trainer.trainers.checks.launch import check_launch, warn_of_fp32_weights, warn_of_tied_adapters
-from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_step_checked
+from liger_trainer.trainers.checks.launch import (
+    check_fsdp1_adapters,
+    check_fsdp2_tied_head,
+    check_launch,
+    warn_of_fp32_weights,
+    warn_of_tied_adapters,
+)
+from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_step_checked, store_base
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.users_loss import UsersLoss, computes_loss_in_subclass
 from liger_trainer.trainers.evaluating import EvaluatingMixin
-from liger_trainer.trainers.fp8_base import store_base
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.moe import check_experts_in_4_bits, check_router_losses, mean_z_loss, with_term
-from liger_trainer.trainers.step import KnownBatches, discard_facts, loss_divisor, process_scale
+from liger_trainer.trainers.step import (
+    KnownBatches,
+    checked_collator,
+    discard_facts,
+    loss_divisor,
+    process_scale,
+    warn_of_unlabelled_end,
+)
 
 logger = logging.getLogger("liger_trainer")
 _Parameters = ParamSpec("_Parameters")

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_trainer.callbacks.logged import is_distributed
-from liger_trainer.configs.packing_flags import PackingFlags, SharingFlags
+from liger_trainer.configs.trl_configs import PackingFlags, SharingFlags
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.kernels.copied_rows import copied_rows
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX

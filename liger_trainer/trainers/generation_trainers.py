@@ -33,7 +33,6 @@ from liger_trainer.configs.loss_types import divided_by
 from liger_trainer.configs.trl_configs import LigerGRPOConfig, LigerRLOOConfig
 from liger_trainer.head.step import current_step, running
 from liger_trainer.trainers.base import parameters_of
-from liger_trainer.trainers.checks.batches import check_prompts
 from liger_trainer.trainers.checks.trl_arguments import (
     check_completions,
     checked_reward_functions,
@@ -41,7 +40,7 @@ from liger_trainer.trainers.checks.trl_arguments import (
 )
 from liger_trainer.trainers.grouping import GroupedCompletions
 from liger_trainer.trainers.reference import ReferenceMixin
-from liger_trainer.trainers.step import count_later, labels_of_parts
+from liger_trainer.trainers.step import check_prompts, count_later, labels_of_parts
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer

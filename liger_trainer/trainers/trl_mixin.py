@@ -23,7 +23,7 @@ from liger_trainer.compat.trl import GENERATION_COUNTERS, LOGGED_SINCE, TRAINER_
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
-from liger_trainer.configs.packing_flags import PackingFlags, SharingFlags
+from liger_trainer.configs.trl_configs import PackingFlags, SharingFlags
 from liger_trainer.head.forward import CAN_DEFER_COMPILED, uncompiled
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packing.packing import Packing

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
 from liger_trainer.attention import interface
-from liger_trainer.packing.small_config import small_config
+from liger_trainer.packing.proof import small_config
 from tests.attention.families import BATCHES
 from tests.attention.test_families import NOISE, count_calls_of_the_function, documents_alone, eager, patched
 from tests.patching.comparisons import assert_same, loss_and_gradients

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.attention import interface
-from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import NAME
 from liger_trainer.kernels.attention.attention import attention_reference
 from tests.tiny_models import TINY_MODELS, tiny_batch
 

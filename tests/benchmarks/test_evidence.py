@@ -26,7 +26,7 @@ from liger_trainer.benchmarks.evidence.results import (
     step_rows,
 )
 from liger_trainer.benchmarks.evidence.training import TASKS, score
-from liger_trainer.recipe.quickstart import train_tokenizer
+from liger_trainer.recipe.smoke import train_tokenizer
 
 CHAT = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</s>{% endfor %}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from liger_trainer.data.reach import conversations, left_out, renderer
+from liger_trainer.data.turns import conversations, left_out, renderer
 
 ASK, SAY = {"role": "user", "content": 'What is "it"?'}, {"role": "assistant", "content": "It is\nthis."}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {}}}

@@ -15,7 +15,7 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.data.response_labels import answer_mask, answer_spans
 from liger_trainer.errors import UserError
 from liger_trainer.head import warn_once
-from liger_trainer.recipe.quickstart import train_tokenizer
+from liger_trainer.recipe.smoke import train_tokenizer
 from liger_trainer.trainers.sft_trainer import some_are_not_learnt
 from tests.trainers.builders import llama
 

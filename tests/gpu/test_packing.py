@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import NAME
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from tests.tiny_models import TINY_MODELS
 

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from liger_trainer.head import DeferredLogits
 from liger_trainer.head.forward import make_head_forward
-from liger_trainer.head.padded_logits import padded_logits
 from liger_trainer.head.step import Forward
-from liger_trainer.head.vocab_functions import runs_in_chunks
+from liger_trainer.head.vocab_functions import padded_logits, runs_in_chunks
 from liger_trainer.patching.binding import bind_forward
 from tests.calls import created_sizes
 from tests.head.deferring import real

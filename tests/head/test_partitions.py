@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from liger_trainer.head.partitions import on_whole_parameters
+from liger_trainer.head.chunked_module import on_whole_parameters
 
 
 def test_hooks_of_others_run_on_the_copy_alone():

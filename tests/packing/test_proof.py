@@ -16,12 +16,11 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import NAME
 from liger_trainer.packing import packed_row
 from liger_trainer.packing.layout import Layout
 from liger_trainer.packing.packed_row import PackedRow
-from liger_trainer.packing.proof import TOLERANCE, prove_packing
-from liger_trainer.packing.small_config import small_config
+from liger_trainer.packing.proof import TOLERANCE, prove_packing, small_config
 from liger_trainer.patching.apply import apply_liger_kernel
 from tests.attention.families import TAKEN, build
 from tests.tiny_models import COMMON

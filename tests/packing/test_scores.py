@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import NAME
 from liger_trainer.packing.packing import Packing
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.trainers.choose_packing import install_packed_scores, prove_packed_scores

@@ -9,8 +9,7 @@ from liger_trainer.benchmarks.training import Task
 from liger_trainer.benchmarks.training_providers import Setup
 from liger_trainer.plan.estimate import moments
 from liger_trainer.plan.parameters import count_parameters
-from liger_trainer.plan.shapes import read_layer_shape
-from liger_trainer.plan.work import HeadSettings, Run, Work
+from liger_trainer.plan.work import HeadSettings, Run, Work, read_layer_shape
 
 GIB = 2**30
 

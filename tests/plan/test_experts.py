@@ -16,7 +16,7 @@ from liger_trainer.benchmarks.training_providers import Setup
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.estimate import estimate, moments
 from liger_trainer.plan.settings import Setting
-from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.plan.work import read_layer_shape
 from liger_trainer.tools.planning.inputs import read_inputs
 from tests.calls import saved_tensors
 from tests.plan.cases import counted, run_of

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from liger_trainer.configs.liger_adamw import liger_adamw_options
 from liger_trainer.optim import LigerAdamW
-from liger_trainer.plan.optimizers import optimizer_memory
 from liger_trainer.plan.parameters import NF4_BYTES, count_parameters
-from liger_trainer.plan.shapes import read_layer_shape
+from liger_trainer.plan.splitting import optimizer_memory
+from liger_trainer.plan.work import read_layer_shape
 from tests.plan.cases import counted
 from tests.quantised import library, quantise
 

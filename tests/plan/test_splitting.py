@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.settings import Setting
-from liger_trainer.plan.shapes import read_layer_shape
 from liger_trainer.plan.splitting import held
-from liger_trainer.plan.work import Run, Work
+from liger_trainer.plan.work import Run, Work, read_layer_shape
 from tests.plan.cases import moment, run_of
 from tests.plan.test_experts import QWEN
 

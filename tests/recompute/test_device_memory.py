@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
-from liger_trainer.recompute import device_memory
-from liger_trainer.recompute.device_memory import DeviceMemory
+from liger_trainer.recompute import budget
+from liger_trainer.recompute.budget import DeviceMemory
 
 GIB = 2**30
 
@@ -33,7 +33,7 @@ class Device:
 
 def memory_of(monkeypatch, device):
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    monkeypatch.setattr(device_memory, "remember_peak", lambda _: None)
+    monkeypatch.setattr(budget, "remember_peak", lambda _: None)
     return DeviceMemory(types.SimpleNamespace(type="cuda"))
 
 

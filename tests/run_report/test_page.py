@@ -8,8 +8,7 @@ import subprocess
 
 import pytest
 
-from liger_trainer.run_report.curves import curves, span, ticks
-from liger_trainer.run_report.page import page, paragraph, section, table
+from liger_trainer.run_report.page import curves, page, paragraph, section, span, table, ticks
 from tests.run_report.reading import Page, places
 
 NASTY = "</style><script>alert(1)</script>\"'&amp;<b>é\ud800\n  x"

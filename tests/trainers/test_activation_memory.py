@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from liger_trainer.recompute import recording
 from liger_trainer.recompute.activation_memory import ActivationMemory, Keeping
 from liger_trainer.recompute.budget import Call, Candidate, Layer, RecordedStep
-from liger_trainer.recompute.layers import Replaced
+from liger_trainer.recompute.keeping import Replaced
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.builders import causal, dpo, losses_and_norms, sft

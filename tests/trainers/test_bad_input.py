@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithPadding, TrainingArguments
 
-from liger_trainer.trainers.checks.batches import CheckedCollator, checked_collator
+from liger_trainer.trainers.step import CheckedCollator, checked_collator
 from tests.trainers.builders import causal
 from tests.trainers.tiny import llama, token_rows
 

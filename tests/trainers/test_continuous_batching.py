@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import liger_trainer
 from liger_trainer import apply_liger_kernel
-from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import NAME
 from liger_trainer.trainers.generation_trainers import check_continuous_batching
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.parity import assert_same_logs

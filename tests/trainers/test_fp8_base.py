@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainingArguments
 from liger_trainer.patching.lora.low_bit import Fp8Linear
-from liger_trainer.trainers import fp8_base
+from liger_trainer.trainers.checks import low_bit
 from tests.trainers.builders import causal, dpo, losses_and_norms
 from tests.trainers.parity import assert_close_weights
 from tests.trainers.tiny import llama
@@ -88,7 +88,7 @@ def test_models_that_are_refused(tmp_path):
     quantised = adapted()
     quantised.get_base_model().is_quantized = True
     with pytest.raises(ValueError, match="the model is quantised already"):
-        fp8_base._check_model("", quantised)
+        low_bit._check_model("", quantised)
     with pytest.raises(ValueError, match="`use_liger_kernel` is false"):
         causal(tmp_path, adapted(), **ARGUMENTS, use_liger_kernel=False)
 
@@ -110,12 +110,12 @@ def test_launches_that_are_refused(name, way, tmp_path, monkeypatch):
     else:
         monkeypatch.setattr(trainer, name, (lambda: 2) if name == "get_tp_size" else True, raising=False)
     with pytest.raises(ValueError, match=f"`fp8_base` is true, but {way} (splits|gets)"):
-        fp8_base.store_base(trainer, trainer.model)
+        low_bit.store_base(trainer, trainer.model)
     assert not stored(trainer.model)
 
 
 def test_a_device_without_fp8_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(fp8_base, "has_fp8", lambda device: False)
+    monkeypatch.setattr(low_bit, "has_fp8", lambda device: False)
     with pytest.raises(ValueError, match="but cpu has no fp8 matmuls with a scale for each row"):
         causal(tmp_path, adapted(), **ARGUMENTS)
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from liger_trainer.trainers.checkpoints import fsdp_adapters
-from liger_trainer.trainers.checkpoints.fsdp_adapters import check_fsdp1_adapters, check_fsdp2_tied_head
+from liger_trainer.trainers.checks import launch
+from liger_trainer.trainers.checks.launch import check_fsdp1_adapters, check_fsdp2_tied_head
 from tests.trainers.tiny import llama
 
 
@@ -28,7 +28,7 @@ def trainer(version=1, adapters=True, save_strategy="steps"):
 
 @pytest.fixture(autouse=True)
 def lossy(monkeypatch):
-    monkeypatch.setattr(fsdp_adapters, "_are_found_in_units", lambda: False)
+    monkeypatch.setattr(launch, "_are_found_in_units", lambda: False)
 
 
 def test_a_run_that_saves_is_refused():
@@ -48,7 +48,7 @@ def test_others_are_not_concerned(options, caplog):
 
 
 def test_a_peft_that_finds_them_is_not_refused(monkeypatch):
-    monkeypatch.setattr(fsdp_adapters, "_are_found_in_units", lambda: True)
+    monkeypatch.setattr(launch, "_are_found_in_units", lambda: True)
     check_fsdp1_adapters(trainer())
 
 
@@ -59,7 +59,7 @@ def test_the_installed_peft_is_asked(monkeypatch):
         found = {"unit.linear.lora_A.weight": None} if finds else {}
         monkeypatch.setattr("peft.get_peft_model_state_dict", lambda model, state_dict, found=found: found)
         before = torch.get_rng_state()
-        assert fsdp_adapters._are_found_in_units.__wrapped__() is finds
+        assert launch._are_found_in_units.__wrapped__() is finds
         assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from liger_trainer.liger.losses.grpo import LigerFusedLinearGRPOLoss
-from liger_trainer.liger.losses.kto import LigerFusedLinearKTOLoss
 from liger_trainer.liger.losses.pairs import Result
 from liger_trainer.liger.losses.preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )

@@ -60,9 +60,8 @@ def compare(arguments: Namespace, options: Sequence[str]) -> int:
     """
     _check_launch()
     prepare_libraries(offline=arguments.smoke)
-    from liger_trainer.tools.comparing.processes import run_sides
     from liger_trainer.tools.comparing.request import WARM_START, values_of
-    from liger_trainer.tools.comparing.results import Comparison, write_json, write_page
+    from liger_trainer.tools.comparing.results import Comparison, run_sides, write_json, write_page
     from liger_trainer.tools.comparing.side import STOCK
     from liger_trainer.tools.comparing.verdict import judge
     from liger_trainer.tools.diagnosis.sample import converted_rows

@@ -32,8 +32,7 @@ from liger_trainer.recipe.load import Recipe, build_recipe, load_recipe
 from liger_trainer.recipe.model import config_of_recipe
 from liger_trainer.recipe.run import check_before_loading, train_recipe
 from liger_trainer.tools.comparing.measures import Completions, compare_gradients, norm_of, save_gradients, split_sums
-from liger_trainer.tools.comparing.request import WARM_START, Request, values_of
-from liger_trainer.tools.comparing.stock import stock_recipe
+from liger_trainer.tools.comparing.request import WARM_START, Request, stock_recipe, values_of
 
 STOCK, AGAIN, OURS = "stock", "stock_again", "ours"
 SIDES = (STOCK, AGAIN, OURS)

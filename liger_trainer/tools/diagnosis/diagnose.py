@@ -13,11 +13,14 @@ from liger_trainer.tools.diagnosis.labels import (
     few_labels,
     left_out,
     no_end,
+    not_in_text,
+    one_label,
     placeholders,
+    prompt_alone,
+    same_answers,
     two_beginnings,
     without_label,
 )
-from liger_trainer.tools.diagnosis.rows import not_in_text, one_label, prompt_alone, same_answers
 from liger_trainer.tools.diagnosis.sample import Sample, read_sample
 from liger_trainer.tools.diagnosis.settings import (
     idle_fp8,

@@ -19,7 +19,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer.head.lm_head import adapts_tied_weight
 from liger_trainer.kernels.fp8.linear import has_fp8
-from liger_trainer.packing.small_config import small_config
+from liger_trainer.packing.proof import small_config
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.fp8 import ADAPTED, ENDS, LEAST_ROWS, find_fp8
 from liger_trainer.recipe.experts import count_experts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import yaml
 
-from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import NAME
 from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
@@ -19,10 +19,9 @@ from liger_trainer.parallel.sequences import reason_of_sizes
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.head import check_logits_memory
 from liger_trainer.patching.probe import Probe
-from liger_trainer.plan.optimizers import is_known
 from liger_trainer.plan.parameters import count_parameters
-from liger_trainer.plan.shapes import named_attention, read_layer_shape
-from liger_trainer.plan.work import HeadSettings, Run, Work
+from liger_trainer.plan.splitting import is_known
+from liger_trainer.plan.work import HeadSettings, Run, Work, named_attention, read_layer_shape
 from liger_trainer.recipe.checks import split_obstacle, target_modules
 from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, find_recipe, first_line, read_recipe

@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer
 
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
-from liger_trainer.configs.packing_flags import PackingFlags
+from liger_trainer.configs.trl_configs import PackingFlags
 from liger_trainer.plan.estimate import Memory, estimate
 from liger_trainer.plan.running import checkpoints_layers, running
 from liger_trainer.plan.settings import Setting

@@ -17,7 +17,7 @@ from torch import nn
 import liger_trainer
 from liger_trainer import losses
 from liger_trainer import nn as modules
-from liger_trainer.liger.losses import functional, grpo, kto, pairs
+from liger_trainer.liger.losses import functional, grpo, pairs, preference
 from liger_trainer.liger.operators.linear_grouped_loss import GroupedLoss
 from tests.accuracy import errors
 from tests.liger.losses.cases import (
@@ -260,7 +260,7 @@ def _with_all_logits(
 @contextlib.contextmanager
 def _eager_head() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for module in (pairs, kto, grpo):
+        for module in (pairs, preference, grpo):
             stack.enter_context(mock.patch.object(module, "linear_grouped_loss", _with_all_logits))
         yield
 

@@ -277,8 +277,8 @@ def test_unknown_options_are_all_said_at_once(recipe, capsys):
 
 
 def test_every_synonym_is_that_of_a_key():
+    from liger_trainer.recipe.checks import SYNONYMS, _keys_of
     from liger_trainer.recipe.schema import TRAINERS
-    from liger_trainer.recipe.unknown_keys import SYNONYMS, _keys_of
 
     keys = set().union(*map(_keys_of, TRAINERS))
     assert {*SYNONYMS.values()} <= keys

@@ -274,7 +274,7 @@ def test_a_resumed_run_needs_the_model_that_it_started_with(aligned, capsys):
     ("template", "words"), [("{{ raise_exception('no system') }}", "no system"), (None, "chat_template is not set")]
 )
 def test_prompts_that_the_chat_template_refuses(aligned, capsys, trainer, prompt, template, words):
-    from liger_trainer.recipe.quickstart import train_tokenizer
+    from liger_trainer.recipe.smoke import train_tokenizer
 
     tokenizer = train_tokenizer(["a"], 300)
     tokenizer.chat_template = template

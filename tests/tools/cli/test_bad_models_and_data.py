@@ -28,7 +28,7 @@ def base(recipe):
     """Writes a recipe of a model in the folder `base`, whose config.json has `changes`."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    from liger_trainer.recipe.quickstart import train_tokenizer
+    from liger_trainer.recipe.smoke import train_tokenizer
 
     def write(settings=TINY, changes=None, **values):
         config = AutoConfig.for_model(**settings, vocab_size=300)

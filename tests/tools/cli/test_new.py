@@ -84,7 +84,7 @@ def test_what_is_missing_is_asked_at_a_terminal(monkeypatch):
 
 
 def test_every_comment_is_on_a_key():
-    from liger_trainer.recipe.unknown_keys import _keys_of
+    from liger_trainer.recipe.checks import _keys_of
 
     assert {*new._COMMENTS} <= set().union(*map(_keys_of, new.GOALS))
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from liger_trainer.recipe.file import find_recipe, read_recipe
-from liger_trainer.recipe.quickstart import SORTING_KINDS, sorting
+from liger_trainer.recipe.smoke import SORTING_KINDS, sorting
 from liger_trainer.tools.cli import main
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from liger_trainer.tools.cli import main
-from liger_trainer.tools.comparing import processes, side
+from liger_trainer.tools.comparing import results, side
 from tests.forked import run
 from tests.tools.cli.runs import TINY, message_of, write_recipe
 
-native_start = processes.start
+native_start = results.start
 
 
 def start(work):
@@ -33,7 +33,7 @@ def start(work):
 @pytest.fixture(autouse=True)
 def forked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processes, "start", start(side.main))
+    monkeypatch.setattr(results, "start", start(side.main))
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
 
@@ -85,7 +85,7 @@ def test_ours_agrees_with_stock(name, capsys):
 
 
 def test_a_wrong_gradient_differs(monkeypatch, capsys):
-    monkeypatch.setattr(processes, "start", start(with_a_wrong_gradient))
+    monkeypatch.setattr(results, "start", start(with_a_wrong_gradient))
     found = compared("llama3_8b_sft", "--smoke", "--steps", "1", code=1)
     assert found["verdict"] == "differs"
     assert [one["name"] for one in found["differences"] if not one["agrees"]] == ["model.layers.1.mlp"]
@@ -99,7 +99,7 @@ def test_a_wrong_gradient_differs(monkeypatch, capsys):
 def test_a_model_in_place_of_a_recipe(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from liger_trainer.recipe.quickstart import train_tokenizer
+    from liger_trainer.recipe.smoke import train_tokenizer
 
     tokenizer = train_tokenizer(["Some text to cut into tokens."], 300)
     config = LlamaConfig(**TINY, vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -119,7 +119,7 @@ def as_a_program(arguments):
 
 
 def test_a_run_that_fails_is_one_line_and_leaves_its_log(monkeypatch, capsys):
-    monkeypatch.setattr(processes, "start", start(as_a_program))
+    monkeypatch.setattr(results, "start", start(as_a_program))
     Path("rows.jsonl").write_text('{"text": "some words"}\n')
     values = {"trainer": "sft", "model_config": TINY, "tokenizer_vocab_size": 300, "data_files": "rows.jsonl"}
     recipe = write_recipe("mine.yaml", {**values, "use_cpu": True, "eos_token": "<no such token>"})
@@ -180,7 +180,7 @@ def test_ctrl_c(monkeypatch, capsys):
     def interrupted(name, folder, log):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(processes, "start", interrupted)
+    monkeypatch.setattr(results, "start", interrupted)
     assert main(["compare", "quickstart", "--smoke", "--output_dir", "result"]) == 130
     assert "liger-trainer: interrupted" in message_of(capsys.readouterr().err)
     assert not list(Path("result").iterdir())

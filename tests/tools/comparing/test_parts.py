@@ -173,7 +173,7 @@ def test_parts(name, group):
 @pytest.mark.parametrize("trainer", ["sft", "causal_lm", "dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward"])
 def test_stock_classes_and_arguments(trainer):
     from liger_trainer.recipe.schema import TRAINERS
-    from liger_trainer.tools.comparing.stock import own_arguments, stock_class
+    from liger_trainer.tools.comparing.request import own_arguments, stock_class
 
     kind = TRAINERS[trainer]
     for ours in (kind.trainer_class, kind.config_class):
@@ -189,7 +189,7 @@ def test_stock_classes_and_arguments(trainer):
 def test_stock_distillation():
     """Trainers that no recipe names yet."""
     import liger_trainer
-    from liger_trainer.tools.comparing.stock import stock_class
+    from liger_trainer.tools.comparing.request import stock_class
 
     for name in ("GKD", "Distillation"):
         for what in ("Trainer", "Config"):

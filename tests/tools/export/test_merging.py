@@ -20,8 +20,7 @@ from transformers import (
 
 from liger_trainer.errors import UserError
 from liger_trainer.tools.export import merging
-from liger_trainer.tools.export.merging import MergeError, merge
-from liger_trainer.tools.export.proof import distances, random_rows
+from liger_trainer.tools.export.merging import MergeError, distances, merge, random_rows
 from liger_trainer.tools.export.saved_run import find_run
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import tokenizer

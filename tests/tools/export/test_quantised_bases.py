@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from liger_trainer.recipe import load_recipe
 from liger_trainer.recipe.run import train_recipe
-from liger_trainer.tools.export.merging import merge
-from liger_trainer.tools.export.proof import distances
+from liger_trainer.tools.export.merging import distances, merge
 from liger_trainer.tools.export.saved_run import find_run
 from liger_trainer.trainers.checkpoints.saved_weights import FILE
 from tests.quantised import library
