@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer.compat.private import available, require
+from liger_trainer.compat.rebound import rebound, used_globals
 from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, RELEASED_GRAPHS, SAVED_AS_IS, SHARED_MEMORY
 
 require(SHARED_MEMORY)
@@ -68,15 +69,22 @@ MAX_HIDDEN_SIZE = 65536
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def reference_of(function: F) -> Callable[[Callable[..., Any]], F]:
-    """Gives a reference in plain torch, which has the parameters of `function`, their defaults and annotations."""
+def reference_of(function: F, *asking: str, **others: Any) -> F:
+    """The ``_reference`` of `function`: a copy of it that asks for no kernel and so computes in plain torch.
 
-    def like(reference: Any) -> F:
-        reference.__defaults__, reference.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-        reference.__annotations__ = function.__annotations__
-        return reference
+    Args:
+        function: Computes in plain torch what its kernel does not take.
+        asking: The names by which it asks whether its kernel runs. They still check what they check.
+        others: What it finds at other names, such as the reference of a function that it calls.
+    """
+    known = used_globals(function)  # type: ignore[arg-type]
+    refusing = {name: functools.partial(_no_kernel, known[name]) for name in asking}
+    return rebound(function, refusing | others)  # type: ignore[arg-type, return-value]
 
-    return like
+
+def _no_kernel(asked: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    asked(*args, **kwargs)
+    return False
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

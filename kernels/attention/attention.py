@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import FLASH_OPERATOR
 from liger_trainer.kernels.attention import attention_launch
+from liger_trainer.kernels.attention.attention_launch import Spans
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.copied_rows import Copies, sum_of_copies
@@ -55,20 +56,14 @@ def _flash_runs(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -
     return computes and torch.cuda.get_device_capability(q.device)[0] >= 8
 
 
-def _flash_arguments(
-    offsets: torch.Tensor | None,
-    key_offsets: torch.Tensor | None,
-    longest: int,
-    longest_keys: int,
-    window: int,
-    scale: float,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if offsets is not None:
+def _flash_arguments(spans: Spans) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    longest, longest_keys = spans.longest, spans.longest_keys or spans.longest
+    if spans.offsets is not None:
         # The operator takes a longest document of one token for decoding, which ignores documents.
         longest, longest_keys = max(longest, 2), max(longest_keys, 2)
-    left = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-    key_offsets = offsets if key_offsets is None else key_offsets
-    return (offsets, key_offsets, longest, longest_keys, 0.0, True), {"scale": scale, **left}
+    left = {"window_size_left": spans.window - 1, "window_size_right": 0} if spans.window else {}
+    key_offsets = spans.offsets if spans.key_offsets is None else spans.key_offsets
+    return (spans.offsets, key_offsets, longest, longest_keys, 0.0, True), {"scale": spans.scale, **left}
 
 
 def _for_flash(x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
@@ -88,32 +83,23 @@ def _attention(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
-    offsets: torch.Tensor | None,
     key_index: torch.Tensor | None,
     key_order: torch.Tensor | None,
     key_begins: torch.Tensor | None,
-    key_offsets: torch.Tensor | None,
-    longest: int,
-    longest_keys: int,
-    window: int,
-    scale: float,
-    softcap: float,
+    spans: Spans,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(batch, seq, heads, head_dim) o, and float32 L, whose shape is `_lse_shape`.
 
-    The arguments of the keys are all None, or all tensors: the parts of `SharedKeys`.
+    The arguments of the keys are all None, or all tensors: the copies of `SharedKeys`.
     """
     k, v = _copied(k, key_index), _copied(v, key_index)
-    if _flash_runs(q, offsets, softcap):
-        places, options = _flash_arguments(offsets, key_offsets, longest, longest_keys, window, scale)
-        by_document = [_for_flash(x, offsets) for x in (q, k, v)]
+    if _flash_runs(q, spans.offsets, spans.softcap):
+        places, options = _flash_arguments(spans)
+        by_document = [_for_flash(x, spans.offsets) for x in (q, k, v)]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(*by_document, *places, False, **options)
         out = out.contiguous()  # its strides are those of q
     else:
-        tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        out, lse = attention_launch.forward(
-            *tokens, offsets, longest, window, scale, softcap, key_offsets, longest_keys
-        )
+        out, lse = attention_launch.forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), spans)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return out.view(q.shape), lse
@@ -127,14 +113,15 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 
 
 @_attention.register_fake
-def _(q, k, v, sinks, offsets, index, order, begins, key_offsets, longest, longest_keys, window, scale, softcap):
-    return q.new_empty(q.shape), q.new_empty(_lse_shape(q, offsets, softcap), dtype=torch.float32)
+def _(q, k, v, sinks, key_index, key_order, key_begins, spans):
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q, spans), dtype=torch.float32)
 
 
-def _lse_shape(q: torch.Tensor, offsets: torch.Tensor | None, softcap: float) -> tuple[int, ...]:
+def _lse_shape(q: torch.Tensor, spans: Spans) -> tuple[int, ...]:
     """The flash operator's for whole rows, (batch, heads, seq); else (heads, batch * seq)."""
     batch, length, heads, _ = q.shape
-    return (batch, heads, length) if offsets is None and _flash_runs(q, offsets, softcap) else (heads, batch * length)
+    whole = spans.offsets is None and _flash_runs(q, None, spans.softcap)
+    return (batch, heads, length) if whole else (heads, batch * length)
 
 
 @operator("liger_trainer::attention_backward")
@@ -146,31 +133,23 @@ def _attention_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
-    offsets: torch.Tensor | None,
     key_index: torch.Tensor | None,
     key_order: torch.Tensor | None,
     key_begins: torch.Tensor | None,
-    key_offsets: torch.Tensor | None,
-    longest: int,
-    longest_keys: int,
-    window: int,
-    scale: float,
-    softcap: float,
+    spans: Spans,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks (empty without sinks)."""
     shapes = q.shape, k.shape, v.shape
     k, v = _copied(k, key_index), _copied(v, key_index)
-    if _flash_runs(q, offsets, softcap):
-        places, options = _flash_arguments(offsets, key_offsets, longest, longest_keys, window, scale)
-        by_document = [_for_flash(x, offsets) for x in (d_out, q, k, v, out)]
+    if _flash_runs(q, spans.offsets, spans.softcap):
+        places, options = _flash_arguments(spans)
+        by_document = [_for_flash(x, spans.offsets) for x in (d_out, q, k, v, out)]
         # The seed and offset of dropout: without it, nothing writes them in the forward or reads them here.
         state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
         gradients = torch.ops.aten._flash_attention_backward(*by_document, lse, *places, state, unused, **options)
     else:
         tokens = d_out.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1)
-        gradients = attention_launch.backward(
-            *tokens, lse, offsets, longest, window, scale, softcap, key_offsets, longest_keys
-        )
+        gradients = attention_launch.backward(*tokens, lse, spans)
     dq, dk, dv = gradients
     if key_index is not None:
         assert key_order is not None
@@ -199,15 +178,17 @@ refuse_second_derivative(_attention_backward, "attention")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, *documents = inputs[:9]
-    ctx.options = inputs[9:]
+    *tensors, spans = inputs
+    ctx.spans = spans._replace(offsets=None, key_offsets=None)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, *documents)
+    ctx.save_for_backward(*output, *tensors, spans.offsets, spans.key_offsets)
 
 
 def _backward(ctx: Any, d_out: torch.Tensor, _d_lse: None) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, *documents = ctx.saved_tensors  # read once: checkpointing unpacks them only once
-    dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, *documents, *ctx.options)
+    # Read once: checkpointing unpacks them only once.
+    out, lse, q, k, v, sinks, *copies, offsets, key_offsets = ctx.saved_tensors
+    spans = ctx.spans._replace(offsets=offsets, key_offsets=key_offsets)
+    dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, *copies, spans)
     return input_gradients(ctx, dq, dk, dv, None if sinks is None else db)
 
 
@@ -257,8 +238,8 @@ def attention(
         v = F.pad(v, (0, head_dim - value_dim))
     longest = q.shape[1] if plan.offsets is None else plan.longest
     copies, key_offsets, longest_keys = plan.keys or ((None, None, None), None, longest)
-    documents = (plan.offsets, *copies, key_offsets, longest, longest_keys)
-    out, _ = _attention(q, k, v, sinks, *documents, plan.window, float(scale), float(softcap or 0.0))
+    spans = Spans(plan.offsets, longest, plan.window, float(scale), float(softcap or 0.0), key_offsets, longest_keys)
+    out, _ = _attention(q, k, v, sinks, *copies, spans)
     return out if value_dim == head_dim else out[..., :value_dim].contiguous()
 
 

@@ -60,16 +60,6 @@ def tile_for(kernel: str, q: torch.Tensor) -> Tile:
     return next(tile for columns, tile in tiles.items() if q.shape[2] <= columns)
 
 
-def _documents_and_window(
-    tokens: int, offsets: torch.Tensor | None, longest: int, longest_keys: int, window: int
-) -> tuple[int, int]:
-    """The number of documents, and the window; 0 if no document has more keys."""
-    if offsets is None and tokens % longest:
-        raise ValueError(f"`longest` is {longest}; without `offsets` it must divide the {tokens} tokens of `q`.")
-    documents = tokens // longest if offsets is None else offsets.numel() - 1
-    return documents, window if window < longest_keys else 0
-
-
 def _constants(q: torch.Tensor, k: torch.Tensor, tile: Tile, window: int, softcap: float) -> dict[str, Any]:
     """What the three kernels know when they are compiled."""
     head_dim = q.shape[2]
@@ -88,26 +78,10 @@ def _constants(q: torch.Tensor, k: torch.Tensor, tile: Tile, window: int, softca
     }
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    offsets: torch.Tensor | None,
-    longest: int,
-    window: int,
-    scale: float,
-    softcap: float,
-    key_offsets: torch.Tensor | None = None,
-    longest_keys: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of each document to itself, and to further keys before its own.
+class Spans(NamedTuple):
+    """Which keys the queries of each document see, and how scores become weights.
 
-    Args:
-        q: Queries, (T, q_heads, D), in float16, bfloat16 or float32, with D from 16 to 256. Any strides; a copy is made
-            if the last one is not 1.
-        k: Keys, (K, k_heads, D), with K = T unless there are `key_offsets`; query head h reads key head
-            h // (q_heads / k_heads), which must divide.
-        v: Values, shaped as `k`.
+    Attributes:
         offsets: int32 (documents + 1,), on the device: document d is the tokens offsets[d] to offsets[d + 1] - 1, and
             may be empty; every token belongs to one. None for documents of `longest` tokens each.
         longest: At least the number of tokens of the longest document, at least 1.
@@ -117,7 +91,38 @@ def forward(
         key_offsets: int32 (documents + 1,), on the device: document d has the keys key_offsets[d] to
             key_offsets[d + 1] - 1, at least as many as queries, and its last query is at the position of its last key.
             They need `offsets`. None for the keys of its own tokens.
-        longest_keys: At least the number of keys of the document with most; None for `longest`.
+        longest_keys: At least the number of keys of the document with most; 0 for `longest`.
+    """
+
+    offsets: torch.Tensor | None
+    longest: int
+    window: int
+    scale: float
+    softcap: float
+    key_offsets: torch.Tensor | None = None
+    longest_keys: int = 0
+
+    def of(self, tokens: int) -> tuple[int, int, int]:
+        """The number of documents of so many tokens, the most keys of one, and the window, 0 if none has more keys."""
+        if self.offsets is None and tokens % self.longest:
+            raise ValueError(
+                f"`longest` is {self.longest}; without `offsets` it must divide the {tokens} tokens of `q`."
+            )
+        documents = tokens // self.longest if self.offsets is None else self.offsets.numel() - 1
+        longest_keys = self.longest_keys or self.longest
+        return documents, longest_keys, self.window if self.window < longest_keys else 0
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of each document to itself, and to further keys before its own.
+
+    Args:
+        q: Queries, (T, q_heads, D), in float16, bfloat16 or float32, with D from 16 to 256. Any strides; a copy is made
+            if the last one is not 1.
+        k: Keys, (K, k_heads, D), with K = T unless there are `key_offsets`; query head h reads key head
+            h // (q_heads / k_heads), which must divide.
+        v: Values, shaped as `k`.
+        spans: The documents, and what their queries see.
 
     Returns:
         out (T, q_heads, D), contiguous and in the dtype of `q`, and lse (q_heads, T) in float32, the natural logarithm
@@ -131,11 +136,10 @@ def forward(
     if out.numel() == 0:
         return out, lse
     q, k, v = (contiguous_columns(x) for x in (q, k, v))
-    longest_keys = longest if longest_keys is None else longest_keys
-    documents, window = _documents_and_window(tokens, offsets, longest, longest_keys, window)
+    documents, _, window = spans.of(tokens)
     tile = tile_for("forward", q)
-    inner, outer, _ = transform_factors(softcap or None, scale, 1.0)
-    blocks = cdiv(longest, tile.queries)
+    inner, outer, _ = transform_factors(spans.softcap or None, spans.scale, 1.0)
+    blocks = cdiv(spans.longest, tile.queries)
     with on_device(q):
         forward_kernel[(blocks * heads * documents,)](
             q,
@@ -143,10 +147,10 @@ def forward(
             v,
             out,
             lse,
-            offsets,
-            key_offsets,
+            spans.offsets,
+            spans.key_offsets,
             tokens,
-            longest,
+            spans.longest,
             blocks,
             window,
             inner,
@@ -154,7 +158,7 @@ def forward(
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
-            **_constants(q, k, tile, window, softcap),
+            **_constants(q, k, tile, window, spans.softcap),
         )
     return out, lse
 
@@ -192,13 +196,7 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    offsets: torch.Tensor | None,
-    longest: int,
-    window: int,
-    scale: float,
-    softcap: float,
-    key_offsets: torch.Tensor | None = None,
-    longest_keys: int | None = None,
+    spans: Spans,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of `forward`, or of one whose result was merged with that of further keys.
 
@@ -209,13 +207,7 @@ def backward(
         v: Values.
         out: Result, (T, q_heads, D): that of `forward`, or merged.
         lse: Logarithm of the sum of exponentials, float32 (q_heads, T), contiguous: that of `forward`, or merged.
-        offsets: Documents.
-        longest: Length.
-        window: Window.
-        scale: Factor.
-        softcap: Bound.
-        key_offsets: Keys of the documents.
-        longest_keys: Length.
+        spans: Documents.
 
     Returns:
         The gradients of q, k and v, contiguous and in their dtypes. The same bits in every run.
@@ -229,9 +221,8 @@ def backward(
     q, k, v, d_out = (contiguous_columns(x) for x in (q, k, v, d_out))
     delta, lse = row_dots(d_out, out), lse.contiguous()
     tokens, heads, head_dim = q.shape
-    longest_keys = longest if longest_keys is None else longest_keys
-    documents, window = _documents_and_window(tokens, offsets, longest, longest_keys, window)
-    factors = transform_factors(softcap or None, scale, 1.0)
+    documents, longest_keys, window = spans.of(tokens)
+    factors = transform_factors(spans.softcap or None, spans.scale, 1.0)
     strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:2]]
     with on_device(q):
         tile = tile_for("key gradients", q)
@@ -246,18 +237,18 @@ def backward(
                 lse,
                 delta,
                 *gradients,
-                offsets,
-                key_offsets,
+                spans.offsets,
+                spans.key_offsets,
                 tokens,
-                longest,
+                spans.longest,
                 blocks,
                 window,
                 *factors,
                 *strides,
-                **_constants(q, k, tile, window, softcap),
+                **_constants(q, k, tile, window, spans.softcap),
             )
         tile = tile_for("query gradients", q)
-        blocks = cdiv(longest, tile.queries)
+        blocks = cdiv(spans.longest, tile.queries)
         query_gradients_kernel[(blocks * heads * documents,)](
             q,
             k,
@@ -266,14 +257,14 @@ def backward(
             lse,
             delta,
             dq,
-            offsets,
-            key_offsets,
+            spans.offsets,
+            spans.key_offsets,
             tokens,
-            longest,
+            spans.longest,
             blocks,
             window,
             *factors,
             *strides,
-            **_constants(q, k, tile, window, softcap),
+            **_constants(q, k, tile, window, spans.softcap),
         )
     return dq, dk, dv

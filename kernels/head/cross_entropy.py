@@ -37,7 +37,7 @@ from liger_trainer.kernels.head.loss_options import (
 from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import RowStats, Shard, check_labels_on_cpu
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, use_triton
+from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, reference_of, use_triton
 
 _Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # the fields of `RowStats`
 
@@ -303,10 +303,11 @@ def cross_entropy(
     check_logits(logits, target)
     vocab_size = logits.shape[-1]
     check_labels_on_cpu(target, vocab_size, ignore_index)
-    if not use_triton(logits):
-        return _in_torch(logits, target, options, reduction, num_items, class_weights, outputs)
     average = reduction == "mean" and num_items is None
     class_weights = checked_class_weights(class_weights, vocab_size, logits, target, ignore_index, average)
+    if not use_triton(logits):
+        stats = _row_statistics(logits.reshape(-1, vocab_size), target.reshape(-1), options, class_weights)
+        return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
     rows, labels = row_view(logits), target.reshape(-1).contiguous()
     extras = ("entropy" in outputs, "predicted_tokens" in outputs or "token_accuracy" in outputs)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
@@ -323,6 +324,9 @@ def cross_entropy(
     stats = RowStats(*_gradient_(data, gradient, labels, class_weights, scale * expected, options, *extras))
     loss = _reduce(rows, gradient, stats.loss, scale, expected)
     return with_outputs(loss, outputs, stats, target, options, scale)
+
+
+cross_entropy_reference = reference_of(cross_entropy, "use_triton")
 
 
 def _row_statistics(
@@ -351,39 +355,3 @@ def _row_statistics(
         predicted = torch.where(valid, z.argmax(-1), -1)
     loss, nll, lse, entropy = (torch.where(valid, row, 0.0) for row in (loss, nll, lse, entropy))
     return RowStats(loss, nll.detach(), lse.detach(), entropy, predicted)
-
-
-def _in_torch(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    options: LossOptions,
-    reduction: str,
-    num_items: int | torch.Tensor | None,
-    class_weights: torch.Tensor | None,
-    outputs: Sequence[str],
-) -> torch.Tensor | CrossEntropyOutput:
-    """`cross_entropy` without a kernel."""
-    vocab_size = logits.shape[-1]
-    average = reduction == "mean" and num_items is None
-    class_weights = checked_class_weights(class_weights, vocab_size, logits, target, options.ignore_index, average)
-    stats = _row_statistics(logits.reshape(-1, vocab_size), target.reshape(-1), options, class_weights)
-    return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
-
-
-def cross_entropy_reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    num_items: int | torch.Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    class_weights: torch.Tensor | None = None,
-    outputs: Sequence[str] = (),
-) -> torch.Tensor | CrossEntropyOutput:
-    """`cross_entropy` in plain torch, computed in fp32 (float64 for float64 logits); it has the same arguments."""
-    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    return _in_torch(logits, target, options, reduction, num_items, class_weights, outputs)

@@ -49,7 +49,7 @@ from liger_trainer.kernels.fp8.linear import (
 from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import as_autocast, is_expanded, use_triton
+from liger_trainer.kernels.runtime import as_autocast, is_expanded, reference_of, use_triton
 
 
 def _placeholder(
@@ -172,7 +172,11 @@ def glu(
     if kernel_takes(gate, up, inplace_backward):
         form = GatedActivation.of(activation.name, gate_multiplier, down_multiplier, limit)
         return gated.gated_activation(gate, up, form, inplace_backward)
-    return glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    h = activation.value(gate if gate_multiplier == 1.0 else gate * gate_multiplier) * up
+    return h if down_multiplier == 1.0 else h * down_multiplier
 
 
 def glu_down(
@@ -191,7 +195,9 @@ def glu_down(
     """`swiglu_down` with any row of the table of activations."""
     gate, up, weight, bias = as_autocast(gate), as_autocast(up), as_autocast(weight), as_autocast(bias)
     if not kernel_takes(gate, up, inplace_backward, weight_shape=weight.shape, bias=bias):
-        h = glu_reference(gate, up, activation, gate_multiplier, down_multiplier, limit)
+        h = glu_reference(
+            gate, up, activation, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier, limit=limit
+        )
         return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
     if fp8 is not None and not takes_fp8(gate, weight):
         fp8 = None
@@ -254,17 +260,5 @@ def kernel_takes(
     return takes
 
 
-def glu_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    activation: Activation,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    limit: float | None = None,
-) -> torch.Tensor:
-    """`glu` in plain torch."""
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    h = activation.value(gate if gate_multiplier == 1.0 else gate * gate_multiplier) * up
-    return h if down_multiplier == 1.0 else h * down_multiplier
+glu_reference = reference_of(glu, "kernel_takes")
+glu_down_reference = reference_of(glu_down, "kernel_takes")

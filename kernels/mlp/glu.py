@@ -8,12 +8,11 @@ Shapes: gate and up (..., intermediate), gate_up (..., 2 * intermediate).
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from liger_trainer.kernels.activation import GATED, SILU, Activation
-from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.kernels.fp8.modes import Fp8Mode
-from liger_trainer.kernels.mlp.gated_down import glu, glu_down, glu_reference
+from liger_trainer.kernels.mlp.gated_down import glu, glu_down, glu_down_reference, glu_reference
+from liger_trainer.kernels.runtime import reference_of
 
 
 def gelu_of(approximate: str) -> Activation:
@@ -66,6 +65,9 @@ def swiglu(
     )
 
 
+swiglu_reference = reference_of(swiglu, glu=glu_reference)
+
+
 def swiglu_fused(
     gate_up: torch.Tensor,
     *,
@@ -98,23 +100,7 @@ def swiglu_fused(
     )
 
 
-def swiglu_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    *,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    limit: float | None = None,
-) -> torch.Tensor:
-    """`swiglu` in plain torch."""
-    return glu_reference(gate, up, SILU, gate_multiplier, down_multiplier, limit)
-
-
-def swiglu_fused_reference(
-    gate_up: torch.Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, limit: float | None = None
-) -> torch.Tensor:
-    """`swiglu_fused` in plain torch."""
-    return glu_reference(gate_up, None, SILU, gate_multiplier, down_multiplier, limit)
+swiglu_fused_reference = reference_of(swiglu_fused, glu=glu_reference)
 
 
 def geglu(
@@ -142,6 +128,9 @@ def geglu(
     return glu(gate, up, gelu_of(approximate), inplace_backward=inplace_backward)
 
 
+geglu_reference = reference_of(geglu, glu=glu_reference)
+
+
 def geglu_fused(gate_up: torch.Tensor, approximate: str = "tanh", *, inplace_backward: bool = False) -> torch.Tensor:
     """``gelu(gate) * up`` of a fused projection; its gradient is one tensor, written without a concatenation.
 
@@ -160,14 +149,7 @@ def geglu_fused(gate_up: torch.Tensor, approximate: str = "tanh", *, inplace_bac
     return glu(gate_up, None, gelu_of(approximate), inplace_backward=inplace_backward)
 
 
-def geglu_reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """`geglu` in plain torch."""
-    return glu_reference(gate, up, gelu_of(approximate))
-
-
-def geglu_fused_reference(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """`geglu_fused` in plain torch."""
-    return glu_reference(gate_up, None, gelu_of(approximate))
+geglu_fused_reference = reference_of(geglu_fused, glu=glu_reference)
 
 
 def swiglu_down(
@@ -248,30 +230,5 @@ def geglu_down(
     return glu_down(gate, up, weight, bias, gelu_of(approximate), inplace_backward=inplace_backward, fp8=fp8)
 
 
-def swiglu_down_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    limit: float | None = None,
-    fp8: Fp8Mode | None = None,
-) -> torch.Tensor:
-    """`swiglu_down` in plain torch, which saves the product."""
-    h = glu_reference(gate, up, SILU, gate_multiplier, down_multiplier, limit)
-    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
-
-
-def geglu_down_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    approximate: str = "tanh",
-    fp8: Fp8Mode | None = None,
-) -> torch.Tensor:
-    """`geglu_down` in plain torch, which saves the product."""
-    h = glu_reference(gate, up, gelu_of(approximate))
-    return F.linear(h, weight, bias) if fp8 is None else fp8_linear(h, weight, bias, fp8)
+swiglu_down_reference = reference_of(swiglu_down, glu_down=glu_down_reference)
+geglu_down_reference = reference_of(geglu_down, glu_down=glu_down_reference)

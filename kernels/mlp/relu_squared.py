@@ -21,7 +21,7 @@ from liger_trainer.kernels.activation import activation_and_derivative
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.mlp.gated_activation import launch_config, overwrites_saved
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, reference_of, tl, triton, use_triton
 
 
 @triton.jit
@@ -122,9 +122,7 @@ def relu_squared(x: torch.Tensor, *, inplace_backward: bool = False) -> torch.Te
     """
     if inplace_backward and is_expanded(x):
         raise ValueError("`inplace_backward=True` writes a gradient over `x`, but it is expanded.")
-    return _relu_squared(x, inplace_backward) if use_triton(x) else relu_squared_reference(x)
+    return _relu_squared(x, inplace_backward) if use_triton(x) else F.relu(x).square()
 
 
-def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
-    """`relu_squared` in plain torch."""
-    return F.relu(x).square()
+relu_squared_reference = reference_of(relu_squared, "use_triton")

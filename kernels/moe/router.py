@@ -32,7 +32,7 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, reference_of, tl, triton, use_triton
 
 EPS = 1e-20
 """Added to the sum that sigmoid weights are divided by, as DeepSeek does."""
@@ -409,34 +409,9 @@ def topk_softmax_routing(
     """
     _check(logits, k)
     _check_groups(logits, k, None, num_groups, top_groups)
-    if not use_triton(logits):
-        return topk_softmax_routing_reference(
-            logits,
-            k,
-            num_groups=num_groups,
-            top_groups=top_groups,
-            normalise=normalise,
-            softmax_after_topk=softmax_after_topk,
-            scale=scale,
-            dtype=dtype,
-        )
-    options = (normalise or softmax_after_topk, num_groups, top_groups, scale, 0.0, dtype or logits.dtype)
-    weights, index = _route(logits, None, k, False, True, False, *options)
-    return weights, index
-
-
-def topk_softmax_routing_reference(
-    logits: torch.Tensor,
-    k: int,
-    *,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    normalise: bool = True,
-    softmax_after_topk: bool = False,
-    scale: float = 1.0,
-    dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`topk_softmax_routing` in plain torch; it does not check its arguments."""
+    if use_triton(logits):
+        options = (normalise or softmax_after_topk, num_groups, top_groups, scale, 0.0, dtype or logits.dtype)
+        return _route(logits, None, k, False, True, False, *options)
     ranked = logits if softmax_after_topk else logits.softmax(-1, dtype=_wide(logits))
     choice = ranked.detach()
     if num_groups > 1:
@@ -448,6 +423,9 @@ def topk_softmax_routing_reference(
     elif normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return (weights * scale).to(dtype or logits.dtype), index
+
+
+topk_softmax_routing_reference = reference_of(topk_softmax_routing, "use_triton")
 
 
 def grouped_topk_sigmoid_routing(
@@ -496,49 +474,17 @@ def grouped_topk_sigmoid_routing(
     _check_groups(logits, k, correction_bias, num_groups, top_groups)
     if eps < 0.0:
         raise ValueError(f"`eps` is {eps}; it must be 0 or more.")
-    if not use_triton(logits):
-        return grouped_topk_sigmoid_routing_reference(
-            logits,
-            k,
-            correction_bias=correction_bias,
-            num_groups=num_groups,
-            top_groups=top_groups,
-            sigmoid_after_topk=sigmoid_after_topk,
-            round_scores=round_scores,
-            normalise=normalise,
-            eps=eps,
-            scale=scale,
-            dtype=dtype,
-        )
     bias = None if correction_bias is None else correction_bias.detach()
-    ranked = sigmoid_after_topk, round_scores
-    weights, index = _route(
-        logits, bias, k, True, *ranked, normalise, num_groups, top_groups, scale, eps, dtype or logits.dtype
-    )
-    return weights, index
-
-
-def grouped_topk_sigmoid_routing_reference(
-    logits: torch.Tensor,
-    k: int,
-    *,
-    correction_bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    sigmoid_after_topk: bool = False,
-    round_scores: bool = False,
-    normalise: bool = True,
-    eps: float = EPS,
-    scale: float = 1.0,
-    dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`grouped_topk_sigmoid_routing` in plain torch; it does not check its arguments."""
+    if use_triton(logits):
+        ranked = sigmoid_after_topk, round_scores
+        options = (normalise, num_groups, top_groups, scale, eps, dtype or logits.dtype)
+        return _route(logits, bias, k, True, *ranked, *options)
     wide = logits.to(_wide(logits))
     scores = wide.sigmoid()
     choice = (wide if sigmoid_after_topk else scores).detach()
     if round_scores:
         choice = choice.to(logits.dtype).to(wide.dtype)
-    choice = choice if correction_bias is None else choice + correction_bias.detach()
+    choice = choice if bias is None else choice + bias
     if num_groups > 1:
         choice = _in_best(choice, choice.unflatten(-1, (num_groups, -1)).topk(2).values.sum(-1), top_groups)
     index = choice.topk(k).indices
@@ -546,6 +492,9 @@ def grouped_topk_sigmoid_routing_reference(
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
     return (weights * scale).to(dtype or logits.dtype), index
+
+
+grouped_topk_sigmoid_routing_reference = reference_of(grouped_topk_sigmoid_routing, "use_triton")
 
 
 def _in_best(choice: torch.Tensor, groups: torch.Tensor, top_groups: int) -> torch.Tensor:

@@ -41,6 +41,7 @@ from liger_trainer.kernels.runtime import (
     check_norm_arguments,
     next_power_of_2,
     on_device,
+    reference_of,
     tl,
     triton,
     use_triton,
@@ -355,28 +356,17 @@ def gated_rms_norm(
     on_triton = check_norm_arguments("gated_rms_norm", x, weight=weight)
     check_like("gated_rms_norm", x, ("shape", "device"), gate=gate)
     groups = number_of_groups("gated_rms_norm", x, group_size)
-    if not (on_triton and use_triton(gate)):
-        return gated_rms_norm_reference(x, gate, weight, eps, group_size, activation, gate_first, casting)
-    return _gated_rms_norm(x, gate, weight, eps, groups, activation, gate_first, casting)[0]
-
-
-def gated_rms_norm_reference(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    activation: str = "silu",
-    gate_first: bool = False,
-    casting: str = "llama",
-) -> torch.Tensor:
-    """`gated_rms_norm` in plain torch, with torch's own autograd; float64 inputs are computed in float64."""
+    if on_triton and use_triton(gate):
+        return _gated_rms_norm(x, gate, weight, eps, groups, activation, gate_first, casting)[0]
     compute = torch.promote_types(x.dtype, torch.float32)
     wide, gate = x.to(compute), gate.to(compute)
     factor = torch.sigmoid(gate) if activation == "sigmoid" else torch.nn.functional.silu(gate)
-    groups = (wide * factor if gate_first else wide).unflatten(-1, (-1, group_size or x.shape[-1]))
-    x_hat = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+    grouped = (wide * factor if gate_first else wide).unflatten(-1, (-1, group_size or x.shape[-1]))
+    x_hat = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
     y = weight * x_hat.to(x.dtype) if casting == "llama" else (weight.to(compute) * x_hat)
     if not gate_first:
         return (y * factor).to(x.dtype)
     return y if casting == "llama" else y.to(x.dtype)
+
+
+gated_rms_norm_reference = reference_of(gated_rms_norm, "use_triton")

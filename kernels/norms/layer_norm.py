@@ -43,7 +43,15 @@ from liger_trainer.kernels.rows import (
     memory_order,
     number_of_groups,
 )
-from liger_trainer.kernels.runtime import check_norm_arguments, has_elements, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import (
+    check_norm_arguments,
+    has_elements,
+    next_power_of_2,
+    on_device,
+    reference_of,
+    tl,
+    triton,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -336,25 +344,18 @@ def layer_norm(
     """
     on_triton = check_norm_arguments("layer_norm", x, weight=weight, bias=bias)
     groups = number_of_groups("layer_norm", x, group_size)
-    if not on_triton:
-        return layer_norm_reference(x, weight, bias, eps, group_size, dtype)
-    return _layer_norm(x, weight, bias, eps, dtype or autocast_dtype(x), groups)[0]
-
-
-def layer_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float = 1e-5,
-    group_size: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """`layer_norm` as torch's own operator, in fp32: on a CPU, torch would sum half-precision gradients unconverted."""
+    result = dtype or autocast_dtype(x)
+    if on_triton:
+        return _layer_norm(x, weight, bias, eps, result, groups)[0]
+    # In fp32: on a CPU, torch would sum half-precision gradients unconverted.
     compute = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
-    wide, result = x.to(compute), dtype or autocast_dtype(x)
+    wide = x.to(compute)
     if group_size is None:
         return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(result)
     y = F.layer_norm(wide.unflatten(-1, (-1, group_size)), (group_size,), None, None, eps).flatten(-2)
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(result)
+
+
+layer_norm_reference = reference_of(layer_norm, "check_norm_arguments")

@@ -42,7 +42,15 @@ from liger_trainer.kernels.rows import (
     forward_tiles,
     memory_order,
 )
-from liger_trainer.kernels.runtime import check_norm_arguments, has_elements, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import (
+    check_norm_arguments,
+    has_elements,
+    next_power_of_2,
+    on_device,
+    reference_of,
+    tl,
+    triton,
+)
 
 CASTINGS = ("llama", "gemma", "olmo2", "none")
 
@@ -388,26 +396,16 @@ def rms_norm(
     if casting not in CASTINGS:
         raise unknown_casting("rms_norm", casting)
     if not check_norm_arguments("rms_norm", x, weight=weight):
-        return rms_norm_reference(x, weight, eps, offset, casting)
+        compute = x if casting == "none" else x.to(torch.promote_types(x.dtype, torch.float32))
+        x_hat = compute * torch.rsqrt(compute.pow(2).mean(-1, keepdim=True) + eps)
+        if weight is None:
+            return x_hat.to(x.dtype)
+        if casting == "gemma":
+            return (x_hat * (offset + weight.to(compute.dtype))).to(x.dtype)
+        scale = weight + offset if offset else weight
+        return (scale * x_hat).to(x.dtype) if casting == "olmo2" else scale * x_hat.to(x.dtype)
     fp8 = fp8 and has_fp8(x.device) and may_share(x)
     return _rms_norm(x, weight, eps, offset, casting, fp8)[0]
 
 
-def rms_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> torch.Tensor:
-    """`rms_norm` in plain torch, with torch's own autograd; float64 inputs are computed in float64."""
-    compute = x if casting == "none" else x.to(torch.promote_types(x.dtype, torch.float32))
-    x_hat = compute * torch.rsqrt(compute.pow(2).mean(-1, keepdim=True) + eps)
-    if weight is None:
-        return x_hat.to(x.dtype)
-    if casting == "gemma":
-        return (x_hat * (offset + weight.to(compute.dtype))).to(x.dtype)
-    scale = weight + offset if offset else weight
-    if casting == "olmo2":
-        return (scale * x_hat).to(x.dtype)
-    return scale * x_hat.to(x.dtype)
+rms_norm_reference = reference_of(rms_norm, "check_norm_arguments")

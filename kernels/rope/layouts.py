@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference, rotate
+from liger_trainer.kernels.runtime import reference_of
 
 
 def rope_complex(
@@ -82,10 +83,18 @@ def rope_multimodal(
         raise ValueError(
             f"`sections` is {sections}; it must add up to {cos.shape[-1] // 2}, half the width of the tables."
         )
-    if not on_triton:
-        return rope_multimodal_reference(q, k, cos, sin, sections, unsqueeze_dim)
-    out_dtype = torch.promote_types(q.dtype, cos.dtype)
-    return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, "halves", "planes", sections)
+    if on_triton:
+        out_dtype = torch.promote_types(q.dtype, cos.dtype)
+        return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, "halves", "planes", sections)
+
+    def together(table: torch.Tensor) -> torch.Tensor:
+        planes = [part[index] for index, part in enumerate(table.unflatten(-1, (2, -1)).split(sections, dim=-1))]
+        return torch.cat(planes, dim=-1).flatten(-2)
+
+    return rope_reference(q, k, together(cos), together(sin), unsqueeze_dim)
+
+
+rope_multimodal_reference = reference_of(rope_multimodal, "check_rope_arguments")
 
 
 def rope_vision(
@@ -114,20 +123,3 @@ def rope_vision(
     q, k, cos, sin = (x.unsqueeze(0) for x in tensors)
     q_out, k_out = rope(q, k, cos, sin, unsqueeze_dim=2, keep_dtype=True)
     return q_out.squeeze(0), k_out.squeeze(0)
-
-
-def rope_multimodal_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    sections: Sequence[int],
-    unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope_multimodal` in plain torch."""
-
-    def together(table: torch.Tensor) -> torch.Tensor:
-        planes = [part[index] for index, part in enumerate(table.unflatten(-1, (2, -1)).split(list(sections), dim=-1))]
-        return torch.cat(planes, dim=-1).flatten(-2)
-
-    return rope_reference(q, k, together(cos), together(sin), unsqueeze_dim)

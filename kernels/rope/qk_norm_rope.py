@@ -32,7 +32,15 @@ from liger_trainer.kernels.rope.qk_norm_rope_kernels import backward_kernel, for
 from liger_trainer.kernels.rope.rope import check_rope_arguments, rope, rope_reference
 from liger_trainer.kernels.rope.rope_kernel import contiguous_columns, table_strides
 from liger_trainer.kernels.rows import NormConfig, column_sum, fit_config
-from liger_trainer.kernels.runtime import cdiv, check_norm_arguments, next_power_of_2, num_sms, on_device, use_triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    check_norm_arguments,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    reference_of,
+    use_triton,
+)
 
 
 def _num_warps(block: int) -> int:
@@ -326,19 +334,6 @@ def qk_norm_rope(
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
 
 
-def qk_norm_rope_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-    unsqueeze_dim: int = 2,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qk_norm_rope` in plain torch."""
-    q = rms_norm_reference(q, q_weight, eps, offset, casting)
-    k = rms_norm_reference(k, k_weight, eps, offset, casting)
-    return rope_reference(q, k, cos, sin, unsqueeze_dim)
+qk_norm_rope_reference = reference_of(
+    qk_norm_rope, "check_rope_arguments", rms_norm=rms_norm_reference, rope=rope_reference
+)

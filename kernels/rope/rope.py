@@ -32,7 +32,7 @@ import torch
 from liger_trainer.kernels.autograd import input_gradients
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rope.rope_kernel import launch
-from liger_trainer.kernels.runtime import use_triton
+from liger_trainer.kernels.runtime import reference_of, use_triton
 
 _BACKWARD_PAIRS = {
     "halves": "halves",
@@ -206,45 +206,18 @@ def rope(
     on_triton = check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
     if split_output and not interleaved:
         raise ValueError("`split_output` needs `interleaved`; without it, results are split already.")
-    if not on_triton:
-        return rope_reference(
-            q,
-            k,
-            cos,
-            sin,
-            unsqueeze_dim,
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-            split_output=split_output,
-            keep_dtype=keep_dtype,
-        )
-    pairs = "halves" if not interleaved else "interleaved to halves" if split_output else "interleaved"
-    table = "interleaved" if interleaved else "halves"
-    if rotary_dim not in (None, cos.shape[-1]):
-        table = "shared"
-    out_dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
-    return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
-
-
-def rope_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    unsqueeze_dim: int = 1,
-    *,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    split_output: bool = False,
-    keep_dtype: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope` in plain torch, differentiable in all four tensors."""
+    if on_triton:
+        pairs = "halves" if not interleaved else "interleaved to halves" if split_output else "interleaved"
+        table = "interleaved" if interleaved else "halves"
+        if rotary_dim not in (None, cos.shape[-1]):
+            table = "shared"
+        out_dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
+        return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if rotary_dim is None:
         rotary_dim = cos.shape[-1]
     if rotary_dim != cos.shape[-1]:
         cos, sin = (x.repeat_interleave(2, -1) if interleaved else torch.cat((x, x), dim=-1) for x in (cos, sin))
-
     results = []
     for x in (q, k):
         rotary, tail = x[..., :rotary_dim], x[..., rotary_dim:]
@@ -261,3 +234,6 @@ def rope_reference(
         y = y.to(x.dtype) if keep_dtype else y
         results.append(torch.cat((y, tail), dim=-1) if tail.shape[-1] else y)
     return results[0], results[1]
+
+
+rope_reference = reference_of(rope, "check_rope_arguments")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import nn
 
@@ -175,22 +178,47 @@ class LigerDyT(nn.Module):
         return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
 
 
-class LigerFusedAddRMSNorm(LigerRMSNorm):
+class _Spelled(LigerRMSNorm):
+    """[`LigerRMSNorm`] with the parameters of a class of Liger's, written as text, as in Liger's own source."""
+
+    def __init_subclass__(cls, parameters: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if parameters:
+            cls.__init__ = _constructor(parameters)  # type: ignore[method-assign]
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def _constructor(parameters: str) -> Any:
+    signature = inspect.signature(eval(f"lambda self, {parameters}: None"))
+
+    def __init__(self: LigerRMSNorm, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        ours = {"dim": "hidden_size", "with_scale": "elementwise_affine"}
+        values = {ours.get(name, name): value for name, value in given.arguments.items()}
+        if values["hidden_size"] is None:
+            if values["elementwise_affine"]:
+                raise ValueError("`dim` is None; give the size of the weight, or `with_scale=False` for none.")
+            values["hidden_size"] = 0
+        LigerRMSNorm.__init__(**values)
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return __init__
+
+
+_LLAMA = "eps=1e-6, offset=0.0, casting_mode='llama', init_fn='ones'"
+_GEMMA = "eps=1e-6, offset=1.0, casting_mode='gemma', init_fn='zeros'"
+_GEMMA4 = "eps=1e-6, offset=0.0, casting_mode='gemma', init_fn='ones', in_place=False, with_scale=True"
+
+
+class LigerFusedAddRMSNorm(_Spelled, parameters=f"hidden_size, {_LLAMA}, in_place=False"):
     """Residual addition and RMSNorm in one pass; see [`liger_trainer.functional.fused_add_rms_norm`].
 
     The arguments are those of [`LigerRMSNorm`].
     """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = False,
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, residual: torch.Tensor
@@ -201,25 +229,11 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         )
 
 
-class LigerModulatedRMSNorm(LigerRMSNorm):
+class LigerModulatedRMSNorm(_Spelled, parameters=f"hidden_size, {_LLAMA}, in_place=True, elementwise_affine=True"):
     """RMSNorm, then `* (1 + scale) + shift` (adaLN); see [`liger_trainer.functional.modulated_rms_norm`].
 
     The arguments are those of [`LigerRMSNorm`].
     """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = True,
-        elementwise_affine: bool = True,
-    ) -> None:
-        super().__init__(
-            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
-        )
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
@@ -230,20 +244,8 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
         )
 
 
-class LigerRMSNormForGemma(LigerRMSNorm):
+class LigerRMSNormForGemma(_Spelled, parameters=f"hidden_size, {_GEMMA}, in_place=True, row_mode=None"):
     """[`LigerRMSNorm`] with Gemma's defaults: `1 + weight`, a weight that starts at zero, one rounding at the end."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 1.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "zeros",
-        in_place: bool = True,
-        row_mode: bool | None = None,
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
@@ -258,74 +260,29 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma):
     """[`LigerRMSNorm`] with Muse Glimmer's defaults for centred weights, which are Gemma's."""
 
 
-class LigerRMSNormForGemma3(LigerRMSNormForGemma):
+class LigerRMSNormForGemma3(LigerRMSNormForGemma, parameters=f"dim, {_GEMMA}, in_place=False"):
     """[`LigerRMSNorm`] with Gemma 3's defaults, which are Gemma's; the size is called `dim`."""
 
-    def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-6,
-        offset: float = 1.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "zeros",
-        in_place: bool = False,
-    ) -> None:
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
 
-
-class LigerRMSNormForGemma4(LigerRMSNorm):
+class LigerRMSNormForGemma4(_Spelled, parameters=f"dim, {_GEMMA4}"):
     """[`LigerRMSNorm`] with Gemma 4's defaults: the plain weight, one rounding; none `with_scale=False`."""
 
-    def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "ones",
-        in_place: bool = False,
-        with_scale: bool = True,
-    ) -> None:
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
-        self.with_scale = with_scale
+    @property
+    def with_scale(self) -> bool:
+        """Whether there is a weight."""
+        return self.elementwise_affine
 
 
-class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
+class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4, parameters=f"dim=None, {_GEMMA4}"):
     """[`LigerRMSNorm`] with Muse Glimmer's defaults, which are Gemma 4's; `with_scale=False` needs no `dim`.
 
     Raises:
         ValueError: for a weight without `dim`.
     """
 
-    def __init__(
-        self,
-        dim: int | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "ones",
-        in_place: bool = False,
-        with_scale: bool = True,
-    ) -> None:
-        if dim is None and with_scale:
-            raise ValueError("`dim` is None; give the size of the weight, or `with_scale=False` for none.")
-        super().__init__(0 if dim is None else dim, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
-
-class LigerRMSNormForOlmo2(LigerRMSNorm):
+class LigerRMSNormForOlmo2(_Spelled, parameters=f"hidden_size, {_LLAMA}, in_place=False, row_mode=None"):
     """[`LigerRMSNorm`] with Liger's defaults for OLMo 2; transformers' own module rounds as `casting_mode="olmo2"`."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = False,
-        row_mode: bool | None = None,
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):

@@ -17,6 +17,7 @@ import torch
 from liger_trainer.kernels.activation import GatedActivation
 from liger_trainer.kernels.mlp.gated_activation import gated_activation
 from liger_trainer.kernels.mlp.gated_down import kernel_takes
+from liger_trainer.kernels.runtime import reference_of
 
 
 def clamped_swiglu(
@@ -52,19 +53,10 @@ def clamped_swiglu(
     if kernel_takes(gate_up, None, inplace_backward, interleaved=interleaved):
         form = GatedActivation.of("silu", alpha, 1.0 / alpha, limit, up_offset, interleaved)
         return gated_activation(gate_up, None, form, inplace_backward)
-    return clamped_swiglu_reference(gate_up, alpha, limit, up_offset=up_offset, interleaved=interleaved)
-
-
-def clamped_swiglu_reference(
-    gate_up: torch.Tensor,
-    alpha: float = 1.702,
-    limit: float | None = 7.0,
-    *,
-    up_offset: float = 1.0,
-    interleaved: bool = True,
-) -> torch.Tensor:
-    """`clamped_swiglu` in plain torch."""
     gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return (up + up_offset) * (gate * torch.sigmoid(alpha * gate))
+
+
+clamped_swiglu_reference = reference_of(clamped_swiglu, "kernel_takes")

@@ -39,6 +39,7 @@ from liger_trainer.kernels.runtime import (
     next_power_of_2,
     num_sms,
     on_device,
+    reference_of,
     tl,
     triton,
     use_triton,
@@ -236,16 +237,11 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.T
             f"`alpha` of dyt has shape {tuple(alpha.shape)}, dtype {alpha.dtype} and is on {alpha.device}; give one "
             f"floating point number, of shape (1,), on {x.device}, where `x` is."
         )
-    parameters = [gamma] if beta is None else [gamma, beta]
-    if not all(use_triton(tensor) for tensor in (x, alpha, *parameters)):
-        return dyt_reference(x, alpha, gamma, beta)
-    return _dyt(x, alpha, gamma, beta)
-
-
-def dyt_reference(
-    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`dyt` in plain torch, with torch's own autograd; float64 inputs are computed in float64."""
+    if use_triton(x) and use_triton(alpha) and use_triton(gamma) and (beta is None or use_triton(beta)):
+        return _dyt(x, alpha, gamma, beta)
     compute = torch.promote_types(x.dtype, torch.float32)
     y = torch.tanh(alpha.to(compute).reshape(()) * x.to(compute)) * gamma.to(compute)
     return (y if beta is None else y + beta.to(compute)).to(x.dtype)
+
+
+dyt_reference = reference_of(dyt, "use_triton")

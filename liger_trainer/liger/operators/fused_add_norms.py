@@ -98,16 +98,10 @@ def fused_add_rms_norm(
     on_triton = check_norm_arguments("fused_add_rms_norm", x, weight=weight)
     check_like("fused_add_rms_norm", x, ("shape", "dtype", "device"), residual=residual)
     if not on_triton:
-        return fused_add_rms_norm_reference(x, residual, weight, eps, offset, casting)
+        new_residual = x + residual
+        return rms_norm.rms_norm_reference(new_residual, weight, eps, offset, casting), new_residual
     y, new_residual, _ = _fused_add_rms_norm(x, residual, weight, eps, offset, casting)
     return y, new_residual
-
-
-@reference_of(fused_add_rms_norm)
-def fused_add_rms_norm_reference(x, residual, weight, eps, offset, casting):
-    """`fused_add_rms_norm` in plain torch, with torch's own autograd."""
-    new_residual = x + residual
-    return rms_norm.rms_norm_reference(new_residual, weight, eps, offset, casting), new_residual
 
 
 @operator("liger_trainer::fused_add_layer_norm")
@@ -156,13 +150,11 @@ def fused_add_layer_norm(
     on_triton = check_norm_arguments("fused_add_layer_norm", x, weight=weight, bias=bias)
     check_like("fused_add_layer_norm", x, ("shape", "dtype", "device"), residual=residual)
     if not on_triton:
-        return fused_add_layer_norm_reference(x, residual, weight, bias, eps)
+        new_residual = x + residual
+        return layer_norm.layer_norm_reference(new_residual, weight, bias, eps), new_residual
     y, new_residual, _, _ = _fused_add_layer_norm(x, residual, weight, bias, eps, autocast_dtype(x))
     return y, new_residual
 
 
-@reference_of(fused_add_layer_norm)
-def fused_add_layer_norm_reference(x, residual, weight, bias, eps):
-    """`fused_add_layer_norm` in plain torch, with torch's own autograd."""
-    new_residual = x + residual
-    return layer_norm.layer_norm_reference(new_residual, weight, bias, eps), new_residual
+fused_add_rms_norm_reference = reference_of(fused_add_rms_norm, "check_norm_arguments")
+fused_add_layer_norm_reference = reference_of(fused_add_layer_norm, "check_norm_arguments")

@@ -26,7 +26,7 @@ from liger_trainer.kernels.head.logit_rows import fold, row_config, row_layout, 
 from liger_trainer.kernels.head.loss_options import check_target
 from liger_trainer.kernels.head.token_statistics import check_labels_on_cpu
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import has_elements, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import has_elements, on_device, reference_of, tl, triton, use_triton
 
 
 @triton.jit
@@ -249,17 +249,10 @@ def fused_ce_tvd(
     vocab_size = student_logits.shape[-1]
     check_target(target, student_logits.shape[:-1], vocab_size, student_logits, "student_logits")
     check_labels_on_cpu(target, vocab_size, ignore_index)
-    if not (use_triton(student_logits) and use_triton(teacher_logits)):
-        return fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index)
-    labels = target.reshape(-1).contiguous()
-    ce, tvd, _ = _fused_ce_tvd(row_view(student_logits), row_view(teacher_logits.detach()), labels, ignore_index)
-    return ce.view(target.shape), tvd.view(target.shape)
-
-
-def fused_ce_tvd_reference(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fused_ce_tvd` in plain torch, computed in fp32 (float64 for float64 logits)."""
+    if use_triton(student_logits) and use_triton(teacher_logits):
+        labels = target.reshape(-1).contiguous()
+        ce, tvd, _ = _fused_ce_tvd(row_view(student_logits), row_view(teacher_logits.detach()), labels, ignore_index)
+        return ce.view(target.shape), tvd.view(target.shape)
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
     ignored = target == ignore_index
     in_range = (target >= 0) & (target < student_logits.shape[-1])
@@ -271,3 +264,6 @@ def fused_ce_tvd_reference(
     tvd = 0.5 * (x.softmax(-1) - y.softmax(-1)).abs().sum(-1)
     ce = torch.where(in_range, ce, math.nan)
     return torch.where(ignored, 0.0, ce), torch.where(ignored, 0.0, tvd)
+
+
+fused_ce_tvd_reference = reference_of(fused_ce_tvd, "use_triton")

@@ -258,9 +258,19 @@ def group_norm(
             shape or device, or a dtype is not floating point.
     """
     _check(x, num_groups, weight=weight, bias=bias)
-    if not all(tensor is None or use_triton(tensor) for tensor in (x, weight, bias)):
-        return group_norm_reference(x, num_groups, weight, bias, eps)
-    return _group_norm(x, num_groups, weight, bias, eps, autocast_dtype(x))[0]
+    result = autocast_dtype(x)
+    if use_triton(x) and (weight is None or use_triton(weight)) and (bias is None or use_triton(bias)):
+        return _group_norm(x, num_groups, weight, bias, eps, result)[0]
+    if x.numel() == 0:  # torch gives a weight the gradient NaN
+        return sum((p.sum() * 0 for p in (weight, bias) if p is not None), x).to(result)
+    if weight is None and bias is not None:  # torch has no backward for that
+        weight = torch.ones_like(bias)
+    compute = torch.promote_types(x.dtype, torch.float32)  # as `layer_norm`
+    weight, bias = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
+    return torch.group_norm(x.to(compute), num_groups, weight, bias, eps).to(result)
+
+
+group_norm_reference = reference_of(group_norm, "use_triton")
 
 
 def _check(x: torch.Tensor, num_groups: int, **parameters: torch.Tensor | None) -> None:
@@ -290,15 +300,3 @@ def _check(x: torch.Tensor, num_groups: int, **parameters: torch.Tensor | None) 
                 f"{parameter.device}; give a floating point tensor of shape ({channels},), one number for each channel "
                 f"of `x`, on {x.device}, or None."
             )
-
-
-@reference_of(group_norm)
-def group_norm_reference(x, num_groups, weight, bias, eps):
-    """`group_norm` through torch's own operator, in fp32, as `layer_norm_reference`."""
-    if x.numel() == 0:  # torch gives a weight the gradient NaN
-        return sum((p.sum() * 0 for p in (weight, bias) if p is not None), x).to(autocast_dtype(x))
-    if weight is None and bias is not None:  # torch has no backward for that
-        weight = torch.ones_like(bias)
-    compute = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
-    return torch.group_norm(x.to(compute), num_groups, weight, bias, eps).to(autocast_dtype(x))

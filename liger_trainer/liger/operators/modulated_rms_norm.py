@@ -371,9 +371,17 @@ def modulated_rms_norm(
     on_triton = check_norm_arguments("modulated_rms_norm", x, weight=weight)
     check_all_dtensors("modulated_rms_norm", x, scale=scale, shift=shift)
     scale_rows, shift_rows = _scale_and_shift(scale, shift, x)
-    if not (on_triton and use_triton(scale_rows) and (shift_rows is None or use_triton(shift_rows))):
-        return modulated_rms_norm_reference(x, weight, scale, shift, eps, offset, casting)
-    return _modulated_rms_norm(x, weight, scale_rows, shift_rows, eps, offset, casting)[0]
+    if on_triton and use_triton(scale_rows) and (shift_rows is None or use_triton(shift_rows)):
+        return _modulated_rms_norm(x, weight, scale_rows, shift_rows, eps, offset, casting)[0]
+    compute = torch.promote_types(x.dtype, torch.float32)
+    y = rms_norm_reference(x, weight, eps, offset, casting).to(compute)
+    y = y.reshape(scale_rows.shape[0], -1 if y.numel() else 0, x.shape[-1]) * (1 + scale_rows.to(compute)[:, None])
+    if shift_rows is not None:
+        y = y + shift_rows.to(compute)[:, None]
+    return y.reshape(x.shape).to(x.dtype)
+
+
+modulated_rms_norm_reference = reference_of(modulated_rms_norm, "check_norm_arguments")
 
 
 def _scale_and_shift(
@@ -425,15 +433,3 @@ def _for_each_token(modulation: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     hidden_size, groups = x.shape[-1], max(1, modulation.shape[0])
     tokens = x.numel() // hidden_size
     return modulation[:, None].expand(-1, tokens // groups, -1).reshape(tokens, hidden_size)
-
-
-@reference_of(modulated_rms_norm)
-def modulated_rms_norm_reference(x, weight, scale, shift, eps, offset, casting):
-    """`modulated_rms_norm` in plain torch, with torch's own autograd."""
-    scale, shift = _scale_and_shift(scale, shift, x)
-    compute = torch.promote_types(x.dtype, torch.float32)
-    y = rms_norm_reference(x, weight, eps, offset, casting).to(compute)
-    y = y.reshape(scale.shape[0], -1 if y.numel() else 0, x.shape[-1]) * (1 + scale.to(compute)[:, None])
-    if shift is not None:
-        y = y + shift.to(compute)[:, None]
-    return y.reshape(x.shape).to(x.dtype)

@@ -40,6 +40,7 @@ from liger_trainer.kernels.runtime import (
     has_elements,
     next_power_of_2,
     on_device,
+    reference_of,
     tl,
     triton,
     use_triton,
@@ -260,17 +261,13 @@ def poly_norm(
                 f"`{argument}` of poly_norm has shape {tuple(parameter.shape)}, dtype {parameter.dtype} and is on "
                 f"{parameter.device}; give a floating point tensor of shape ({size},) on {x.device}, where `x` is."
             )
-    if not (on_triton and use_triton(weight) and (bias is None or use_triton(bias))):
-        return poly_norm_reference(x, weight, bias, eps)
-    return _poly_norm(x, weight, bias, eps)[0]
-
-
-def poly_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, eps: float = 1e-6
-) -> torch.Tensor:
-    """`poly_norm` in plain torch, with torch's own autograd; float64 inputs are computed in float64."""
+    if on_triton and use_triton(weight) and (bias is None or use_triton(bias)):
+        return _poly_norm(x, weight, bias, eps)[0]
     compute = torch.promote_types(x.dtype, torch.float32)
     powers = [x.to(compute) ** power for power in (3, 2, 1)]
     norms = [power * torch.rsqrt(power.pow(2).mean(-1, keepdim=True) + eps) for power in powers]
     y = sum(w * norm for w, norm in zip(weight.to(compute), norms))
     return (y if bias is None else y + bias.to(compute)).to(x.dtype)
+
+
+poly_norm_reference = reference_of(poly_norm, "check_norm_arguments")

@@ -40,12 +40,10 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"`x` of softmax has shape {tuple(x.shape)} and dtype {x.dtype}; give floats of (..., n).")
-    return row_softmax(x, False, False) if use_triton(x) else softmax_reference(x)
+    return row_softmax(x, False, False) if use_triton(x) else torch.softmax(x, dim=-1)
 
 
-def softmax_reference(x: torch.Tensor) -> torch.Tensor:
-    """`softmax` in plain torch."""
-    return torch.softmax(x, dim=-1)
+softmax_reference = reference_of(softmax, "use_triton")
 
 
 def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -69,15 +67,10 @@ def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         raise ValueError(f"`x` of sparsemax has shape {tuple(x.shape)} and dtype {x.dtype}; give floats of (..., n).")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"`dim` of sparsemax is {dim}; `x` of shape {tuple(x.shape)} has {x.dim()} dimensions.")
-    if not use_triton(x):
-        return sparsemax_reference(x, dim)
-    if dim in (-1, x.dim() - 1):
-        return row_softmax(x, True, False)
-    return row_softmax(x.movedim(dim, -1), True, False).movedim(-1, dim)
-
-
-def sparsemax_reference(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`sparsemax` in plain torch, by sorting; computed in float32, or float64 for float64 inputs."""
+    if use_triton(x):
+        if dim in (-1, x.dim() - 1):
+            return row_softmax(x, True, False)
+        return row_softmax(x.movedim(dim, -1), True, False).movedim(-1, dim)
     if x.shape[dim] == 0:
         return torch.empty_like(x)
     z = x.movedim(dim, -1).to(torch.promote_types(x.dtype, torch.float32))
@@ -88,6 +81,9 @@ def sparsemax_reference(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     size = (ordered * count > excess).sum(-1, keepdim=True).clamp(min=1)
     tau = excess.gather(-1, size - 1) / size
     return torch.relu(z - tau).movedim(-1, dim).to(x.dtype)
+
+
+sparsemax_reference = reference_of(sparsemax, "use_triton")
 
 
 def multi_token_attention(
@@ -125,19 +121,13 @@ def multi_token_attention(
             f"`scores` has shape {tuple(scores.shape)} and dtype {scores.dtype}; give floats of "
             "(batch, heads, length, length), with or without the batch."
         )
-    probabilities = row_softmax(scores, sparse, True) if use_triton(scores) else _causal_reference(scores, sparse)
+    if use_triton(scores):
+        probabilities = row_softmax(scores, sparse, True)
+    else:
+        masked = scores.masked_fill(torch.ones_like(scores[:1], dtype=torch.bool).triu(1), float("-inf"))
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        probabilities = sparsemax_reference(masked) if sparse else masked.softmax(-1, dtype=wide).to(scores.dtype)
     return F.conv2d(probabilities, weight, bias, stride, padding, dilation, groups).tril_()
 
 
-def _causal_reference(scores: torch.Tensor, sparse: bool) -> torch.Tensor:
-    above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    masked = scores.masked_fill(above, float("-inf"))
-    if sparse:
-        return sparsemax_reference(masked)
-    return torch.softmax(masked, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-
-
-@reference_of(multi_token_attention)
-def multi_token_attention_reference(scores, weight, bias, stride, padding, dilation, groups, sparse):
-    """`multi_token_attention` in plain torch."""
-    return F.conv2d(_causal_reference(scores, sparse), weight, bias, stride, padding, dilation, groups).tril()
+multi_token_attention_reference = reference_of(multi_token_attention, "use_triton")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_trainer.kernels.attention import attention_launch
-from liger_trainer.kernels.attention.attention_launch import Tile, backward, forward, row_dots
+from liger_trainer.kernels.attention.attention_launch import Spans, Tile, backward, forward, row_dots
 from liger_trainer.kernels.rows import DeviceLimits
 from tests.accuracy import seeded_randn
 from tests.aot import compile_launch, recorded_launches
@@ -28,7 +28,7 @@ class Case(NamedTuple):
         return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=device)
 
     def arguments(self, device):
-        """What follows q, k and v (or lse) in the arguments of `forward` and `backward`."""
+        """The fields of `Spans`."""
         # A bound on the longest document may be loose.
         return self.offsets(device), max(self.lengths) + 3, self.window, self.scale, self.softcap
 
@@ -78,8 +78,8 @@ class Case(NamedTuple):
     def ours(self, q, k, v, d_out):
         """As `dense`, by the kernels."""
         arguments = self.arguments(q.device)
-        out, lse = forward(q, k, v, *arguments)
-        return [out, lse, *backward(d_out, q, k, v, out, lse, *arguments)]
+        out, lse = forward(q, k, v, Spans(*arguments))
+        return [out, lse, *backward(d_out, q, k, v, out, lse, Spans(*arguments))]
 
 
 def errors(results, exact):
@@ -174,8 +174,8 @@ def test_equal_documents_without_offsets(device):
     q, k, v, d_out = case.inputs(torch.float32, device)
     expected = case.ours(q, k, v, d_out)
     arguments = (None, 35, 0, case.scale, 0.0)
-    out, lse = forward(q, k, v, *arguments)
-    results = [out, lse, *backward(d_out, q, k, v, out, lse, *arguments)]
+    out, lse = forward(q, k, v, Spans(*arguments))
+    results = [out, lse, *backward(d_out, q, k, v, out, lse, Spans(*arguments))]
     assert all(torch.equal(ours, right) for ours, right in zip(results, expected))
 
 
@@ -219,10 +219,10 @@ def test_merged_with_sinks(device):
     q, k, v, d_out = case.inputs(torch.float32, device)
     sinks = seeded_randn(4, seed=3, device=device)
     exact = case.dense(*(x.double() for x in (q, k, v, d_out, sinks)))
-    out, lse = forward(q, k, v, *case.arguments(device))
+    out, lse = forward(q, k, v, Spans(*case.arguments(device)))
     merged = torch.logaddexp(lse, sinks[:, None])
     out = out * (lse - merged).exp().T[:, :, None]
-    gradients = backward(d_out, q, k, v, out, merged, *case.arguments(device))
+    gradients = backward(d_out, q, k, v, out, merged, Spans(*case.arguments(device)))
     d_sinks = -((sinks[:, None] - merged).exp() * row_dots(d_out, out)).sum(1)
     assert max(errors([out, merged, *gradients, d_sinks], exact)) < 5e-6
 
@@ -256,16 +256,16 @@ def test_every_element_is_written(device):
 
 def test_no_tokens():
     q, offsets = torch.zeros(0, 2, 16), torch.zeros(1, dtype=torch.int32)
-    out, lse = forward(q, q, q, offsets, 1, 0, 1.0, 0.0)
+    out, lse = forward(q, q, q, Spans(offsets, 1, 0, 1.0, 0.0))
     assert out.shape == (0, 2, 16)
     assert lse.shape == (2, 0)
-    assert [x.shape for x in backward(q, q, q, q, out, lse, offsets, 1, 0, 1.0, 0.0)] == [(0, 2, 16)] * 3
+    assert [x.shape for x in backward(q, q, q, q, out, lse, Spans(offsets, 1, 0, 1.0, 0.0))] == [(0, 2, 16)] * 3
 
 
 def test_errors():
     q = torch.zeros(8, 2, 16)
     with pytest.raises(ValueError, match="`longest` is 5; without `offsets` it must divide the 8 tokens"):
-        forward(q, q, q, None, 5, 0, 1.0, 0.0)
+        forward(q, q, q, Spans(None, 5, 0, 1.0, 0.0))
 
 
 @pytest.mark.parametrize(("target", "shared"), [("sm_90", 227), ("sm_80", 99), ("gfx942", 64)])
@@ -315,8 +315,8 @@ def test_more_than_2_to_31_elements(device):
     )
     assert q.numel() > 2**31
     arguments = (None, 1025, 0, last.scale, last.softcap)
-    out, lse = forward(q, k, v, *arguments)
-    gradients = backward(d_out, q, k, v, out, lse, *arguments)
+    out, lse = forward(q, k, v, Spans(*arguments))
+    gradients = backward(d_out, q, k, v, out, lse, Spans(*arguments))
     ours = [out[-1025:], lse[:, -1025:], *(x[-1025:] for x in gradients)]
     tail = [x[-1025:] for x in (q, k, v, d_out)]
     exact = last.exact(*tail)

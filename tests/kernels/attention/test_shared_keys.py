@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.kernels.attention import attention_launch
 from liger_trainer.kernels.attention.attention import attention, attention_reference
-from liger_trainer.kernels.attention.attention_launch import Tile
+from liger_trainer.kernels.attention.attention_launch import Spans, Tile
 from liger_trainer.kernels.attention.plan import dense
 from liger_trainer.kernels.rows import DeviceLimits
 from tests.accuracy import seeded_randn
@@ -144,10 +144,10 @@ def test_kernels_compile(monkeypatch):
     monkeypatch.setattr(attention_launch, "device_limits", lambda device: limits)
     q, k = (torch.zeros(n, heads, 256, dtype=torch.bfloat16) for n, heads in ((640, 4), (1024, 2)))
     offsets, keys = torch.zeros(6, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
-    documents = offsets, 128, 100, 1.0, 50.0, keys, 256
+    spans = Spans(offsets, 128, 100, 1.0, 50.0, keys, 256)
     with recorded_launches() as launches:
-        out, lse = attention_launch.forward(q, k, k, *documents)
-        attention_launch.backward(q, q, k, k, out, lse, *documents)
+        out, lse = attention_launch.forward(q, k, k, spans)
+        attention_launch.backward(q, q, k, k, out, lse, spans)
     assert len(launches) == 5
     for launch in launches:
         assert compile_launch(launch, "sm_90").metadata.shared <= 227 * 1024
