@@ -178,15 +178,15 @@ refuse_second_derivative(_attention_backward, "attention")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, spans = inputs
+    q, k, v, *others, spans = inputs
     ctx.spans = spans._replace(offsets=None, key_offsets=None)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*output, *tensors, spans.offsets, spans.key_offsets)
+    ctx.save_for_backward(q, k, v, *output, *others, spans.offsets, spans.key_offsets)
 
 
 def _backward(ctx: Any, d_out: torch.Tensor, _d_lse: None) -> tuple[Any, ...]:
     # Read once: checkpointing unpacks them only once.
-    out, lse, q, k, v, sinks, *copies, offsets, key_offsets = ctx.saved_tensors
+    q, k, v, out, lse, sinks, *copies, offsets, key_offsets = ctx.saved_tensors
     spans = ctx.spans._replace(offsets=offsets, key_offsets=key_offsets)
     dq, dk, dv, db = _attention_backward(d_out, q, k, v, out, lse, sinks, *copies, spans)
     return input_gradients(ctx, dq, dk, dv, None if sinks is None else db)

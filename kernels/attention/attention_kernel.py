@@ -31,7 +31,7 @@ Shapes: T tokens and K keys of all documents, D head_dim; tiles are QUERIES by K
 
 from __future__ import annotations
 
-from liger_trainer.kernels.fast_math import tanh_and_derivative
+from liger_trainer.kernels.activation import tanh_and_derivative
 from liger_trainer.kernels.head.logit_rows import transform_logits
 from liger_trainer.kernels.runtime import tl, triton
 

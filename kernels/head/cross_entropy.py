@@ -25,7 +25,7 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
 from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_, transformed_logits
-from liger_trainer.kernels.head.head_chunks import expected_gradient
+from liger_trainer.kernels.head.head_chunks import expected_gradient, rescaled_gradients
 from liger_trainer.kernels.head.logit_rows import row_view
 from liger_trainer.kernels.head.loss_options import (
     LossOptions,
@@ -34,7 +34,6 @@ from liger_trainer.kernels.head.loss_options import (
     checked_class_weights,
     inverse_normalizer,
 )
-from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import RowStats, Shard, check_labels_on_cpu
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept, is_expanded, reference_of, use_triton

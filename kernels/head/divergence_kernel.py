@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.fast_math import has_lg2, log2
+from liger_trainer.kernels.activation import has_lg2, log2
 from liger_trainer.kernels.head.divergence import DivergenceOptions, DivergenceStats, divergence_rows_torch_
 from liger_trainer.kernels.head.logit_rows import fold, load_logits, row_config, transform_factors, transform_logits
 from liger_trainer.kernels.runtime import on_device, tl, triton, use_triton

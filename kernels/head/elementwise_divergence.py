@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from liger_trainer.kernels.activation import has_lg2, log2
 from liger_trainer.kernels.autograd import input_gradients, refuse_double_backward
-from liger_trainer.kernels.fast_math import has_lg2, log2
 from liger_trainer.kernels.head.logit_rows import row_config, row_layout, row_start, row_view
 from liger_trainer.kernels.head.loss_options import check_tokens, inverse_normalizer
 from liger_trainer.kernels.operator import operator

@@ -44,6 +44,7 @@ from liger_trainer.kernels.head.head_chunks import (
     chunk_rows,
     expected_gradient,
     logits_buffer,
+    rescaled_gradients,
 )
 from liger_trainer.kernels.head.large_first_chunk import plan_panels, run_panels
 from liger_trainer.kernels.head.loss_options import (
@@ -53,7 +54,6 @@ from liger_trainer.kernels.head.loss_options import (
     checked_class_weights,
     inverse_normalizer,
 )
-from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import RowStats, check_labels_on_cpu
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import as_autocast, fp32_reductions

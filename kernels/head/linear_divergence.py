@@ -42,6 +42,7 @@ from liger_trainer.kernels.head.head_chunks import (
     Needs,
     chunk_rows,
     expected_gradient,
+    rescaled_gradients,
 )
 from liger_trainer.kernels.head.loss_options import (
     check_logits_memory,
@@ -49,7 +50,6 @@ from liger_trainer.kernels.head.loss_options import (
     check_tokens,
     inverse_normalizer,
 )
-from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import check_labels_on_cpu
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, fp32_reductions, matmul_into, multiplies_into_fp32

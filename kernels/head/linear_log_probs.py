@@ -44,7 +44,13 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, one_number, where_needed
-from liger_trainer.kernels.head.head_chunks import Needs, expected_gradient, logits_buffer, retained_rows
+from liger_trainer.kernels.head.head_chunks import (
+    Needs,
+    expected_gradient,
+    logits_buffer,
+    rescaled_gradients,
+    retained_rows,
+)
 from liger_trainer.kernels.head.linear_cross_entropy import HeadInputs, loss_and_gradients
 from liger_trainer.kernels.head.linear_log_probs_gradients import (
     HeadRows,
@@ -60,7 +66,6 @@ from liger_trainer.kernels.head.loss_options import (
     check_outputs,
     check_retain_memory,
 )
-from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import (
     LOG_PROBS_OUTPUTS,
     LogProbsOutput,

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_trainer.kernels.fast_math import fast_quotient, fast_sqrt, has_lg2
+from liger_trainer.kernels.activation import fast_quotient, fast_sqrt, has_lg2
 from liger_trainer.kernels.optim.block_codes import BLOCK, decode, decode_block, encode, encode_block
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 

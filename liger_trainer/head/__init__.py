@@ -4,8 +4,8 @@
   the head
 - `lm_head`: finds the head; one call of it, and its weight when the loss needs it: plain, an FSDP2 shard (gathered so
   that its gradient is averaged over the ranks), a ZeRO-3 partition, PEFT's copies
-- `deferred_logits`: the tensor without storage; `recorded` has the operations on it, `computed_on_use` what it shares
-  with the pending norms of `patching/norm_forwards.py`
+- `deferred_logits`: the tensor without storage; `recorded` has the operations on it, and what it shares with
+  the pending norms of `patching/norm_forwards.py`
 - `recorded_ops`: the functions that leave logits deferred
 - `vocab_functions`: functions over the vocabulary, one chunk of tokens at a time, and the padding of the Trainer
 - `fused_loss`, `divergence`: losses by one operator, of one model or of a student and a teacher, over the rows that

@@ -22,9 +22,16 @@ import torch
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import DEFERRED_LOGITS
 from liger_trainer.head.chunked_module import ModuleCall, chunked_rows
-from liger_trainer.head.computed_on_use import ComputedOnUse, build, call_built, own_function, tree_leaves, tree_map
 from liger_trainer.head.lm_head import Recorded, through_owner, version_of
-from liger_trainer.head.recorded import RecordedChain
+from liger_trainer.head.recorded import (
+    ComputedOnUse,
+    RecordedChain,
+    build,
+    call_built,
+    own_function,
+    tree_leaves,
+    tree_map,
+)
 from liger_trainer.head.warn_once import warn_once
 
 require(DEFERRED_LOGITS)

@@ -94,7 +94,7 @@ MODULES: dict[str, dict[str, str]] = {
     "transformers.mhc": {"liger_trainer.liger.hyper_connections": "LigerMHC"},
     "transformers.mlp": {_NN: "LigerFalconH1MLP LigerMLP"},
     "transformers.model.loss_utils": {
-        "liger_trainer.liger.causal_lm_loss": (
+        "liger_trainer.liger.helpers": (
             "LigerForCausalLMLoss fixed_fused_linear_cross_entropy unpack_cross_entropy_result"
         ),
         "liger_trainer.functional": "CrossEntropyOutput",

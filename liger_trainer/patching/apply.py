@@ -20,8 +20,7 @@ from liger_trainer.patching.fp8 import cast_in_norms, find_fp8
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
 from liger_trainer.patching.lora.attention import share_inputs
-from liger_trainer.patching.lora.layers import find_lora
-from liger_trainer.patching.lora.litgpt import find_litgpt_lora
+from liger_trainer.patching.lora.layers import find_litgpt_lora, find_lora
 from liger_trainer.patching.mlps import find_gated_mlp, find_relu_squared_mlp
 from liger_trainer.patching.moe.expert_parallel import find_expert_exchange
 from liger_trainer.patching.moe.experts import find_experts

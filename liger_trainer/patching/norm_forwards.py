@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from liger_trainer.compat.hooks import is_call_hooked
-from liger_trainer.head.computed_on_use import ComputedOnUse, call_built
+from liger_trainer.head.recorded import ComputedOnUse, call_built
 from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm

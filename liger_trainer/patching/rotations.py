@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.head.computed_on_use import build
+from liger_trainer.head.recorded import build
 from liger_trainer.kernels.rope.layouts import rope_complex
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope

@@ -55,6 +55,7 @@ from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin, added_te
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.saved_weights import write_base_quantization
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
+from liger_trainer.trainers.checks.first_step import UsersLoss, computes_loss_in_subclass
 from liger_trainer.trainers.checks.launch import (
     check_fsdp1_adapters,
     check_fsdp2_tied_head,
@@ -64,7 +65,6 @@ from liger_trainer.trainers.checks.launch import (
 )
 from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_step_checked, store_base
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
-from liger_trainer.trainers.checks.users_loss import UsersLoss, computes_loss_in_subclass
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
 from liger_trainer.trainers.moe import check_experts_in_4_bits, check_router_losses, mean_z_loss, with_term

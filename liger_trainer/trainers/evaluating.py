@@ -17,8 +17,8 @@ from transformers import Trainer
 
 from liger_trainer.callbacks.labelled_share import first_label
 from liger_trainer.callbacks.logged import is_distributed, summed_over_processes
-from liger_trainer.head.computed_on_use import build, tree_leaves, tree_map
 from liger_trainer.head.deferred_logits import DeferredLogits
+from liger_trainer.head.recorded import build, tree_leaves, tree_map
 from liger_trainer.head.step import TokenObserver, current_step, running
 from liger_trainer.head.vocab_functions import padded_logits
 from liger_trainer.head.warn_once import warn_once

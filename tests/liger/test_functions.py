@@ -12,8 +12,12 @@ import torch.nn.functional as F
 
 from liger_trainer.liger import functional
 from liger_trainer.liger.autograd_functions import LOSSES, OPERATIONS
-from liger_trainer.liger.causal_lm_loss import LigerForCausalLMLoss, unpack_cross_entropy_result
-from liger_trainer.liger.helpers import apply_tiled_mlp, fused_selective_log_softmax
+from liger_trainer.liger.helpers import (
+    LigerForCausalLMLoss,
+    apply_tiled_mlp,
+    fused_selective_log_softmax,
+    unpack_cross_entropy_result,
+)
 from liger_trainer.liger.nn.distillation import LigerFusedLinearDistillationBase
 from liger_trainer.liger.spelling import spelled
 

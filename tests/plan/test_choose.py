@@ -5,9 +5,16 @@ import pytest
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.settings import Setting
 from liger_trainer.recipe.file import RecipeError, find_recipe
-from liger_trainer.tools.planning.choose import gpus_that_fit, least, make_plan, written_setting
 from liger_trainer.tools.planning.inputs import read_inputs
-from liger_trainer.tools.planning.report import changed_keys, command, memory_table
+from liger_trainer.tools.planning.report import (
+    changed_keys,
+    command,
+    gpus_that_fit,
+    least,
+    make_plan,
+    memory_table,
+    written_setting,
+)
 
 GB = 10**9
 

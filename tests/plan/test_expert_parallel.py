@@ -22,9 +22,8 @@ from liger_trainer.recipe import load_recipe
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
 from liger_trainer.recipe.known_models import PUBLISHED
 from liger_trainer.recipe.model import check_model, make_config, model_kwargs
-from liger_trainer.tools.planning.choose import make_plan, written_setting
 from liger_trainer.tools.planning.inputs import read_inputs
-from liger_trainer.tools.planning.report import command, recommendation, way
+from liger_trainer.tools.planning.report import command, make_plan, recommendation, way, written_setting
 from tests.plan.cases import counted, moment, run_of
 from tests.plan.test_experts import CHOSEN, ELEMENTS, HIDDEN, INTERMEDIATE, QWEN, saved_bytes
 

@@ -17,9 +17,14 @@ from liger_trainer.plan.estimate import (
 )
 from liger_trainer.plan.settings import Setting, relative_cost
 from liger_trainer.recipe.file import RecipeError
-from liger_trainer.tools.planning.choose import activation_memory_rows, make_plan, written_setting
 from liger_trainer.tools.planning.inputs import read_inputs
-from liger_trainer.tools.planning.report import activation_memory_table, changed_keys
+from liger_trainer.tools.planning.report import (
+    activation_memory_rows,
+    activation_memory_table,
+    changed_keys,
+    make_plan,
+    written_setting,
+)
 from tests.plan.cases import GIB, counted, moment, run_of
 
 RUN = run_of("llama3-8b", 4096)

@@ -7,8 +7,8 @@ import pytest
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
 from liger_trainer.tools.cli.argument_types import memory_size
-from liger_trainer.tools.planning.choose import make_plan
 from liger_trainer.tools.planning.inputs import read_inputs
+from liger_trainer.tools.planning.report import make_plan
 from tests.plan.cases import GIB
 
 FULL = sorted(

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels.activation import tanh_and_derivative
 from liger_trainer.kernels.autograd import differentiate_norm
-from liger_trainer.kernels.fast_math import tanh_and_derivative
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     NormConfig,

@@ -25,10 +25,16 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
-from liger_trainer.kernels.head.head_chunks import HeadGradients, Needs, chunk_rows, expected_gradient, logits_buffer
+from liger_trainer.kernels.head.head_chunks import (
+    HeadGradients,
+    Needs,
+    chunk_rows,
+    expected_gradient,
+    logits_buffer,
+    rescaled_gradients,
+)
 from liger_trainer.kernels.head.linear_log_probs import linear_log_probs
 from liger_trainer.kernels.head.loss_options import LossOptions, check_linear, check_transform
-from liger_trainer.kernels.head.rescale import rescaled_gradients
 from liger_trainer.kernels.head.token_statistics import ExtraStats, LogProbsOutput, RowStats, check_labels_on_cpu
 from liger_trainer.kernels.runtime import as_autocast, cdiv, fp32_reductions, saved_as_is
 

@@ -61,9 +61,8 @@ def compare(arguments: Namespace, options: Sequence[str]) -> int:
     _check_launch()
     prepare_libraries(offline=arguments.smoke)
     from liger_trainer.tools.comparing.request import WARM_START, values_of
-    from liger_trainer.tools.comparing.results import Comparison, run_sides, write_json, write_page
+    from liger_trainer.tools.comparing.results import Comparison, judge, run_sides, write_json, write_page
     from liger_trainer.tools.comparing.side import STOCK
-    from liger_trainer.tools.comparing.verdict import judge
     from liger_trainer.tools.diagnosis.sample import converted_rows
 
     request = _request(arguments, options)
@@ -135,7 +134,7 @@ def _show(found: Comparison) -> None:
     from rich.table import Table
 
     from liger_trainer.tools.comparing import results
-    from liger_trainer.tools.comparing.verdict import RULE
+    from liger_trainer.tools.comparing.results import RULE
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     verdict = found.verdict

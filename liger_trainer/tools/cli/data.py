@@ -54,8 +54,7 @@ def show(arguments: Namespace, options: Sequence[str]) -> int:
     prepare_libraries(offline=False)
     from rich.console import Console
 
-    from liger_trainer.tools.diagnosis.case import CannotCheckError
-    from liger_trainer.tools.diagnosis.sample import converted_rows, read_sample
+    from liger_trainer.tools.diagnosis.sample import CannotCheckError, converted_rows, read_sample
 
     if arguments.html is not None and Path(arguments.html).exists():
         raise UserError(f"`--html` is {arguments.html!r}, which is there already; give another name, or remove it.")
@@ -113,7 +112,7 @@ def _values(arguments: Namespace, options: Sequence[str]) -> tuple[dict[str, Any
 def _case(values: Mapping[str, Any], source: Path) -> Any:
     from transformers import PreTrainedConfig
 
-    from liger_trainer.tools.diagnosis.case import Case
+    from liger_trainer.tools.diagnosis.sample import Case
 
     return Case(source, values, PreTrainedConfig(), is_model=False)  # tokens do not depend on the model
 

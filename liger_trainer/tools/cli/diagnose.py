@@ -46,8 +46,8 @@ def run(arguments: Namespace, options: Sequence[str]) -> int:
             raise UserError("`--smoke` needs a recipe: liger-trainer doctor RECIPE --smoke")
         return doctor()
     prepare_libraries(offline=arguments.smoke)
-    from liger_trainer.tools.diagnosis.case import read_case
     from liger_trainer.tools.diagnosis.diagnose import diagnose
+    from liger_trainer.tools.diagnosis.sample import read_case
 
     found = diagnose(read_case(arguments.subject, options, arguments.smoke))
     print("\n".join(lines(found)))

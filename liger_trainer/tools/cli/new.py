@@ -162,9 +162,8 @@ def _fitting(goal: str, values: dict[str, Any], size: int) -> tuple[str, dict[st
         UserError: if nothing fits.
     """
     from liger_trainer.plan.estimate import estimate
-    from liger_trainer.tools.planning.choose import make_plan
     from liger_trainer.tools.planning.inputs import read_inputs
-    from liger_trainer.tools.planning.report import GIB
+    from liger_trainer.tools.planning.report import GIB, make_plan
 
     least = 0.0
     for method, settings in _METHODS.items():

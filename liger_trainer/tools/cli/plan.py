@@ -13,8 +13,8 @@ from liger_trainer.errors import UserError
 from liger_trainer.tools.cli.argument_types import memory_size, positive
 
 if TYPE_CHECKING:
-    from liger_trainer.tools.planning.choose import Plan
     from liger_trainer.tools.planning.inputs import Inputs
+    from liger_trainer.tools.planning.report import Plan
 
 DEFAULT_GPU_MEMORY = "80GB"
 
@@ -51,8 +51,8 @@ def add_parser(commands: Any) -> None:
 def plan(arguments: Namespace, options: Sequence[str]) -> int:
     """Prints the plan of ``arguments.recipe`` with the `options` that win over it; returns the exit code."""
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
-    from liger_trainer.tools.planning.choose import make_plan
     from liger_trainer.tools.planning.inputs import read_inputs
+    from liger_trainer.tools.planning.report import make_plan
 
     gpus, size = arguments.gpus, arguments.gpu_memory or _gpu_memory_here()
     inputs = read_inputs(arguments.recipe, options, gpus, arguments.smoke, arguments.prompt_length)
@@ -64,7 +64,7 @@ def _show(arguments: Namespace, options: Sequence[str], inputs: Inputs, found: P
     from rich.console import Console
 
     from liger_trainer.tools.planning import report
-    from liger_trainer.tools.planning.choose import activation_memory_rows
+    from liger_trainer.tools.planning.report import activation_memory_rows
 
     console = Console(width=shutil.get_terminal_size((160, 24)).columns, highlight=False)
     title = f"{inputs.source.name}, GiB a GPU on {arguments.gpus} × {size / report.GIB:.1f} GiB"
@@ -87,8 +87,7 @@ def _show(arguments: Namespace, options: Sequence[str], inputs: Inputs, found: P
 
 
 def _too_big(arguments: Namespace, inputs: Inputs, size: int) -> str:
-    from liger_trainer.tools.planning.choose import GIB, gpus_that_fit, least, room_of
-    from liger_trainer.tools.planning.report import way
+    from liger_trainer.tools.planning.report import GIB, gpus_that_fit, least, room_of, way
 
     row = least(inputs, arguments.gpus)
     if row.memory.total <= room_of(size, inputs.run):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_trainer.recipe.schema import TRAINERS
-from liger_trainer.tools.diagnosis.case import CannotCheckError, Case, Trap
 from liger_trainer.tools.diagnosis.labels import (
     cut_answers,
     few_labels,
@@ -21,7 +20,7 @@ from liger_trainer.tools.diagnosis.labels import (
     two_beginnings,
     without_label,
 )
-from liger_trainer.tools.diagnosis.sample import Sample, read_sample
+from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Sample, Trap, read_sample
 from liger_trainer.tools.diagnosis.settings import (
     idle_fp8,
     leaks,

@@ -12,8 +12,7 @@ from jinja2 import TemplateError
 from liger_trainer.data.turns import Turn, conversations, renderer
 from liger_trainer.data.turns import left_out as left_out_by
 from liger_trainer.recipe.file import first_line
-from liger_trainer.tools.diagnosis.case import CannotCheckError, Case, Trap
-from liger_trainer.tools.diagnosis.sample import Sample
+from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Sample, Trap
 
 
 def not_in_text(case: Case, sample: Sample) -> list[Trap]:

@@ -1,4 +1,7 @@
-"""The first rows of a recipe's data, as its trainer and collator make them, without the model's weights.
+"""What is checked: a case, with the first rows of its data; and what a check finds.
+
+A case is the keys of a recipe, or of a model as if it were one, and the configuration of the model. The rows are those
+that its trainer and collator make, without the model's weights.
 
 What a trainer makes of text depends on the tokenizer, the chat template and the arguments, and not on the model. So the
 trainer of the recipe is built around a Llama of a few numbers for each token, and gives its batches.
@@ -11,6 +14,8 @@ import dataclasses
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as AnySequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +27,74 @@ from liger_trainer.callbacks.labelled_share import token_masks
 from liger_trainer.recipe.build import chat_template, processing_class
 from liger_trainer.recipe.columns import holds_turns
 from liger_trainer.recipe.data import BUILT_IN, load_data, load_tokenizer, text_blocks
-from liger_trainer.recipe.file import RecipeError, first_line
-from liger_trainer.recipe.load import Recipe, build_recipe
-from liger_trainer.tools.diagnosis.case import CannotCheckError, Case
+from liger_trainer.recipe.file import RecipeError, find_recipe, first_line, read_recipe, shipped_recipes
+from liger_trainer.recipe.load import Recipe, build_recipe, check_values
+from liger_trainer.recipe.model import config_of_values
+from liger_trainer.recipe.schema import TRAINERS, TrainerKind
+from liger_trainer.recipe.smoke import shrink
+from liger_trainer.tools.planning.inputs import build_on_meta
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Trap:
+    """A mistake that training would not report."""
+
+    what: str  # the mistake, and why nothing shows it
+    fix: str  # keys of a recipe that correct it
+
+    def __str__(self) -> str:
+        return f"{self.what}. Fix: {self.fix}."
+
+
+class CannotCheckError(Exception):
+    """Something could not be looked at; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A recipe, or a model that is going to be fine-tuned."""
+
+    source: Path  # the recipe's file, or the model, for messages
+    # All keys of the recipe, checked; for a model, those of ``trainer: "sft"`` with that model.
+    values: Mapping[str, Any]
+    config: PreTrainedConfig  # the configuration of the model
+    is_model: bool  # whether a model was given, and no recipe
+
+    @property
+    def kind(self) -> TrainerKind:
+        """What its trainer is."""
+        return TRAINERS[self.values["trainer"]]
+
+    @cached_property
+    def model_and_dtype(self) -> tuple[Any, Any]:
+        """The model on the meta device, with its adapters, and the dtype of its weights."""
+        try:
+            return build_on_meta(self.values, self.config)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise RecipeError(f"{self.source}: {first_line(error)}") from error
+
+    def having(self, **settings: Any) -> Case:
+        """The same case with other values."""
+        return dataclasses.replace(self, values={**self.values, **settings})
+
+
+def read_case(name: str, overrides: AnySequence[str] = (), smoke: bool = False) -> Case:
+    """Reads a recipe or, by a Hub id, a folder or a ``config.json``, a model's configuration; no weights.
+
+    Options of the command line (`overrides`) win over the file.
+    """
+    is_model = Path(name).suffix not in (".yaml", ".yml") and (name not in shipped_recipes() or Path(name).exists())
+    source = Path(name) if is_model else find_recipe(name)
+    written = {"trainer": "sft", "model_name_or_path": name} if is_model else read_recipe(source)
+    values, given = check_values(written, overrides, source)
+    if smoke:
+        values = shrink(values, given)
+    return Case(source, values, config_of_values(values, source, packaged=True), is_model)
+
 
 ROWS = 256
 """Rows of the data that are looked at."""

@@ -26,7 +26,7 @@ from liger_trainer.recipe.experts import count_experts
 from liger_trainer.recipe.file import first_line
 from liger_trainer.recipe.model import model_class
 from liger_trainer.recipe.schema import mapping
-from liger_trainer.tools.diagnosis.case import CannotCheckError, Case, Trap
+from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Trap
 from liger_trainer.tools.planning.inputs import kernels_of, rounded_updates
 from liger_trainer.trainers.checks.trl_arguments import truncated_sampling
 

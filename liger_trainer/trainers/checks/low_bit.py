@@ -26,7 +26,7 @@ from liger_trainer.patching.codes import adds_to_codes, check_scales, is_code, o
 from liger_trainer.patching.lora.fp8_base import store_base_in_fp8
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 from liger_trainer.patching.report import KernelReportRow
-from liger_trainer.trainers.checks.cut_gradients import CURE, uncut_gradients
+from liger_trainer.trainers.checks.first_step import CURE, uncut_gradients
 
 logger = logging.getLogger("liger_trainer")
 

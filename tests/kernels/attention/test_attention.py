@@ -118,8 +118,8 @@ def check_operator(tensors, sinks, plan, softcap, heads_first=False):
     leaves = [x.requires_grad_() for x in tensors]
     b = seeded_randn(2, seed=5, device=leaves[0].device, dtype=leaves[0].dtype).requires_grad_() if sinks else None
     copies, offsets, longest = plan.keys or ((None, None, None), None, plan.longest)
-    documents = plan.offsets, *copies, offsets, plan.longest, longest, plan.window
-    torch.library.opcheck(module._attention.custom, (*leaves, b, *documents, 0.25, softcap))
+    spans = module.Spans(plan.offsets, plan.longest, plan.window, 0.25, softcap, offsets, longest)
+    torch.library.opcheck(module._attention.custom, (*leaves, b, *copies, *spans))
 
 
 @pytest.mark.kernel

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from liger_trainer.kernels.head import cross_entropy as operator
 from liger_trainer.kernels.head import cross_entropy_rows
-from liger_trainer.kernels.head import rescale as _rescale
+from liger_trainer.kernels.head import head_chunks as _rescale
 from liger_trainer.kernels.head.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_partials_, row_statistics_
+from liger_trainer.kernels.head.head_chunks import rescale_
 from liger_trainer.kernels.head.loss_options import LossOptions
-from liger_trainer.kernels.head.rescale import rescale_
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
 from liger_trainer.kernels.runtime import INTERPRETED
 from tests.aot import compile_launch, on_targets, recorded_launches

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.kernels.head import head_chunks as _rescale
 from liger_trainer.kernels.head import linear_cross_entropy as operator
-from liger_trainer.kernels.head import rescale as _rescale
 from liger_trainer.kernels.head.cross_entropy import cross_entropy
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.device import assert_no_host_sync, peak_memory_of_one_run

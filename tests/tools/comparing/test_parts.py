@@ -10,8 +10,8 @@ from torch import nn
 from liger_trainer.errors import UserError
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.tools.comparing.measures import Completions, compare_gradients, group_of, save_gradients, split_sums
+from liger_trainer.tools.comparing.results import FACTOR, judge
 from liger_trainer.tools.comparing.side import AGAIN, OURS, STOCK, Measured
-from liger_trainer.tools.comparing.verdict import FACTOR, judge
 
 
 def measured(loss=0.0, norm=0.0, gradient=0.0, **changes):

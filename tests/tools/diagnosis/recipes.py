@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from liger_trainer.tools.diagnosis.case import read_case
 from liger_trainer.tools.diagnosis.diagnose import diagnose
+from liger_trainer.tools.diagnosis.sample import read_case
 from tests.tools.cli.runs import write_recipe
 from tests.trainers.tiny import CHAT_TEMPLATE, SIZES, WORDS, tokenizer
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from liger_trainer.tools.diagnosis import settings as diagnosis
-from liger_trainer.tools.diagnosis.case import read_case
 from liger_trainer.tools.diagnosis.diagnose import OF_SETTINGS
+from liger_trainer.tools.diagnosis.sample import read_case
 from tests.tools.cli.runs import write_recipe
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 64}

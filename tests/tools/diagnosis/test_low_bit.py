@@ -2,8 +2,8 @@
 
 import pytest
 
-from liger_trainer.tools.diagnosis.case import read_case
 from liger_trainer.tools.diagnosis.diagnose import OF_SETTINGS
+from liger_trainer.tools.diagnosis.sample import read_case
 from tests.tiny_models import TINY_MODELS
 from tests.tools.cli.runs import write_recipe
 

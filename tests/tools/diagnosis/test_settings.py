@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from liger_trainer.recipe.file import shipped_recipes
-from liger_trainer.tools.diagnosis.case import CannotCheckError, read_case
 from liger_trainer.tools.diagnosis.diagnose import OF_SETTINGS
+from liger_trainer.tools.diagnosis.sample import CannotCheckError, read_case
 from tests.tools.cli.runs import write_recipe
 from tests.tools.diagnosis.recipes import found_in, model_folder, recipe, traps_of
 
