@@ -34,6 +34,8 @@ from liger_trainer.kernels.head.divergence import (
     DivergenceOutput,
     DivergenceStats,
     check_divergence_options,
+    divergence_of_logits_reference,
+    logits_reference,
 )
 from liger_trainer.kernels.head.divergence_kernel import divergence_rows_, gradient_memory
 from liger_trainer.kernels.head.head_chunks import (
@@ -245,3 +247,13 @@ def reduced_divergence(
         entropy=entropy.view(shape) if "entropy" in outputs else None,
         token_divergence=soft.view(shape) if "token_divergence" in outputs else None,
     )
+
+
+def reduced_divergence_reference(
+    student, teacher, labels, options, vocab_size, reduction, num_items, token_weights, *_: Any
+) -> torch.Tensor:
+    """`reduced_divergence` in plain torch: all logits at once, without `outputs`."""
+    heads = (student, teacher)
+    logits = (states if weight is None else logits_reference(states, weight, bias) for states, weight, bias in heads)
+    ours, theirs = (each[..., :vocab_size] for each in logits)
+    return divergence_of_logits_reference(ours, theirs, labels, options, reduction, num_items, token_weights)

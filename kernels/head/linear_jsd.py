@@ -14,12 +14,10 @@ from liger_trainer.kernels.head.divergence import (
     DivergenceOptions,
     DivergenceOutput,
     common_vocab_size,
-    divergence_of_logits_reference,
-    logits_reference,
 )
-from liger_trainer.kernels.head.linear_divergence import reduced_divergence
+from liger_trainer.kernels.head.linear_divergence import reduced_divergence, reduced_divergence_reference
 from liger_trainer.kernels.head.loss_options import check_head
-from liger_trainer.kernels.runtime import as_autocast
+from liger_trainer.kernels.runtime import as_autocast, reference_of
 
 
 def _of_two_heads(
@@ -226,32 +224,6 @@ def linear_cosine_distance(
     return _of_two_heads("cosine", *heads, labels, beta, **options)
 
 
-def linear_jsd_reference(
-    student_hidden: torch.Tensor,
-    student_weight: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    student_bias: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    student_softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    student_logit_scale: float = 1.0,
-    teacher_logit_scale: float = 1.0,
-    soft_weight: float = 1.0,
-    hard_weight: float = 0.0,
-    vocab_size: int | None = None,
-    **reduction: Any,
-) -> torch.Tensor:
-    """`linear_jsd` in plain torch: all logits of both models at once. It has the same arguments, without `outputs`."""
-    divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-    options = DivergenceOptions(
-        divergence, beta, temperature, soft_weight, hard_weight, student_softcap, student_logit_scale,
-        teacher_softcap, teacher_logit_scale, 0.0, ignore_index,
-    )  # fmt: skip
-    student = logits_reference(student_hidden, student_weight, student_bias)[..., :vocab_size]
-    teacher = logits_reference(teacher_hidden, teacher_weight, teacher_bias)[..., :vocab_size]
-    return divergence_of_logits_reference(student, teacher, labels, options, **reduction)
+linear_jsd_reference = reference_of(
+    linear_jsd, _of_two_heads=reference_of(_of_two_heads, reduced_divergence=reduced_divergence_reference)
+)

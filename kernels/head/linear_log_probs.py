@@ -252,12 +252,7 @@ def linear_log_probs_reference(
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    outputs: Sequence[str] = (),
+    **options: Any,
 ) -> torch.Tensor | LogProbsOutput:
-    """`linear_log_probs` in plain torch: all logits at once; autograd differentiates it any number of times."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    return log_probs_reference(logits, target, ignore_index, temperature, softcap, logit_scale, outputs)
+    """`linear_log_probs` in plain torch: all logits at once, then `log_probs_reference` with its `options`."""
+    return log_probs_reference(torch.nn.functional.linear(hidden, weight, bias), target, **options)

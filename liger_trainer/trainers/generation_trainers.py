@@ -249,17 +249,8 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
 class LigerRLOOTrainer(GenerationMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`], REINFORCE leave-one-out, with the kernels in the model and our fused LM head.
 
-    Takes the same arguments; `args` is a [`LigerRLOOConfig`], or a `RLOOConfig`, with which the kernels are on. Loss
-    types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
-    model, where there is one, gets the same kernels. Generation, with vLLM or without, runs the model as ever: its
-    forward without the fused head, and its parameters under their names. An adapter on the LM head, which TRL refuses,
-    is trained. A reward function that raises, or returns anything but one number or None a completion, is a
-    [`RewardError`] that names the function and the sample.
-
-    Raises:
-        TypeError: for `args` of another trainer.
-        ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
-            `strict_kernels` for a kernel that cannot be applied.
+    Takes the same arguments; `args` is a [`LigerRLOOConfig`], or a `RLOOConfig`, with which the kernels are on. Loss,
+    reference, generation, rewards, adapters and errors are as in [`LigerGRPOTrainer`].
     """
 
     trl_module = trl_rloo_trainer

@@ -41,15 +41,8 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
 class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     """[`~trl.KTOTrainer`], preference optimisation without pairs, with the kernels in the model and our fused LM head.
 
-    Takes the same arguments; `args` is a [`LigerKTOConfig`], or a `KTOConfig`, with which the kernels are on. Loss
-    types, options and metrics are TRL's own code on log-probabilities that are computed without logits. The reference
-    model, where there is one, gets the same kernels, so that the two differ by their weights alone. An adapter on the
-    LM head, which TRL refuses, is trained.
-
-    Raises:
-        TypeError: for `args` of another trainer.
-        ValueError: for several GPUs in one process (`nn.DataParallel`), for a wrong kernel configuration, and with
-            `strict_kernels` for a kernel that cannot be applied.
+    Takes the same arguments; `args` is a [`LigerKTOConfig`], or a `KTOConfig`, with which the kernels are on. Loss,
+    reference, adapters and errors are as in [`LigerDPOTrainer`].
     """
 
     trl_module = trl_kto_trainer

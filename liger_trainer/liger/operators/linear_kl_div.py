@@ -13,12 +13,10 @@ from liger_trainer.kernels.head.divergence import (
     DivergenceOptions,
     DivergenceOutput,
     common_vocab_size,
-    divergence_of_logits_reference,
-    logits_reference,
 )
-from liger_trainer.kernels.head.linear_divergence import reduced_divergence
+from liger_trainer.kernels.head.linear_divergence import reduced_divergence, reduced_divergence_reference
 from liger_trainer.kernels.head.loss_options import check_head
-from liger_trainer.kernels.runtime import as_autocast
+from liger_trainer.kernels.runtime import as_autocast, reference_of
 
 
 def linear_kl_div(
@@ -100,27 +98,4 @@ def linear_kl_div(
     return result
 
 
-def linear_kl_div_reference(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    reduction: str = "batchmean",
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    eps: float = 1e-10,
-    num_items: int | torch.Tensor | None = None,
-    token_weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`linear_kl_div` in plain torch, all logits at once, without `outputs` and the hard loss."""
-    soft_weight = 1.0 / weight.shape[0] if reduction == "mean" else 1.0
-    options = DivergenceOptions(
-        "probs_kl", 0.0, temperature, soft_weight, 0.0, softcap, logit_scale, None, 1.0, eps, ignore_index
-    )
-    reduction = "sum" if reduction == "sum" else "mean"
-    return divergence_of_logits_reference(
-        logits_reference(hidden, weight, bias), target, labels, options, reduction, num_items, token_weights
-    )
+linear_kl_div_reference = reference_of(linear_kl_div, reduced_divergence=reduced_divergence_reference)
