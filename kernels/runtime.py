@@ -75,7 +75,7 @@ def reference_of(function: F, *asking: str, **others: Any) -> F:
     Args:
         function: Computes in plain torch what its kernel does not take.
         asking: The names by which it asks whether its kernel runs. They still check what they check.
-        others: What it finds at other names, such as the reference of a function that it calls.
+        others: Values that it finds at other names, such as the reference of a function that it calls.
     """
     known = used_globals(function)  # type: ignore[arg-type]
     refusing = {name: functools.partial(_no_kernel, known[name]) for name in asking}

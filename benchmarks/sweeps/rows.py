@@ -23,7 +23,7 @@ from liger_trainer.functional import qk_norm_rope as qk_norm_rope_function
 from liger_trainer.functional import rms_norm, rope
 from liger_trainer.kernels import rows as row_launches
 from liger_trainer.kernels.activation import GatedActivation
-from liger_trainer.kernels.fp8 import linear
+from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.lora import lora_gated_kernels
 from liger_trainer.kernels.lora.lora_gated_kernels import LaunchConfig, LowRank
@@ -241,7 +241,7 @@ def fp8_casts(device: Device, arguments: argparse.Namespace) -> Launches:
             "with a separate one": lambda: cast_rows(norm(False)),
         }
         show(f"RMSNorm{' with residual' if with_residual else ''}, {size}", device, works)
-        linear.drop()
+        shared_cast.drop()
     for activation, columns in (("silu", 14336), ("gelu_tanh", 10240), ("silu", 28672)):
         gate, up, h = (randn(rows, columns) for _ in range(3))
         options = GatedActivation.of(activation)

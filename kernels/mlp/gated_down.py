@@ -37,7 +37,6 @@ from torch.nn import functional as F
 from liger_trainer.kernels.activation import Activation, GatedActivation
 from liger_trainer.kernels.autograd import input_gradients, pass_to_placeholder, second_derivative_message
 from liger_trainer.kernels.fp8.linear import (
-    drop,
     fp8_linear,
     input_gradient,
     largest_of_gradient,
@@ -47,6 +46,7 @@ from liger_trainer.kernels.fp8.linear import (
     weight_gradient,
 )
 from liger_trainer.kernels.fp8.modes import Fp8Mode, Scaling, products_of
+from liger_trainer.kernels.fp8.shared_cast import drop
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import as_autocast, is_expanded, reference_of, use_triton

@@ -17,7 +17,7 @@ The kernels can also add a residual before the norm, which `fused_add_rms_norm` 
 write the sum, and in the backward add the gradient of the sum to dx.
 
 With `fp8` the forward writes y in fp8 as well (1 byte per element), the bits that `cast_rows` makes of y in bf16, for
-the linear layers that read y next (`kernels/fp8/linear.py`).
+the linear layers that read y next (`kernels/fp8/shared_cast.py`).
 
 Shapes: x (..., hidden_size); H hidden_size, rows of all leading dimensions.
 """
@@ -27,8 +27,9 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
-from liger_trainer.kernels.fp8.linear import drop, has_fp8, may_share, share
+from liger_trainer.kernels.fp8.linear import has_fp8
 from liger_trainer.kernels.fp8.row_cast import codes_of, empty_cast, magnitude, scale_of
+from liger_trainer.kernels.fp8.shared_cast import drop, may_share, share
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.rows import (
     NormConfig,

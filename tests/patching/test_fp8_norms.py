@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from liger_trainer import apply_liger_kernel
-from liger_trainer.kernels.fp8 import linear
+from liger_trainer.kernels.fp8 import linear, shared_cast
 from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.norms import rms_norm as norms
 from liger_trainer.patching import apply, fp8
@@ -107,12 +107,12 @@ def test_loss_and_gradients_have_the_bits_of_separate_casts(config, model, check
     apply_liger_kernel(patched, RECIPE)
     passes = 1 + checkpointed
     with pytest.MonkeyPatch.context() as counting:
-        own = recorded_calls(counting, linear, "cast_rows")
+        own = recorded_calls(counting, shared_cast, "cast_rows")
         by_norms = recorded_calls(counting, norms, "share")
         by_mlps = recorded_calls(counting, gated_activation, "cast_rows")
         ours = loss_and_gradients(patched, checkpointed)
     assert [len(own), len(by_norms), len(by_mlps)] == [passes, 2 * passes, 0]  # o_proj's input has a cast of its own
-    assert linear._last is None
+    assert shared_cast._last is None
 
     for module in (norms, linear):
         monkeypatch.setattr(module, "may_share", lambda x: False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_trainer.kernels.activation import GatedActivation
-from liger_trainer.kernels.fp8 import linear
+from liger_trainer.kernels.fp8 import shared_cast
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.mlp import gated_activation as gated
 from liger_trainer.kernels.mlp.glu import swiglu_down
@@ -18,9 +18,9 @@ BF16 = {"dtype": torch.bfloat16}
 
 @pytest.fixture(autouse=True)
 def nothing_shared():
-    linear.drop()
+    shared_cast.drop()
     yield
-    linear.drop()
+    shared_cast.drop()
 
 
 def assert_same_bits(cast, rows):
@@ -45,7 +45,7 @@ def test_a_norm_casts_its_result(shape, casting, offset, residual, device):
     x, weight = spoilt(randn(*shape, device=device, scale=3.0, **BF16)), randn(shape[-1], device=device, **BF16)
     other = randn(*shape, seed=1, device=device, **BF16) if residual else None
     y, total, rstd = norms.launch_forward(x, other, weight, 1e-6, offset, casting, fp8=True)
-    assert_same_bits(linear.shared(y), y.view(-1, shape[-1]))
+    assert_same_bits(shared_cast.shared(y), y.view(-1, shape[-1]))
     plain = norms.launch_forward(x, other, weight, 1e-6, offset, casting)
     for mine, theirs in zip((y, total, rstd), plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
@@ -56,7 +56,7 @@ def test_the_layers_after_a_norm_get_its_cast(device):
     """Through autograd, and with its gradients."""
     x, weight = randn(2, 5, 80, device=device, **BF16), randn(80, device=device, **BF16)
     y = norms.rms_norm(x.requires_grad_(), weight, fp8=True)
-    assert_same_bits(linear.shared(y), y.detach().view(10, 80))
+    assert_same_bits(shared_cast.shared(y), y.detach().view(10, 80))
     ours, upstream = run(norms.rms_norm, (x, weight), fp8=True)
     plain, _ = run(norms.rms_norm, (x, weight), upstream)
     for mine, theirs in zip(ours, plain, strict=True):
@@ -72,10 +72,10 @@ def test_what_no_layer_could_use_is_not_cast(device):
         norms.rms_norm(x, weight.float(), fp8=True),  # whose result is in fp32
         norms.rms_norm(randn(80, 4, device=device, **BF16).view(8, 10, 4).transpose(0, 1), weight[:4], fp8=True),
     ):
-        assert linear.shared(y) is None
+        assert shared_cast.shared(y) is None
     with torch.inference_mode():
         norms.rms_norm(x, weight, fp8="rowwise_gw_hp")
-    assert linear._last is None
+    assert shared_cast._last is None
 
 
 @pytest.mark.kernel
@@ -114,9 +114,9 @@ def test_columns_beyond_a_row_do_not_scale_it(device):
 def test_a_down_projection_casts_in_its_activation(device, monkeypatch):
     gate, up = (randn(2, 5, 48, seed=seed, device=device, **BF16) for seed in (4, 5))
     weight = randn(32, 48, device=device, **BF16)
-    linear.cast_input(gate, keep=True)
+    shared_cast.cast_input(gate, keep=True)
     swiglu_down(gate, up, weight, fp8="rowwise_gw_hp")
-    assert linear._last is None
+    assert shared_cast._last is None
     ours, upstream = run(swiglu_down, (gate, up, weight), fp8="rowwise_gw_hp")
     monkeypatch.setattr(gated, "_LONGEST_CAST", 0)
     separate, _ = run(swiglu_down, (gate, up, weight), upstream, fp8="rowwise_gw_hp")

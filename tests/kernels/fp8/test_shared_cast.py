@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.kernels.fp8 import linear
-from liger_trainer.kernels.fp8.linear import cast_input, drop, fp8_linear, may_share, shared
+from liger_trainer.kernels.fp8 import linear, shared_cast
+from liger_trainer.kernels.fp8.linear import fp8_linear
+from liger_trainer.kernels.fp8.shared_cast import cast_input, drop, may_share, shared
 from tests.accuracy import seeded_randn as randn
 from tests.calls import recorded_calls
 
@@ -30,7 +31,7 @@ def weights(device):
 
 @pytest.fixture
 def casts(monkeypatch):
-    return recorded_calls(monkeypatch, linear, "cast_rows")
+    return recorded_calls(monkeypatch, shared_cast, "cast_rows")
 
 
 def assert_fresh(x, weight):
@@ -81,10 +82,10 @@ def test_the_cast_stays_while_autograd_alone_holds_the_tensor(x, weights):
     """And is freed with the graph."""
     weight = weights[0].requires_grad_()
     y = fp8_linear(x + 1, weight)
-    assert linear._last is not None
+    assert shared_cast._last is not None
     del y
     gc.collect()
-    assert linear._last is None
+    assert shared_cast._last is None
 
 
 def test_one_cast_is_held_and_none_of_an_input_with_one_reader(x, weights):
@@ -153,7 +154,7 @@ def test_a_recomputation_shares_too(reentrant, x, weights, monkeypatch):
         checkpoint(layer, leaves[0], use_reentrant=reentrant).backward()
         return [leaf.grad for leaf in leaves]
 
-    casts = recorded_calls(monkeypatch, linear, "cast_rows")
+    casts = recorded_calls(monkeypatch, shared_cast, "cast_rows")
     ours = gradients()
     assert len(casts) == 2
     monkeypatch.setattr(linear, "may_share", lambda x: False)
