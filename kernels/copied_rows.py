@@ -101,11 +101,6 @@ def _copied_rows(x: torch.Tensor, index: torch.Tensor, order: torch.Tensor, begi
     return x[index].contiguous()  # its strides are those of x
 
 
-@_copied_rows.register_fake
-def _(x, index, order, begins):
-    return x.new_empty((index.shape[0], *x.shape[1:]))
-
-
 @operator("liger_trainer::copied_rows_backward")
 def _copied_rows_backward(dy: torch.Tensor, order: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
     return _launch(dy, order, begins)

@@ -69,11 +69,6 @@ def logits_gradient(
     return out
 
 
-@logits_gradient.register_fake
-def _(grad, grad_entropy, logits, target, nll, lse, entropy, class_weights, options, shard):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
 @operator("liger_trainer::cross_entropy_forward")
 def _forward(
     logits: torch.Tensor,
@@ -88,11 +83,6 @@ def _forward(
     stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
     row_statistics_(logits, target, stats, options, class_weights=class_weights)
     return (*stats,)
-
-
-@_forward.register_fake
-def _(logits, target, class_weights, options, entropy, predicted, inplace):
-    return (*RowStats.allocate(logits, target.numel(), entropy, predicted),)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
@@ -137,22 +127,12 @@ def _gradient_(
     return (*stats,)
 
 
-@_gradient_.register_fake
-def _(logits, gradient, target, class_weights, coefficient, options, entropy, predicted):
-    return (*RowStats.allocate(logits, target.numel(), entropy, predicted),)
-
-
 @operator("liger_trainer::cross_entropy_reduce")
 def _reduce(
     logits: torch.Tensor, gradient: torch.Tensor, losses: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor
 ) -> torch.Tensor:
     """The sum of `losses` times `scale`; `gradient` is that of `logits` for the upstream gradient `expected`."""
     return losses.sum() * scale
-
-
-@_reduce.register_fake
-def _(logits, gradient, losses, scale, expected):
-    return losses.new_empty(())
 
 
 def _reduce_setup(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ from liger_trainer.kernels.head.logit_rows import (
 )
 from liger_trainer.kernels.head.loss_options import LossOptions
 from liger_trainer.kernels.head.token_statistics import ExtraStats, RowStats, Shard
-from liger_trainer.kernels.runtime import on_device, tl, triton
+from liger_trainer.kernels.runtime import has_elements, on_device, tl, triton
 
 _LARGEST_BOUND = 60.0  # of log2(e) * |z| under a soft-cap: exp(z - cap) stays well above fp32's smallest number
 
@@ -282,7 +282,7 @@ def launch_rows(
     shard: Shard | None = None,
 ) -> None:
     """Runs the kernel: pass 1 `with_stats`, pass 2 with a `coefficient`, and pass 1 of a shard with `partials`."""
-    if target.numel() == 0:
+    if not has_elements(target):
         return
     softcap = options.softcap
     width = width or logits.shape[-1]

@@ -35,7 +35,7 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_double_backwa
 from liger_trainer.kernels.head.logit_rows import row_config, row_layout, row_start, row_view
 from liger_trainer.kernels.head.loss_options import check_tokens, inverse_normalizer
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import graph_is_kept, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import graph_is_kept, has_elements, on_device, tl, triton, use_triton
 
 _FUNCTIONS = "kl_div, jsd and tvd"
 
@@ -205,8 +205,8 @@ def _launch(
     """
     x, y, labels, divergence, beta, eps, ignore_index = pair
     vocab_size = x.shape[-1]
-    rows = x.numel() // vocab_size
-    if rows:
+    if has_elements(x):
+        rows = x.numel() // vocab_size
         block, warps, _ = row_config(vocab_size)
         with on_device(x):
             _elementwise_divergence_kernel[(rows,)](
@@ -245,11 +245,6 @@ def _elements(
     return out
 
 
-@_elements.register_fake
-def _(pair):
-    return _empty(pair.x, torch.float32)
-
-
 @operator("liger_trainer::divergence_loss")
 def _loss(
     scale: torch.Tensor,
@@ -267,12 +262,6 @@ def _loss(
     return sums.sum() * scale, gradient
 
 
-@_loss.register_fake
-def _(scale, expected, pair):
-    x = pair.x
-    return x.new_empty((), dtype=torch.float32), x.new_empty(0) if expected is None else _empty(x, x.dtype)
-
-
 @operator("liger_trainer::divergence_backward")
 def _backward(
     grad: torch.Tensor,
@@ -283,11 +272,6 @@ def _backward(
     out = _empty(pair.x, pair.x.dtype)
     _launch(pair, out=out, grad=grad.contiguous(), scale=scale)
     return out
-
-
-@_backward.register_fake
-def _(grad, scale, pair):
-    return _empty(pair.x, pair.x.dtype)
 
 
 def _setup_elements(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -255,11 +255,6 @@ def attach_gradients(
     return loss.clone(), rows.entropy.clone()
 
 
-@attach_gradients.register_fake
-def _(loss, unit_gradient, rows, options, logits_memory, shard, group):
-    return torch.empty_like(loss), torch.empty_like(rows.entropy)
-
-
 def _attach_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     _loss, unit_gradient, rows, ctx.options, ctx.logits_memory, ctx.shard, ctx.group = inputs
     ctx.save_for_backward(unit_gradient, *rows)

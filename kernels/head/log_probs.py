@@ -53,13 +53,6 @@ def _rows(
     return stats.nll, stats.entropy, stats.lse, stats.predicted, *extra
 
 
-@_rows.register_fake
-def _(logits, target, options, entropy, predicted, mean_logit, sum_squared_probs):
-    stats = RowStats.allocate(logits, target.numel(), entropy, predicted)
-    extra = ExtraStats.allocate(logits, target.numel(), mean_logit, sum_squared_probs)
-    return stats.nll, stats.entropy, stats.lse, stats.predicted, *extra
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:
     logits, target, ctx.options, _entropy, _predicted, _mean_logit, _sum_squared_probs = inputs
     nll, entropy, lse, *_ = output

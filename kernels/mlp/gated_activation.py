@@ -33,7 +33,7 @@ from liger_trainer.kernels.activation import GatedActivation, gate_and_up, round
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
 from liger_trainer.kernels.fp8.row_cast import cast_rows, codes_of, empty_cast, magnitude, scale_of
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, graph_is_kept, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, graph_is_kept, has_elements, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def _launch(
 
 def launch_forward(gate: torch.Tensor, up: torch.Tensor | None, h: torch.Tensor, form: GatedActivation) -> None:
     """Writes `h`; without `up`, `gate` is a whole fused projection."""
-    if h.numel() == 0:
+    if not has_elements(h):
         return
     tensors = [rows_of(x) for x in (*halves(gate, up, form.interleaved), h)]
     _launch(_forward_kernel, tensors[2].shape, tensors, form)
@@ -300,7 +300,7 @@ def launch_backward(
     form: GatedActivation,
 ) -> None:
     """Writes the results that are not None; without `up`, `gate` and `dgate` are whole fused projections."""
-    if gate.numel() == 0:
+    if not has_elements(gate):
         return
     dh, written = rows_of(dh), [None if x is None else rows_of(x) for x in (dgate, dup, h)]
     results = written
@@ -346,11 +346,6 @@ def gated_activation(
     return h
 
 
-@gated_activation.register_fake
-def _(gate, up, form, inplace_backward):
-    return empty_h(gate, up)
-
-
 @operator("liger_trainer::gated_activation_backward")
 def gated_activation_backward(
     dh: torch.Tensor,
@@ -365,11 +360,6 @@ def gated_activation_backward(
     results = dgate if need_gate else None, dup if need_up else None, None
     launch_backward(dh, gate, up, *results, form)
     return dgate, dup
-
-
-@gated_activation_backward.register_fake
-def _(dh, gate, up, form, need_gate, need_up):
-    return empty(gate, gate, need_gate), empty(up, gate, need_up)
 
 
 refuse_second_derivative(gated_activation_backward, FUNCTIONS)

@@ -21,7 +21,16 @@ from liger_trainer.kernels.activation import activation_and_derivative
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.mlp.gated_activation import launch_config, overwrites_saved
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, is_expanded, on_device, reference_of, tl, triton, use_triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    has_elements,
+    is_expanded,
+    on_device,
+    reference_of,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 @triton.jit
@@ -45,9 +54,9 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
 
 
 def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
-    numel = tensors[0].numel()
-    if numel == 0:
+    if not has_elements(tensors[0]):
         return
+    numel = tensors[0].numel()
     block, num_warps = launch_config(tensors[0].element_size())
     with on_device(tensors[0]):
         kernel[(cdiv(numel, block),)](*tensors, numel, BLOCK=block, num_warps=num_warps)
@@ -60,21 +69,11 @@ def _relu_squared(x: torch.Tensor, inplace_backward: bool) -> torch.Tensor:
     return y
 
 
-@_relu_squared.register_fake
-def _(x, inplace_backward):
-    return x.new_empty(x.shape)
-
-
 @operator("liger_trainer::relu_squared_backward")
 def _relu_squared_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     dx = x.new_empty(x.shape)
     _launch(_backward_kernel, dy.contiguous(), x.contiguous(), dx)
     return dx
-
-
-@_relu_squared_backward.register_fake
-def _(dy, x):
-    return x.new_empty(x.shape)
 
 
 refuse_second_derivative(_relu_squared_backward, "relu_squared")

@@ -32,7 +32,16 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, reference_of, tl, triton, use_triton
+from liger_trainer.kernels.runtime import (
+    cdiv,
+    has_elements,
+    next_power_of_2,
+    on_device,
+    reference_of,
+    tl,
+    triton,
+    use_triton,
+)
 
 EPS = 1e-20
 """Added to the sum that sigmoid weights are divided by, as DeepSeek does."""
@@ -258,7 +267,7 @@ def _route(
     num_rows, num_experts = logits.shape
     weights = logits.new_empty((num_rows, k), dtype=dtype)
     index = logits.new_empty((num_rows, k), dtype=torch.int64)
-    if num_rows == 0:
+    if not has_elements(logits):
         return weights, index
     bias = None if correction_bias is None else correction_bias.contiguous()
     members = num_experts // num_groups
@@ -284,14 +293,6 @@ def _route(
     return weights, index
 
 
-@_route.register_fake
-def _(
-    logits, correction_bias, k, sigmoid, rank_logits, round_scores, normalise, num_groups, top_groups, scale, eps, dtype
-):
-    size = (logits.shape[0], k)
-    return logits.new_empty(size, dtype=dtype), logits.new_empty(size, dtype=torch.int64)
-
-
 @operator("liger_trainer::moe_router_backward")
 def _route_backward(
     d_weights: torch.Tensor,
@@ -305,7 +306,7 @@ def _route_backward(
     """The gradient of the logits, contiguous."""
     d_logits = logits.new_empty(logits.shape)
     num_rows, num_experts = logits.shape
-    if num_rows == 0:
+    if not has_elements(logits):
         return d_logits
     top_k, lanes = index.shape[1], next_power_of_2(num_experts)
     columns = next_power_of_2(top_k)
@@ -323,11 +324,6 @@ def _route_backward(
             num_warps=num_warps,
         )
     return d_logits
-
-
-@_route_backward.register_fake
-def _(d_weights, logits, index, sigmoid, normalise, scale, eps):
-    return logits.new_empty(logits.shape)
 
 
 refuse_second_derivative(_route_backward, "topk_softmax_routing and grouped_topk_sigmoid_routing")

@@ -25,7 +25,7 @@ import torch
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative
 from liger_trainer.kernels.moe.router import ordered, readable_rows
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, num_sms, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, has_elements, next_power_of_2, num_sms, on_device, tl, triton
 
 
 @triton.jit
@@ -169,17 +169,12 @@ def router_statistics_backward(
     gradients = [logits.new_empty(logits.shape) for logits in layers]
     with on_device(upstream):
         for logits, gradient in zip(layers, gradients):
-            rows = readable_rows(logits)
-            grid = (cdiv(rows.shape[0], tile["BLOCK_ROWS"]),)
-            if grid[0]:
+            if has_elements(logits):
+                rows = readable_rows(logits)
+                grid = (cdiv(rows.shape[0], tile["BLOCK_ROWS"]),)
                 sizes = rows.stride(0), rows.shape[0], num_experts
                 _backward_kernel[grid](upstream, rows, mask, gradient, *sizes, HAS_MASK=mask is not None, **tile)
     return gradients
-
-
-@router_statistics_backward.register_fake
-def _(upstream, layers, mask):
-    return [logits.new_empty(logits.shape) for logits in layers]
 
 
 refuse_second_derivative(router_statistics_backward, "load_balancing_loss and router_z_loss")

@@ -39,6 +39,7 @@ from liger_trainer.kernels.rows import (
 from liger_trainer.kernels.runtime import (
     check_like,
     check_norm_arguments,
+    has_elements,
     next_power_of_2,
     on_device,
     reference_of,
@@ -208,7 +209,7 @@ def _gated_rms_norm(
     order = memory_order(x)
     y = empty_in_order(x, order, _output_dtype(x, weight, gate_first, casting))
     rstd = empty_row_values(x, order, groups)
-    if x.numel() == 0:
+    if not has_elements(x):
         return y, rstd
     rows, gate_rows = as_rows(x, order), as_rows(gate, order)
     programs, options = forward_tiles(rows, groups)
@@ -230,13 +231,6 @@ def _gated_rms_norm(
             **options,
         )
     return y, rstd
-
-
-@_gated_rms_norm.register_fake
-def _(x, gate, weight, eps, groups, activation, gate_first, casting):
-    order = memory_order(x)
-    dtype = _output_dtype(x, weight, gate_first, casting)
-    return empty_in_order(x, order, dtype), empty_row_values(x, order, groups)
 
 
 def _empty_gradients(
@@ -263,7 +257,7 @@ def _gated_rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     order, group_size = memory_order(x), x.shape[-1] // groups
     dx, dgate, dweight = _empty_gradients(needed, x, gate, weight)
-    if x.numel() == 0:
+    if not has_elements(x):
         return dx, dgate, dweight.zero_()
     rows, gate_rows, dy_rows = (as_rows(each, order) for each in (x, gate, dy))
     programs, options = backward_tiles(backward_config(group_size), rows, gate_rows, dy_rows, groups=groups)
@@ -290,11 +284,6 @@ def _gated_rms_norm_backward(
         if partial is not None:
             column_sum(partial, dweight)
     return dx, dgate, dweight
-
-
-@_gated_rms_norm_backward.register_fake
-def _(dy, x, gate, weight, rstd, groups, activation, gate_first, needed):
-    return _empty_gradients(needed, x, gate, weight)
 
 
 refuse_second_derivative(_gated_rms_norm_backward, "gated_rms_norm")

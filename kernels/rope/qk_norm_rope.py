@@ -35,6 +35,7 @@ from liger_trainer.kernels.rows import NormConfig, column_sum, fit_config
 from liger_trainer.kernels.runtime import (
     cdiv,
     check_norm_arguments,
+    has_elements,
     next_power_of_2,
     num_sms,
     on_device,
@@ -132,7 +133,7 @@ def qk_norm_rope_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated q and k, (batch, seq, heads, head_dim), and the reciprocal root mean squares of their heads."""
     results = _results(q, k, q_weight, cos, casting)
-    if results[0].numel() + results[1].numel() == 0:
+    if not (has_elements(results[0]) or has_elements(results[1])):
         return results
     q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
     half, config = cos.shape[-1] // 2, forward_config(next_power_of_2(q.shape[-1]))
@@ -160,11 +161,6 @@ def qk_norm_rope_forward(
             **_constants(q_tile, k_tile, q, k, half),
         )
     return results
-
-
-@qk_norm_rope_forward.register_fake
-def _(q, k, q_weight, k_weight, cos, sin, eps, offset, casting):
-    return _results(q, k, q_weight, cos, casting)
 
 
 def _gradients(

@@ -67,13 +67,6 @@ def rotate(
     return _by_token(q_out, unsqueeze_dim), _by_token(k_out, unsqueeze_dim)
 
 
-@rotate.register_fake
-def _(q, k, cos, sin, unsqueeze_dim, transposed, out_dtype, pairs="halves", table="halves", sections=None):
-    q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
-    q_out, k_out = q.new_empty(q.shape, dtype=out_dtype), k.new_empty(k.shape, dtype=out_dtype)
-    return _by_token(q_out, unsqueeze_dim), _by_token(k_out, unsqueeze_dim)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, _k, cos, sin, unsqueeze_dim, transposed, _out_dtype, pairs, table, sections = inputs
     ctx.save_for_backward(cos, sin)

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton
+from liger_trainer.kernels.runtime import cdiv, has_elements, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit
@@ -257,7 +257,7 @@ def launch(
     """
     batch, seq_len, num_q_heads, head_dim = q.shape
     num_k_heads, half = k.shape[2], rotary_width(cos.shape[-1], table) // 2
-    if batch * seq_len * (num_q_heads + num_k_heads) == 0:
+    if not (has_elements(q) or has_elements(k)):
         return
     q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
     block_half = next_power_of_2(max(half, 1))

@@ -88,11 +88,6 @@ def logits_partials(logits: torch.Tensor, target: torch.Tensor, options: LossOpt
     return partials
 
 
-@logits_partials.register_fake
-def _(logits, target, options, shard):
-    return logits.new_empty(target.numel(), 8, dtype=torch.promote_types(logits.dtype, torch.float32))
-
-
 @operator("liger_trainer::logits_rows_attach")
 def attach_logits(
     loss: torch.Tensor,
@@ -105,11 +100,6 @@ def attach_logits(
 ) -> torch.Tensor:
     """`loss`, which is already known, as a differentiable function of the logits."""
     return loss.clone()
-
-
-@attach_logits.register_fake
-def _(loss, logits, target, nll, lse, options, shard):
-    return torch.empty_like(loss)
 
 
 def _attach_logits_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
