@@ -533,7 +533,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          r"module\.set_use_kernels\(True\)", "pass",
          "trainers/test_use_kernels::test_adapters_have_their_kernels_before_the_model_is_wrapped"),
         ("labels are smoothed by a TRL that does not", "LigerSFTTrainer.__init__", r"require\(SFT_OWN_LOSS\)", "pass",
-         "compat/test_trl_2::test_what_trl_no_longer_does_is_refused"),
+         "compat/test_features::test_labels_are_not_smoothed_without_a_word"),
         ("a constructor shows the extended trainer's configuration", "parameters_of", r"__signature__ = shown",
          "__signature__ = signature", "test_constructors::test_parameters_are_those_of_the_extended_trainer", "DPO"),
         ("AdaLoRA's term is looked for without asking where PEFT adds it",
