@@ -1,10 +1,16 @@
-"""Stock `Trainer(args=TrainingArguments(use_liger_kernel=True))` runs these kernels.
+"""Two switches of transformers that turn these kernels on, in stock trainers and in models.
 
-`Trainer.train()` passes the model to `transformers.integrations.liger.apply_liger_kernel`, a name that
-`transformers.trainer` binds when it is imported. [`install`] puts [`apply_for_trainer`] into both modules without
-importing them: a module that is not loaded yet is patched when it is imported. [`uninstall`] restores everything.
+`TrainingArguments(use_liger_kernel=True)`: `Trainer.train()` passes the model to
+`transformers.integrations.liger.apply_liger_kernel`, a name that `transformers.trainer` binds when it is imported.
+[`apply_for_trainer`] takes its place in both modules. If the `liger-kernel` package is installed too,
+[`set_stock_trainer_kernels`] decides whose kernels run.
 
-If the `liger-kernel` package is installed too, [`set_stock_trainer_kernels`] decides whose kernels run.
+`from_pretrained(..., use_kernels=True)` calls `set_use_kernels(True)`, and so does such a model whenever it changes
+between training and evaluation. [`switch_kernels`] takes the place of that method. Adapters that were added since get
+their kernels at such a change, and when `Trainer.train()` begins, before anything is wrapped.
+
+[`install`] does so without importing transformers: a module that is not loaded yet is changed when it is imported.
+[`uninstall`] restores everything.
 """
 
 from __future__ import annotations
@@ -20,10 +26,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from liger_trainer.compat.private import available
-from liger_trainer.compat.transformers import STOCK_TRAINER
+from liger_trainer.compat.transformers import STOCK_TRAINER, USE_KERNELS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,12 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("liger_trainer")
 
-_LIGER_MODULE = "transformers.integrations.liger"
-_TRAINER_MODULE = "transformers.trainer"
-_HOOKED_MODULES = (_LIGER_MODULE, _TRAINER_MODULE)
-_NAME = "apply_liger_kernel"
-
-_originals: dict[str, Callable] = {}
+_originals: dict[Callable, Callable] = {}  # by the functions that took their places
 _lock = threading.RLock()
 _choice: Literal["liger_trainer", "liger_kernel"] = "liger_trainer"
 _reports: weakref.WeakKeyDictionary[nn.Module, KernelReport] = weakref.WeakKeyDictionary()
@@ -70,31 +71,27 @@ def liger_kernel_installed() -> bool:
 
 
 def install() -> None:
-    """Makes the stock `Trainer` use these kernels; called on `import liger_trainer`, and harmless when repeated."""
+    """Makes both switches turn on these kernels; called on `import liger_trainer`, and harmless when repeated."""
     with _lock:
-        for name in _HOOKED_MODULES:
-            if name in sys.modules:
-                _replace(sys.modules[name])
-        if not any(isinstance(finder, _LateHook) for finder in sys.meta_path):
+        for hook in _HOOKS:
+            hook.put()
+        if not installed():
             sys.meta_path.insert(0, _LateHook())
 
 
 def uninstall() -> None:
-    """Gives the stock `Trainer` its own `apply_liger_kernel` back."""
+    """Gives both switches their own meaning back."""
     with _lock:
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _LateHook)]
-        original = _originals.get(_LIGER_MODULE)
-        for name in _HOOKED_MODULES:
-            module = sys.modules.get(name)
-            if original is not None and getattr(module, _NAME, None) is apply_for_trainer:
-                setattr(module, _NAME, original)
+        for hook in _HOOKS:
+            current = hook.current()
+            if current in _originals:
+                setattr(hook.owner(), hook.name, _originals[current])
 
 
 def installed() -> bool:
-    """Whether the stock `Trainer` uses these kernels, or will once it is imported."""
-    modules = [sys.modules[name] for name in _HOOKED_MODULES if name in sys.modules]
-    hooked = all(getattr(module, _NAME, None) is apply_for_trainer for module in modules)
-    return hooked and any(isinstance(finder, _LateHook) for finder in sys.meta_path)
+    """Whether both switches turn on these kernels, or will once transformers is imported."""
+    return any(isinstance(finder, _LateHook) for finder in sys.meta_path)
 
 
 @contextlib.contextmanager
@@ -133,27 +130,57 @@ def apply_for_trainer(model: nn.Module, kernel_config: dict[str, Any] | None = N
     if _data_parallel_is_next(model):
         raise ValueError(data_parallel_message("Trainer"))
 
-    from liger_trainer.patching.apply import apply_liger_kernel
-
-    report = apply_liger_kernel(model, kernel_config)
-    _reports[model] = report
     if liger_kernel_installed():
         logger.warning(
             "use_liger_kernel: the kernels of liger_trainer run, not those of the liger-kernel package, which is "
             "installed too; `liger_trainer.set_stock_trainer_kernels('liger_kernel')` changes that."
         )
-    if not report.applied:
-        reasons = "; ".join(f"{row.target}: {row.reason}" for row in report.left_alone) or "nothing was recognised"
-        logger.warning("use_liger_kernel: no kernel of liger_trainer fits this model (%s).", reasons)
-    else:
-        kernels = ", ".join(f"{row.count}x {row.kernel}" for row in report.applied)
-        logger.info("use_liger_kernel: the kernels of liger_trainer run: %s.", kernels)
-    return report
+    return _apply(model, "use_liger_kernel", kernel_config)
+
+
+def switch_kernels(original: Callable, model: Any, on: bool, kernel_config: Any, *args: Any, **kwargs: Any) -> None:
+    """What a model of transformers does for `use_kernels`, in place of its own `set_use_kernels`.
+
+    Args:
+        original: `set_use_kernels` of the model's class.
+        model: The model.
+        on: Whether to use kernels. False takes out those that True has put in.
+        kernel_config: Transformers' `KernelConfig`, which asks for kernels of the `kernels` library. It gets all
+            modules that have none of ours. None asks for ours, unless the model has such a configuration already.
+        *args: Further arguments of the method.
+        **kwargs: Further arguments of the method.
+    """
+    from liger_trainer.patching.apply import revert_liger_kernel
+    from liger_trainer.patching.use_kernels import forwards_kept, lacks_kernels, remember, remembered
+
+    if on and kernel_config is None and model.kernel_config is None:
+        if lacks_kernels(model):
+            _warn_of_the_library()
+            _apply(model, "use_kernels")
+        remember(model)
+        return
+    if not on and remembered(model):
+        revert_liger_kernel(model)
+    with forwards_kept(model):
+        original(model, on, kernel_config, *args, **kwargs)
 
 
 def stock_trainer_report(model: nn.Module) -> KernelReport | None:
-    """The report of [`apply_for_trainer`] for `model`; None if it has not been called with it."""
-    return _reports.get(model)
+    """The report of the kernels that one of the switches has put into `model`; None if none has."""
+    return next((_reports[module] for module in model.modules() if module in _reports), None)
+
+
+def _apply(model: nn.Module, switch: str, kernel_config: dict[str, Any] | None = None) -> KernelReport:
+    from liger_trainer.patching.apply import apply_liger_kernel
+
+    report = _reports[model] = apply_liger_kernel(model, kernel_config)
+    if not report.applied:
+        reasons = "; ".join(f"{row.target}: {row.reason}" for row in report.left_alone) or "nothing was recognised"
+        logger.warning("%s: no kernel of liger_trainer fits this model (%s).", switch, reasons)
+    else:
+        kernels = ", ".join(f"{row.count}x {row.kernel}" for row in report.applied)
+        logger.info("%s: the kernels of liger_trainer run: %s.", switch, kernels)
+    return report
 
 
 def data_parallel_message(trainer: str) -> str:
@@ -176,27 +203,102 @@ def _data_parallel_is_next(model: nn.Module) -> bool:
     return all(parameter.device.type == "cuda" for parameter in model.parameters())
 
 
+def _warn_of_the_library() -> None:
+    from transformers.utils import is_kernels_available
+
+    from liger_trainer.head.warn_once import warn_once
+
+    if is_kernels_available():
+        warn_once(
+            "use_kernels",
+            "use_kernels: the kernels of liger_trainer run, not those of the `kernels` library, which is installed "
+            "too; `model.set_use_kernels(True, transformers.KernelConfig())` adds its own where there are none of "
+            "ours. (Shown once.)",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is replaced in transformers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _for_trainer(original: Callable) -> Callable | None:
+    return apply_for_trainer if available(STOCK_TRAINER) else None
+
+
+def _switching(original: Callable) -> Callable | None:
+    @functools.wraps(original)
+    def set_use_kernels(self: Any, use_kernels: bool, kernel_config: Any = None, *args: Any, **kwargs: Any) -> None:
+        switch_kernels(original, self, use_kernels, kernel_config, *args, **kwargs)
+
+    return set_use_kernels if available(USE_KERNELS) else None
+
+
+def _serving_adapters(original: Callable) -> Callable | None:
+    @functools.wraps(original)
+    def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        from liger_trainer.patching.use_kernels import remembered
+
+        served = [] if self.model is None else list(filter(remembered, self.model.modules()))
+        for module in served:
+            if _data_parallel_is_next(module):
+                raise ValueError(data_parallel_message(type(self).__name__))
+            module.set_use_kernels(True)  # type: ignore[operator]
+        return original(self, *args, **kwargs)
+
+    return train if available(USE_KERNELS) else None
+
+
+class _Hook(NamedTuple):
+    """A function of transformers that is replaced."""
+
+    module: str
+    path: str
+    replacement: Callable[[Callable], Callable | None]
+    """Takes the function and returns ours; None if transformers has changed."""
+
+    def owner(self) -> Any:
+        """The module or the class that holds the function; None if the module is not imported."""
+        owner = sys.modules.get(self.module)
+        return functools.reduce(lambda holder, name: getattr(holder, name, None), self.path.split(".")[:-1], owner)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    def current(self) -> Any:
+        """The function now; None if there is none."""
+        return getattr(self.owner(), self.name, None)
+
+    def put(self) -> None:
+        """Puts ours in its place, unless it is there or transformers has changed."""
+        current = self.current()
+        ours = None if current is None or current in _originals else self.replacement(current)
+        if ours is not None:
+            _originals.setdefault(ours, current)
+            setattr(self.owner(), self.name, ours)
+
+
+_LIGER_MODULE = "transformers.integrations.liger"
+_HOOKS = (
+    _Hook(_LIGER_MODULE, "apply_liger_kernel", lambda original: apply_for_trainer),
+    _Hook("transformers.trainer", "apply_liger_kernel", _for_trainer),
+    _Hook("transformers.trainer", "Trainer.train", _serving_adapters),
+    _Hook("transformers.modeling_utils", "PreTrainedModel.set_use_kernels", _switching),
+)
+
+
 def _original() -> Callable:
-    if _LIGER_MODULE not in _originals:
+    if apply_for_trainer not in _originals:
         importlib.import_module(_LIGER_MODULE)
-    return _originals[_LIGER_MODULE]
-
-
-def _replace(module: ModuleType) -> None:
-    current = getattr(module, _NAME, None)
-    if current is None or current is apply_for_trainer:
-        return
-    if module.__name__ == _TRAINER_MODULE and not available(STOCK_TRAINER):
-        return
-    _originals.setdefault(_LIGER_MODULE, current)
-    setattr(module, _NAME, apply_for_trainer)
+    return _originals[apply_for_trainer]
 
 
 class _LateHook(importlib.abc.MetaPathFinder):
-    """Replaces the name in a module of `_HOOKED_MODULES` right after its import; finds no modules itself."""
+    """Changes a module of `_HOOKS` right after its import; finds no modules itself."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname not in _HOOKED_MODULES:
+        if all(hook.module != fullname for hook in _HOOKS):
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -205,17 +307,18 @@ class _LateHook(importlib.abc.MetaPathFinder):
             if spec is None:
                 continue
             if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                spec.loader.exec_module = _then_replace(spec.loader.exec_module)  # type: ignore
+                spec.loader.exec_module = _then_hooked(spec.loader.exec_module)  # type: ignore
             return spec
         return None
 
 
-def _then_replace(exec_module: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+def _then_hooked(exec_module: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     @functools.wraps(exec_module)
     def run(module: ModuleType) -> None:
         exec_module(module)
         with _lock:
-            if any(isinstance(finder, _LateHook) for finder in sys.meta_path):
-                _replace(module)
+            for hook in _HOOKS:
+                if installed() and hook.module == module.__name__:
+                    hook.put()
 
     return run

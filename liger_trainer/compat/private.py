@@ -211,8 +211,8 @@ def _matches(given: list[str], expected: list[str]) -> bool:
 
 
 def _codes(function: Any) -> Iterator[types.CodeType]:
-    """The code of a function, of the functions defined in it, and of those that a decorator has wrapped."""
-    pending, seen = [function], set()
+    """The code of a function or a method, of the functions in it, and of those that a decorator has wrapped."""
+    pending, seen = [getattr(function, "__func__", function)], set()
     while pending:
         current = pending.pop()
         if isinstance(current, types.FunctionType) and id(current) not in seen:

@@ -13,6 +13,16 @@ STOCK_TRAINER = Feature(
     needed=False,
 )
 
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+
+USE_KERNELS = Feature(
+    "its kernels in models with `use_kernels=True`",
+    Private(f"{_MODEL}.set_use_kernels", "self, use_kernels, kernel_config, ...", uses="_use_kernels"),
+    Private(f"{_MODEL}.from_pretrained", uses="use_kernels, set_use_kernels"),
+    Private(f"{_MODEL}.train", uses="use_kernels, set_use_kernels"),
+    needed=False,
+)
+
 WHOLE_CHECKPOINTS = Feature(
     "checkpoints that appear under their name only when they are complete",
     Private(

@@ -42,6 +42,11 @@ SFT_LOSS = Feature(
     Private("trl:SFTTrainer.compute_loss", uses="fused_lm_head, labels, shift_labels"),
 )
 
+SFT_OWN_LOSS = Feature(
+    "`label_smoothing_factor` and `compute_loss_func` of LigerSFTTrainer, which TRL computes",
+    Private("trl:SFTTrainer.compute_loss", uses="label_smoother, compute_loss_func"),
+)
+
 
 def _generation_of(name: str) -> Feature:
     trainer = f"trl.trainer.{name.lower()}_trainer:{name}Trainer"

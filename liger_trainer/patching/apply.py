@@ -18,7 +18,6 @@ from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.codes import unscaled_weights
 from liger_trainer.patching.fp8 import cast_in_norms, find_fp8
 from liger_trainer.patching.head import patch_head
-from liger_trainer.patching.hub_kernels import keep_forwards, release_forwards
 from liger_trainer.patching.lora.attention import share_inputs
 from liger_trainer.patching.lora.layers import find_litgpt_lora, find_lora
 from liger_trainer.patching.mlps import find_gated_mlp, find_relu_squared_mlp
@@ -32,6 +31,7 @@ from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.report import Choice, Finding, KernelReport, KernelReportRow, rows, unserved
 from liger_trainer.patching.rope import find_rope, fuse_qk_norms
+from liger_trainer.patching.use_kernels import forget
 
 _META_REMARK = (
     "The model has parameters on the meta device: the kernels are in place, but it cannot run before its weights are "
@@ -88,7 +88,6 @@ def apply_liger_kernel(
     for finding in findings:
         if finding.forward is not None:
             finding.bind(finding.module, finding.forward)
-    keep_forwards(model)
     try:
         if parsed.linear_cross_entropy or parsed.cross_entropy:
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
@@ -121,7 +120,7 @@ def revert_liger_kernel(model: nn.Module) -> int:
         How many instances were reverted.
     """
     free_buffers()
-    release_forwards(model)
+    forget(model)
     if _has_parts_of_transformers(model):
         from liger_trainer.patching.attention import restore_attention
 

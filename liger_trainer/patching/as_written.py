@@ -108,15 +108,11 @@ def while_proved(forward: Callable) -> Callable:
     return guarded
 
 
-def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
+def is_as_proved(module: nn.Module) -> bool:
     """Whether `module` is what it was when it was recorded, so that our forward may run.
 
     If something has been changed, this is said once. A module may run as it is without a word inside a transform of
     `torch.func`, and where a hook waits for the call of a child that our forward does not call.
-
-    Args:
-        module: The module.
-        tell: Whether a change is worth a warning.
     """
     record = module.__dict__.get(RECORD)
     if record is None or torch._C._are_functorch_transforms_active():
@@ -130,17 +126,17 @@ def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
             if owner is not module and is_call_hooked(owner):
                 return False
             if type(owner).forward is not forward:
-                return _is_changed(module, owner, "forward", tell)
+                return _is_changed(module, owner, "forward")
             for name, value in attributes:
                 if held.get(name) is not value and _differ(held.get(name), value):
-                    return _is_changed(module, owner, name, tell)
+                    return _is_changed(module, owner, name)
             for name in absent:
                 if name in held or name in held["_parameters"] or name in held["_buffers"]:
-                    return _is_changed(module, owner, name, tell)
+                    return _is_changed(module, owner, name)
             for dictionary, pairs in contents:
                 for name, value in pairs:
                     if held[dictionary].get(name) is not value:
-                        return _is_changed(module, owner, name, tell)
+                        return _is_changed(module, owner, name)
         for owner, others, containers in used:
             for other, name, value in others:
                 try:
@@ -148,13 +144,13 @@ def is_as_proved(module: nn.Module, tell: bool = True) -> bool:
                 except Exception:  # what is not there, or a property that raises
                     found = MISSING
                 if found is not value and _differ(found, value):
-                    return _is_changed(module, owner, _said(other, name, found, value), tell)
+                    return _is_changed(module, owner, _said(other, name, found, value))
             for name, container, value in containers:
                 if _differ(container, value):
-                    return _is_changed(module, owner, name, tell)
+                    return _is_changed(module, owner, name)
     for function, name, value in read:
         if function.__globals__.get(name) is not value:
-            return _is_changed(module, None, name, tell)
+            return _is_changed(module, None, name)
     return True
 
 
@@ -184,11 +180,10 @@ def _differ(one: Any, other: Any) -> bool:
         return True
 
 
-def _is_changed(module: nn.Module, owner: nn.Module | None, name: str, tell: bool) -> bool:
-    """False, after a warning (where `tell` is set) that says what has been changed."""
-    if tell:
-        of_owner = "" if owner is None or owner is module else f" of its {type(owner).__name__}"
-        _warn(type(module).__name__, name, of_owner)
+def _is_changed(module: nn.Module, owner: nn.Module | None, name: str) -> bool:
+    """False, after a warning that says what has been changed."""
+    of_owner = "" if owner is None or owner is module else f" of its {type(owner).__name__}"
+    _warn(type(module).__name__, name, of_owner)
     return False
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.compat.private import require
-from liger_trainer.compat.trl import SFT_ANSWERS, SFT_HEAD, SFT_LOSS
+from liger_trainer.compat.trl import SFT_ANSWERS, SFT_HEAD, SFT_LOSS, SFT_OWN_LOSS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.data.response_labels import answer_mask
 from liger_trainer.data.turns import is_learnt, without_none
@@ -161,6 +161,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with templates_without_markers(self):
             super().__init__(*args, **kwargs)
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            require(SFT_OWN_LOSS)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: SFTConfig, *more: Any) -> Any:
         left_out = some_are_not_learnt(dataset)
@@ -189,7 +191,11 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         if self._statistics is not None and (smooths or self.compute_loss_func is not None):
             text_config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
             model = cast(nn.Module, OnePassModel(model, text_config, self._statistics))
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        if isinstance(found, tuple) and not hasattr(found[1], "logits"):  # asked for by metrics; TRL 2.0 has none
+            with torch.no_grad():
+                found = found[0], model(**{name: value for name, value in inputs.items() if name != "labels"})
+        return found
 
     def _weighs_labels_alike(self) -> bool:
         return self.args.loss_type != "dft"

@@ -19,6 +19,7 @@ CHECKED_BY = {
     "liger_trainer.attention.interface": "liger_trainer.patching.attention",
     "liger_trainer.patching.binding": "liger_trainer.patching.moe.experts",
     "liger_trainer.patching.moe.experts_formula": "liger_trainer.patching.moe.experts",
+    "liger_trainer.patching.use_kernels": "liger_trainer.stock_trainer",
     "liger_trainer.plan.running": "liger_trainer.trainers.trl_mixin",
     "liger_trainer.trainers.checks.out_of_memory": "liger_trainer.trainers.trl_mixin",
     "liger_trainer.trainers.generation_trainers": "liger_trainer.trainers.generation_trainers",

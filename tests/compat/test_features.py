@@ -20,9 +20,11 @@ from liger_trainer.compat.transformers import (
     PROMPT_TOKENS,
     STOCK_TRAINER,
 )
+from liger_trainer.compat.trl import SFT_OWN_LOSS
 from liger_trainer.configs.loss_types import check_loss_type, known_loss_types
 from liger_trainer.patching.moe import quantized_experts
 from tests.quantised import library
+from tests.trainers.builders import sft
 from tests.trainers.tiny import COMMON, llama, token_rows
 
 
@@ -69,6 +71,14 @@ def test_the_stock_trainer_stays_stock(without, monkeypatch, caplog):
         monkeypatch.undo()
         stock_trainer.install()
     assert transformers.trainer.apply_liger_kernel is not theirs
+
+
+def test_labels_are_not_smoothed_without_a_word(without, tmp_path):
+    sft(tmp_path, label_smoothing_factor=0.1)
+    without(SFT_OWN_LOSS)
+    sft(tmp_path)
+    with pytest.raises(ImportError, match="needs for `label_smoothing_factor`"):
+        sft(tmp_path, label_smoothing_factor=0.1)
 
 
 def test_an_update_is_left_out_on_the_host(without):

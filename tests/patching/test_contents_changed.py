@@ -107,7 +107,7 @@ def assert_a_change_counts(model, change, copied, patch):
     assert is_bound_by_us(model.it)
     assert is_as_proved(model.it)
     doubles(model, change, patch, torch.linspace(-1, 2, 16).view(2, 8))
-    assert not is_as_proved(model.it, tell=False)
+    assert not is_as_proved(model.it)
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["", "of a copy"])

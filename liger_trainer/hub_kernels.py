@@ -1,3 +1,0 @@
-"""The path of our kernels for Hugging Face's `kernels` library."""
-
-from liger_trainer.integrations.hub_kernels import folder as folder
