@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from transformers.utils import is_kernels_available
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel, stock_trainer
-from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import NAME
 from liger_trainer.head import warn_once
 from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.stock_trainer import stock_trainer_report

@@ -6,7 +6,7 @@ import transformers.modeling_utils
 from transformers import AutoModelForCausalLM, Trainer
 
 from liger_trainer import stock_trainer
-from liger_trainer.attention.config_names import NAME
+from liger_trainer.attention.interface import NAME
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.stock_trainer import stock_trainer_report
