@@ -209,11 +209,6 @@ class LongestRecord:
     peak_gibibytes: float | None = None  # at `length`
     tries: dict[str, str] = dataclasses.field(default_factory=dict)  # the outcome of each length, in order
 
-    @property
-    def group(self) -> tuple[str, int, str, int, int, str]:
-        """The task and the provider, whose record a newer one replaces; providers are not measured in turns here."""
-        return self.model, self.layers, self.trainer, self.batch, self.lora, self.provider
-
 
 @dataclasses.dataclass
 class Run:
@@ -335,16 +330,13 @@ class Results:
         self.runs = sorted(runs, key=lambda run: run.date)
         self.cases: dict[tuple, list[Record]] = {}
         self.tasks: dict[tuple, list[TrainingRecord]] = {}
-        self.longest: dict[tuple, LongestRecord] = {}
         self._run_of: dict[tuple, Run] = {}
         for run in self.runs:
             cases = grouped(run.records, lambda record: record.group)
             tasks = grouped(run.training, lambda record: record.group)
-            longest = {record.group: record for record in run.longest}
             self.cases |= cases
             self.tasks |= tasks
-            self.longest |= longest
-            self._run_of |= dict.fromkeys([*cases, *tasks, *longest], run)
+            self._run_of |= dict.fromkeys([*cases, *tasks], run)
 
     @classmethod
     def read(cls, folder: Path) -> Results:
