@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.logits import jensen_shannon
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, reference, wide
-from liger_trainer.configs.kernel_config import parse_bytes
 
 
 @operation("embedding", "Embedding: of tokens, with the gradient of the whole table")
@@ -98,11 +96,6 @@ def eager_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap:
     return F.cross_entropy(head_logits(hidden, weight, softcap), target)
 
 
-@reference("linear_cross_entropy")
-def exact_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    return -exact_log_probs(hidden, weight, target, softcap).mean()
-
-
 liger_cross_entropy = partial(
     library,
     "linear_cross_entropy",
@@ -113,38 +106,6 @@ liger_cross_entropy = partial(
 liger_cross_entropy(fixed={"chunk_mem_const": 1})
 for chunk in (8, 16):
     liger_cross_entropy(chunk_mem_const=chunk)
-
-
-@provider("linear_cross_entropy", "trl")
-def trl_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    return -trl_log_probs(hidden, weight, target, softcap).mean()
-
-
-library(
-    *("linear_cross_entropy", "cut-cross-entropy"), path="cut_cross_entropy:linear_cross_entropy", by_name=["softcap"]
-)
-
-
-@provider("linear_cross_entropy", "quack")
-def quack_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    if softcap is not None:
-        raise ValueError("has no soft-cap")
-    return chunked_linear_cross_entropy(hidden, weight, target)
-
-
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="2GiB")
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="1GiB")
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="128MiB")
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="64MiB")
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="62MiB")
-@provider("linear_cross_entropy", "liger_trainer")
-def our_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, logits_memory: str = "512MiB"
-) -> Any:
-    memory = parse_bytes(logits_memory)
-    return functional.linear_cross_entropy(hidden, weight, target, softcap=softcap, logits_memory=memory)
 
 
 @operation("linear_log_probs", "LM head + log-probabilities: one per token, each with its own gradient", tokens=8192)
@@ -186,14 +147,35 @@ def trl_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float
     return ChunkedLogProbFunction.apply(*head, 1.0, 32768, softcap, 1.0, ("log_probs",))[0].view_as(target)
 
 
-@provider("linear_log_probs", "liger_trainer", logits_memory="3GiB")
-@provider("linear_log_probs", "liger_trainer", logits_memory="1GiB")
-@provider("linear_log_probs", "liger_trainer")
-def our_log_probs(
-    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, logits_memory: str = "512MiB"
-) -> Any:
-    memory = parse_bytes(logits_memory)
-    return functional.linear_log_probs(hidden, weight, target, softcap=softcap, logits_memory=memory)
+library("linear_log_probs", "liger_trainer", by_name=["softcap"])
+for memory in ("1GiB", "3GiB"):
+    library("linear_log_probs", "liger_trainer", by_name=["softcap"], logits_memory=memory)
+
+
+def mean_loss_of(log_probs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cross entropy, from the log-probability of each token."""
+    return lambda **arguments: -log_probs(**arguments).mean()
+
+
+reference("linear_cross_entropy")(mean_loss_of(exact_log_probs))
+provider("linear_cross_entropy", "trl")(mean_loss_of(trl_log_probs))
+library(
+    *("linear_cross_entropy", "cut-cross-entropy"), path="cut_cross_entropy:linear_cross_entropy", by_name=["softcap"]
+)
+
+
+@provider("linear_cross_entropy", "quack")
+def quack_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    if softcap is not None:
+        raise ValueError("has no soft-cap")
+    return chunked_linear_cross_entropy(hidden, weight, target)
+
+
+library("linear_cross_entropy", "liger_trainer", by_name=["softcap"])
+for memory in ("62MiB", "64MiB", "128MiB", "1GiB", "2GiB"):
+    library("linear_cross_entropy", "liger_trainer", by_name=["softcap"], logits_memory=memory)
 
 
 def distillation_case(data: Data, model: Model, tokens: int, **others: float) -> Case:
@@ -284,11 +266,7 @@ for name, formula in (("linear_jsd", jensen_shannon), ("linear_kl", forward_kl))
     provider(name, "trl")(trl_divergence)
 
 
-@provider("linear_jsd", "liger_trainer", logits_memory="2GiB")
-@provider("linear_jsd", "liger_trainer", logits_memory="512MiB")
-@provider("linear_jsd", "liger_trainer")
-def our_jsd(beta: float, logits_memory: str = "1GiB", **heads: Any) -> Any:
-    return functional.linear_jsd(**heads, beta=beta, logits_memory=parse_bytes(logits_memory))
-
-
+library("linear_jsd", "liger_trainer", by_name=["beta"])
+for memory in ("512MiB", "2GiB"):
+    library("linear_jsd", "liger_trainer", by_name=["beta"], logits_memory=memory)
 library("linear_kl", "liger_trainer")

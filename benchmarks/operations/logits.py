@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, case_of_rows, library, operation, provider, wide
 
 
 @operation("cross_entropy", "Cross entropy: on given logits, mean over the tokens", tokens=8192)
@@ -96,7 +96,7 @@ library("tvd", "liger_trainer")
 @operation("sparsemax", "Sparsemax: over the last dimension", tokens=8192)
 @operation("softmax", "Softmax: over the last dimension", tokens=8192)
 def last_dimension_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    yield row_case(data, tokens, model.hidden)
+    yield case_of_rows(data, (tokens, model.hidden))
 
 
 @provider("softmax", "torch")

@@ -9,16 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case
+from liger_trainer.benchmarks.registry import Case, Data, Floor, case_of_rows, library, operation, provider
 
 
 @operation("geglu", "GeGLU: gelu_tanh(gate) * up, given apart")
 @operation("swiglu", "SwiGLU: silu(gate) * up, given apart")
 def gated_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     """A gate and an up projection of one MLP."""
-    shape, size = (tokens, model.intermediate), tokens * model.intermediate
-    arguments = {"gate": data.normal(*shape), "up": data.normal(*shape)}
-    yield Case(arguments, f"{tokens}×{model.intermediate}", Floor(3 * size, 5 * size), (data.upstream(*shape),))
+    yield case_of_rows(data, (tokens, model.intermediate), ("gate", "up"))
 
 
 @provider("swiglu", "torch")
@@ -54,7 +52,7 @@ library("clamped_swiglu", "liger_trainer")
 
 @operation("relu_squared", "ReLU²: the squared ReLU")
 def relu_squared_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    yield row_case(data, tokens, model.intermediate)
+    yield case_of_rows(data, (tokens, model.intermediate))
 
 
 @provider("relu_squared", "torch")
