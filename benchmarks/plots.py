@@ -61,8 +61,8 @@ def _axes(count: int, title: str, width: float = 5.5, rows: int = 1) -> tuple:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    sizes = {"axes.titlesize": 10, "figure.titlesize": 10, "legend.fontsize": 7, "savefig.dpi": 140}
-    plt.rcParams |= {**sizes, "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False}
+    style: Any = {"axes.titlesize": 10, "figure.titlesize": 10, "legend.fontsize": 7, "savefig.dpi": 140}
+    plt.rcParams.update({**style, "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(rows, count // rows, figsize=(width * (count // rows), 4 * rows), squeeze=False)
     figure.suptitle(title)
     return figure, axes.ravel()

@@ -164,14 +164,15 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tens
     """One head at a time; a sink is a part of the sum that has no value."""
     groups = q.shape[2] // k.shape[2]
 
-    def one_head(q: Tensor, k: Tensor, v: Tensor, *sink: Tensor) -> Tensor:
+    def one_head(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         scores = soft_capped(q @ k.mT * q.shape[-1] ** -0.5, layout.softcap).masked_fill(~layout.mask, float("-inf"))
         total = scores.logsumexp(-1, keepdim=True)
-        total = torch.logaddexp(total, sink[0]) if sink else total
+        total = total if sink is None else torch.logaddexp(total, sink)
         return (scores - total).exp() @ v
 
-    heads = [tensor.movedim(2, 0) for tensor in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))]
-    return in_parts(one_head, *heads, *([] if sinks is None else [sinks]), size=1).movedim(0, 2)
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    heads = {name: tensor.movedim(2, 0) for name, tensor in {"q": q, "k": k, "v": v}.items()}
+    return in_parts(one_head, size=1, **heads, **({} if sinks is None else {"sink": sinks})).movedim(0, 2)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, softcap: float | None, sinks: Tensor | None) -> Tensor:

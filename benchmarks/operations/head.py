@@ -1,6 +1,6 @@
 """Embedding, and the LM head with what follows it: cross entropy, log-probabilities, divergences from a teacher's."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -79,11 +79,16 @@ def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def in_parts(function: Callable[..., Tensor], *rows: Tensor, size: int = 1024) -> Tensor:
-    """Concatenated results of `function(*some_rows)`, with the logits of only `size` rows at a time."""
+def in_parts(function: Callable[..., Tensor], size: int = 1024, whole: Iterable[str] = (), **arguments: Any) -> Tensor:
+    """Concatenated results of `function(**arguments)`, with the logits of only `size` rows at a time.
+
+    The arguments that are not `whole` are split.
+    """
+    rows = {name: value.split(size) for name, value in arguments.items() if name not in whole}
+    shared = {name: value for name, value in arguments.items() if name in whole}
     parts = [
-        checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in zip(*(tensor.split(size) for tensor in rows))
+        checkpoint(function, use_reentrant=False, preserve_rng_state=False, **dict(zip(rows, part)), **shared)
+        for part in zip(*rows.values())
     ]
     return torch.cat(parts)
 
@@ -123,10 +128,8 @@ def eager_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: flo
 def exact_log_probs(
     hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None = None, size: int = 1024
 ) -> Tensor:
-    def some(hidden: Tensor, target: Tensor) -> Tensor:
-        return eager_log_probs(hidden, weight, target, softcap)
-
-    return in_parts(some, hidden, target, size=size)
+    arguments = {"hidden": hidden, "weight": weight, "target": target, "softcap": softcap}
+    return in_parts(eager_log_probs, size, ("weight", "softcap"), **arguments)
 
 
 @provider("linear_log_probs", "liger-kernel")
@@ -201,15 +204,8 @@ def divergences(
     return of(student, teacher)
 
 
-def exact_divergences(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, of: Divergence
-) -> Tensor:
-    """`divergences` with the logits of a part of the tokens at a time."""
-
-    def some(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-        return divergences(student_hidden, student_weight, teacher_hidden, teacher_weight, of)
-
-    return in_parts(some, student_hidden, teacher_hidden)
+exact_divergences = partial(in_parts, divergences, whole=("student_weight", "teacher_weight", "of"))
+"""`divergences` with the logits of a part of the tokens at a time."""
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:

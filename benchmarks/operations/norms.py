@@ -1,6 +1,7 @@
 """Normalisations of the hidden states, and what takes their place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,17 +53,22 @@ def added_cases(data: Data, rows: int, width: int, parameters: tuple[str, ...], 
     yield Case({**inputs, **weights, "eps": eps}, f"{rows}×{width}", Floor(4 * size, 4 * size), upstream)
 
 
+def of_the_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The norm of x + residual, and the sum."""
+
+    def run(x: Tensor, residual: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(total, **others), total
+
+    return run
+
+
 @operation("fused_add_rms_norm", "Residual add + RMSNorm: both results are used")
 def fused_add_rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     return added_cases(data, tokens, model.hidden, ("weight",), eps=1e-6)
 
 
-@provider("fused_add_rms_norm", "torch")
-def eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return eager_rms_norm(total, weight, eps), total
-
-
+provider("fused_add_rms_norm", "torch")(of_the_sum(eager_rms_norm))
 library("fused_add_rms_norm", "liger-kernel")
 library("fused_add_rms_norm", "quack", path="quack:rmsnorm", by_name=["residual", "eps"], fixed={"prenorm": True})
 library("fused_add_rms_norm", "liger_trainer")
@@ -87,14 +93,7 @@ def fused_add_layer_norm_cases(data: Data, model: Model, tokens: int) -> Iterato
     return added_cases(data, tokens, model.hidden, ("weight", "bias"), eps=1e-5)
 
 
-@provider("fused_add_layer_norm", "torch")
-def eager_add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return eager_layer_norm(total, weight, bias, eps), total
-
-
+provider("fused_add_layer_norm", "torch")(of_the_sum(eager_layer_norm))
 library("fused_add_layer_norm", "liger_trainer")
 
 
