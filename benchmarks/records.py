@@ -194,19 +194,10 @@ class TrainingRecord(Work):
 
 
 @dataclasses.dataclass
-class LongestRecord:
-    """The longest sequence that one provider trains on, to within an eighth; see `training.search`."""
+class LongestRecord(TrainingRecord):
+    """The longest sequence that one provider trains on, to within an eighth; 0 if none did. See `training.search`."""
 
-    model: str
-    layers: int
-    trainer: str
-    batch: int
-    lora: int
-    provider: str
-    length: int = 0  # tokens in the longest sequence that trained; 0 if none did
     too_long: int | None = None  # tokens in the shortest that did not; None if none was found in time
-    tokens_per_second: float | None = None  # of the last step at `length`
-    peak_gibibytes: float | None = None  # at `length`
     tries: dict[str, str] = dataclasses.field(default_factory=dict)  # the outcome of each length, in order
 
 
@@ -258,7 +249,7 @@ class Run:
             raise BenchmarkError(f"{file} holds no results: {type(error).__name__}: {error}") from None
 
 
-def _flat(record: Record | TrainingRecord | LongestRecord) -> dict[str, Any]:
+def _flat(record: Record | TrainingRecord) -> dict[str, Any]:
     """The fields as cells of a table; each error and each loss gets its own cell."""
     values = dataclasses.asdict(record)
     values.pop("tries", None)  # only in the JSON file
