@@ -23,11 +23,7 @@ def embedding_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield Case(arguments, f"{tokens} of {model.vocab}×{model.hidden}", floor, upstream)
 
 
-@provider("embedding", "torch")
-def eager_embedding(weight: Tensor, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens, weight)
-
-
+provider("embedding", "torch")(lambda weight, tokens: F.embedding(tokens, weight))
 library("embedding", "liger-kernel", path="liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply")
 library("embedding", "liger_trainer", by_name=["weight"])
 

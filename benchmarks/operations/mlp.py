@@ -19,16 +19,8 @@ def gated_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield case_of_rows(data, (tokens, model.intermediate), ("gate", "up"))
 
 
-@provider("swiglu", "torch")
-def eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-@provider("geglu", "torch")
-def eager_geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * up
-
-
+provider("swiglu", "torch")(lambda gate, up: F.silu(gate) * up)
+provider("geglu", "torch")(lambda gate, up: F.gelu(gate, approximate="tanh") * up)
 for name in ("swiglu", "geglu"):
     library(name, "liger-kernel", "liger_trainer")
     library(name, "liger_trainer", inplace_backward=True)
@@ -55,11 +47,7 @@ def relu_squared_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield case_of_rows(data, (tokens, model.intermediate))
 
 
-@provider("relu_squared", "torch")
-def eager_relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
+provider("relu_squared", "torch")(lambda x: F.relu(x).square())
 library("relu_squared", "liger-kernel", "liger_trainer")
 
 
@@ -82,9 +70,7 @@ def swiglu_down_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield Case({**gated.arguments, "weight": weight}, gated.shape, Floor(matmuls=matmuls), (gradient,))
 
 
-@provider("swiglu_down", "torch")
-def eager_swiglu_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(F.silu(gate) * up, weight)
+provider("swiglu_down", "torch")(lambda gate, up, weight: F.linear(F.silu(gate) * up, weight))
 
 
 @provider("swiglu_down", "liger-kernel")
