@@ -153,7 +153,7 @@ for memory in ("1GiB", "3GiB"):
 
 def mean_loss_of(log_probs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Cross entropy, from the log-probability of each token."""
-    return lambda **arguments: -log_probs(**arguments).mean()
+    return lambda *heads, **options: -log_probs(*heads, **options).mean()
 
 
 reference("linear_cross_entropy")(mean_loss_of(exact_log_probs))
