@@ -134,9 +134,7 @@ def verdict(found: Evidence, name: str) -> str:
 
 
 def section(file: Path) -> str:
-    """What is within the noise, picture and table, with command and versions; a sentence without a file."""
-    if not file.is_file():
-        return "Not measured yet."
+    """What is within the noise, picture and table, with command and versions."""
     found = Evidence.read(file)
     beside = ["less bf16's, by seed", "mean"]
     header = [

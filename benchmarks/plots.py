@@ -61,11 +61,10 @@ def _axes(count: int, title: str, width: float = 5.5, rows: int = 1) -> tuple:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    columns = count // rows
-    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, 4 * rows), squeeze=False)
-    figure.suptitle(title, fontsize=10)
-    for axis in axes.ravel():
-        axis.spines[["top", "right"]].set_visible(False)
+    style: Any = {"axes.titlesize": 10, "figure.titlesize": 10, "legend.fontsize": 7, "savefig.dpi": 140}
+    plt.rcParams.update({**style, "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(rows, count // rows, figsize=(width * (count // rows), 4 * rows), squeeze=False)
+    figure.suptitle(title)
     return figure, axes.ravel()
 
 
@@ -74,7 +73,7 @@ def _save(figure, file: Path) -> Path:
 
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    figure.savefig(file, dpi=140)
+    figure.savefig(file)
     plt.close(figure)
     return file
 
@@ -105,9 +104,9 @@ def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -
     for axis, title in ((left, f"{mode}, ms" if mode != "both" else "forward and backward, ms"), (right, "peak, GiB")):
         axis.set_xscale("log", base=2)
         axis.set_xlabel("tokens")
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title)
     left.set_yscale("log")
-    left.legend(frameon=False, fontsize=7)
+    left.legend()
     return _save(figure, file)
 
 
@@ -130,31 +129,28 @@ def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: s
     return _save(figure, file)
 
 
-def _is_shown(record: TrainingRecord) -> bool:
-    return record.trainer == "causal_lm" and record.checkpointing and not (record.lora or record.accelerate_config)
-
-
 def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, file: Path) -> Path:
     """Tokens/s and peak memory of each model under the Trainer, one bar per provider."""
-    from liger_trainer.benchmarks.models import MODELS
-
     labels = {"hf": "Hugging Face", "liger-kernel": "+ Liger", "liger_trainer": "liger_trainer"}
-    shown = [records for records in tasks.values() if _is_shown(records[0])]
+    firsts = {group: records[0] for group, records in tasks.items()}
+    shown = [
+        tasks[group]
+        for group, first in firsts.items()
+        if first.trainer == "causal_lm" and first.checkpointing and not (first.lora or first.accelerate_config)
+    ]
     first = shown[0][0]
     title = f"Full fine-tuning, batch {first.batch} × {first.length}, every layer checkpointed, one {device}"
-    names = [
-        MODELS[record.model].title + (f"\n({record.layers} layers)" if record.layers else "") for record, *_ in shown
-    ]
-    figure, axes = _axes(2, title)
-    _bars(axes, shown, names, labels)
-    axes[0].legend(frameon=False, fontsize=8)
-    return _save(figure, file)
+    return _draw_bars(shown, labels, title, file)
 
 
-def _bars(
-    axes: Sequence, tasks: Sequence[Sequence[TrainingRecord]], names: Sequence[str], labels: Mapping[str, str]
-) -> None:
-    """Tokens/s on the first axis and peak memory on the second, a group of bars for each task."""
+def _draw_bars(
+    tasks: Sequence[Sequence[TrainingRecord]], labels: Mapping[str, str], title: str, file: Path, rows: int = 1
+) -> Path:
+    """Tokens/s and peak memory, a group of bars for each task and in it one for each provider."""
+    from liger_trainer.benchmarks.training_tables import task_title
+
+    figure, axes = _axes(2, title, max(5.5, 2 * len(tasks)) if rows > 1 else 5.5, rows)
+    names = [task_title(records[0]).replace(", ", "\n") for records in tasks]
     step = 0.81 / len(labels)
     for axis, field, heading in (
         (axes[0], "tokens_per_second", "tokens/s (higher is better)"),
@@ -170,8 +166,10 @@ def _bars(
             places, values = [place for place, _ in found], [value for _, value in found]
             bars = axis.bar(places, values, step - 0.01, label=label, color=_COLOURS[provider])
             axis.bar_label(bars, fmt="{:,.0f}", fontsize=7)
-        axis.set_xticks(range(len(names)), names)
-        axis.set_title(heading, fontsize=10)
+        axis.set_xticks(range(len(names)), names, fontsize=7)
+        axis.set_title(heading)
+    axes[0].legend(ncols=len(labels), loc="lower left", bbox_to_anchor=(0, 1.06))
+    return _save(figure, file)
 
 
 def draw_alignment(records: Iterable[TrainingRecord], device: str, file: Path) -> Path | None:
@@ -185,22 +183,14 @@ def draw_alignment(records: Iterable[TrainingRecord], device: str, file: Path) -
     Returns:
         `file`; None if there is no record to draw.
     """
-    from liger_trainer.benchmarks.training_tables import UNEVEN_LIBRARIES, task_title
+    from liger_trainer.benchmarks.training_tables import UNEVEN_LIBRARIES
 
     uneven = [record for record in records if record.lengths and not record.accelerate_config]
-    shown = [record for record in uneven if record.provider in UNEVEN_LIBRARIES]
-    tasks = grouped(shown, lambda record: record.group)
-    measured = {record.provider for record in shown if record.tokens_per_second}
-    if not measured:
-        return None
+    tasks = grouped((record for record in uneven if record.provider in UNEVEN_LIBRARIES), lambda record: record.group)
+    measured = {record.provider for record in uneven if record.tokens_per_second}
     labels = {name: label for name, label in UNEVEN_LIBRARIES.items() if name in measured}
     title = f"Alignment on uneven lengths, tokens of TRL's padded batch, {device}"
-    figure, axes = _axes(2, title, max(5.5, 2 * len(tasks)), rows=2)
-    _bars(axes, [*tasks.values()], [task_title(found[0]).replace(", ", "\n") for found in tasks.values()], labels)
-    axes[0].legend(frameon=False, fontsize=8, ncols=len(labels), loc="lower left", bbox_to_anchor=(0, 1.06))
-    for axis in axes:
-        axis.tick_params(axis="x", labelsize=7)
-    return _save(figure, file)
+    return _draw_bars([*tasks.values()], labels, title, file, rows=2) if labels else None
 
 
 def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> Path | None:
@@ -231,7 +221,7 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
         task = task_title(dataclasses.replace(first, checkpointing=True))
         sizes = "" if first.trainer in ALIGNMENT else f"{first.batch} × {first.length}"
         title = ", ".join(filter(None, (task, sizes, f"{first.gpus} GPUs" if first.gpus > 1 else "")))
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title)
         for library, own in grouped(found, lambda record: family(record.provider)).items():
             own.sort(key=lambda record: record.peak_gibibytes or 0)
             points = [(record.peak_gibibytes, record.tokens_per_second) for record in own]
@@ -244,7 +234,7 @@ def draw_pareto(records: Iterable[TrainingRecord], device: str, file: Path) -> P
         axis.margins(x=0.1)
         axis.set_xlabel("peak memory, GiB")
         axis.set_ylabel("tokens/s" if first.gpus == 1 else "tokens/s a GPU")
-    axes[0].legend(frameon=False, fontsize=7)
+    axes[0].legend()
     return _save(figure, file)
 
 
@@ -275,15 +265,15 @@ def draw_optimizers(found: Evidence, tasks: Sequence[str], file: Path) -> Path:
                 mean(100 * share for seed in found.seeds for share in found.of(name, seed, f"{task} changed"))
             )
         axes[place].set_xlabel("steps")
-        axes[place].set_title(f"{task}: held-out loss", fontsize=10)
+        axes[place].set_title(f"{task}: held-out loss")
         bars = axes[-1].barh(places, shares, 0.36, label=task, color=f"{0.35 + 0.35 * place}")
         axes[-1].bar_label(bars, fmt="{:.1f}", fontsize=7)
     axes[-1].set_yticks(range(len(names)), names)
     for number, label in enumerate(axes[-1].get_yticklabels()):
         label.set_color(f"C{number}")  # the legend of the curves
     axes[-1].invert_yaxis()
-    axes[-1].set_title("bf16 weights that changed, %", fontsize=10)
-    axes[-1].legend(frameon=False, fontsize=7, ncols=len(tasks), loc="upper right", bbox_to_anchor=(1, -0.06))
+    axes[-1].set_title("bf16 weights that changed, %")
+    axes[-1].legend(ncols=len(tasks), loc="upper right", bbox_to_anchor=(1, -0.06))
     return _save(figure, file)
 
 
@@ -301,8 +291,8 @@ def draw_evidence(found: Evidence, file: Path) -> Path:
     for axis, name in zip(axes[len(measures) :], found.held_out):
         _draw_scores(axis, found, name)
         axis.axhline(found.score(START, 0, name), color="black", linestyle="--", linewidth=1, label="at the start")
-        axis.legend(frameon=False, fontsize=7)
-    axes[0].legend(frameon=False, fontsize=7)
+        axis.legend()
+    axes[0].legend()
     return _save(figure, file)
 
 
@@ -315,7 +305,7 @@ def _draw_steps(axis: Axes, found: Evidence, measure: str, heading: str) -> None
         axis.plot(steps, [*map(mean, zip(*runs))], label=variant, color=f"C{place}", **style)
         axis.fill_between(steps, [*map(min, zip(*runs))], [*map(max, zip(*runs))], color=f"C{place}", alpha=0.1)
     axis.set_xlabel("steps")
-    axis.set_title(f"{heading} of each step", fontsize=10)
+    axis.set_title(f"{heading} of each step")
 
 
 def _draw_scores(axis: Axes, found: Evidence, name: str) -> None:
@@ -324,7 +314,7 @@ def _draw_scores(axis: Axes, found: Evidence, name: str) -> None:
         scores = [found.score(variant, seed, name) for seed in found.seeds]
         axis.scatter([place] * len(scores), scores, color=f"C{place}", s=16)
     axis.set_xticks(range(len(found.variants)), [name.replace(", ", "\n") for name in found.variants], fontsize=7)
-    axis.set_title(f"held-out {name} after training, by seed", fontsize=10)
+    axis.set_title(f"held-out {name} after training, by seed")
 
 
 def draw_fp8(found: Evidence, window: int, file: Path) -> Path:
@@ -348,10 +338,10 @@ def draw_fp8(found: Evidence, window: int, file: Path) -> Path:
         away = [[a - b for a, b in zip(*pair)] for pair in zip(runs[variant], runs[first])]
         axes[1].plot(steps, [*map(mean, zip(*away))], label=variant, color=f"C{place}", linewidth=1.2)
     axes[1].set_xlabel("steps")
-    axes[1].set_title(f"mean loss of the last {window} steps, less {first}'s", fontsize=10)
+    axes[1].set_title(f"mean loss of the last {window} steps, less {first}'s")
     _draw_scores(axes[2], found, "loss")
     for axis in axes[:2]:
-        axis.legend(frameon=False, fontsize=7)
+        axis.legend()
     return _save(figure, file)
 
 

@@ -194,25 +194,11 @@ class TrainingRecord(Work):
 
 
 @dataclasses.dataclass
-class LongestRecord:
-    """The longest sequence that one provider trains on, to within an eighth; see `training.search`."""
+class LongestRecord(TrainingRecord):
+    """The longest sequence that one provider trains on, to within an eighth; 0 if none did. See `training.search`."""
 
-    model: str
-    layers: int
-    trainer: str
-    batch: int
-    lora: int
-    provider: str
-    length: int = 0  # tokens in the longest sequence that trained; 0 if none did
     too_long: int | None = None  # tokens in the shortest that did not; None if none was found in time
-    tokens_per_second: float | None = None  # of the last step at `length`
-    peak_gibibytes: float | None = None  # at `length`
     tries: dict[str, str] = dataclasses.field(default_factory=dict)  # the outcome of each length, in order
-
-    @property
-    def group(self) -> tuple[str, int, str, int, int, str]:
-        """The task and the provider, whose record a newer one replaces; providers are not measured in turns here."""
-        return self.model, self.layers, self.trainer, self.batch, self.lora, self.provider
 
 
 @dataclasses.dataclass
@@ -263,7 +249,7 @@ class Run:
             raise BenchmarkError(f"{file} holds no results: {type(error).__name__}: {error}") from None
 
 
-def _flat(record: Record | TrainingRecord | LongestRecord) -> dict[str, Any]:
+def _flat(record: Record | TrainingRecord) -> dict[str, Any]:
     """The fields as cells of a table; each error and each loss gets its own cell."""
     values = dataclasses.asdict(record)
     values.pop("tries", None)  # only in the JSON file
@@ -335,16 +321,13 @@ class Results:
         self.runs = sorted(runs, key=lambda run: run.date)
         self.cases: dict[tuple, list[Record]] = {}
         self.tasks: dict[tuple, list[TrainingRecord]] = {}
-        self.longest: dict[tuple, LongestRecord] = {}
         self._run_of: dict[tuple, Run] = {}
         for run in self.runs:
             cases = grouped(run.records, lambda record: record.group)
             tasks = grouped(run.training, lambda record: record.group)
-            longest = {record.group: record for record in run.longest}
             self.cases |= cases
             self.tasks |= tasks
-            self.longest |= longest
-            self._run_of |= dict.fromkeys([*cases, *tasks, *longest], run)
+            self._run_of |= dict.fromkeys([*cases, *tasks], run)
 
     @classmethod
     def read(cls, folder: Path) -> Results:

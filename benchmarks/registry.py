@@ -19,6 +19,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from liger_trainer.benchmarks.models import MODELS, Model
+from liger_trainer.configs.kernel_config import parse_bytes
 from liger_trainer.errors import UserError
 
 Function = TypeVar("Function", bound=Callable)
@@ -86,11 +88,17 @@ class Case:
     variant: str = ""  # distinguishes cases of one operation and model
 
 
-def row_case(data: Data, rows: int, width: int, variant: str = "", **others: Any) -> Case:
-    """An operation that reads rows x and writes y, its backward reads x and dy and writes dx; `others` are small."""
-    size = rows * width
-    arguments = {"x": data.normal(rows, width), **others}
-    return Case(arguments, f"{rows}×{width}", Floor(2 * size, 3 * size), (data.upstream(rows, width),), variant)
+def case_of_rows(
+    data: Data, shape: tuple[int, ...], inputs: tuple[str, ...] = ("x",), variant: str = "", **others: Any
+) -> Case:
+    """An operation that reads inputs of one shape and writes y of the same; the `others` are small.
+
+    Its backward reads the inputs and dy, and writes the inputs' gradients.
+    """
+    size, count = math.prod(shape), len(inputs)
+    floor = Floor((count + 1) * size, (2 * count + 1) * size)
+    arguments = {name: data.normal(*shape) for name in inputs} | others
+    return Case(arguments, "×".join(map(str, shape)), floor, (data.upstream(*shape),), variant)
 
 
 Cases = Callable[[Data, Model, int], Iterator[Case]]
@@ -182,15 +190,16 @@ def library(
             library has such functions.
         by_name: The arguments that are passed by name instead.
         fixed: Further keyword arguments of the function.
-        settings: Keyword arguments of the function, added to the name of the provider.
+        settings: Keyword arguments of the function, added to the name of the provider; memory as in ``"2GiB"``.
 
     Raises:
         BenchmarkError: if there is no such operation.
     """
+    options = {key: parse_bytes(value) if key.endswith("_memory") else value for key, value in settings.items()}
     for name in names:
         module, _, function = (path or _USUAL_PLACES[name].format(operation)).partition(":")
         register = provider(operation, name, **settings)
-        register(functools.partial(_call, module, function, tuple(by_name), {**fixed, **settings}))
+        register(functools.partial(_call, module, function, tuple(by_name), {**fixed, **options}))
 
 
 def _call(module: str, function: str, by_name: tuple[str, ...], options: dict[str, Any], **arguments: Any) -> Any:

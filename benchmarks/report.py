@@ -234,11 +234,6 @@ def longest_table(records: list[LongestRecord]) -> Table:
     title = f"{first.model} · {first.trainer}{lora} · batch {first.batch} · the longest that trains"
     result = make_table(title, "tokens", "too long", "tokens/s", "peak GiB", remark=False)
     for record in records:
-        result.add_row(*longest_cells(record))
+        rate, peak = number(record.tokens_per_second, ",.0f"), number(record.peak_gibibytes, ".1f")
+        result.add_row(record.provider, f"{record.length:,}", number(record.too_long, ","), rate, peak)
     return result
-
-
-def longest_cells(record: LongestRecord, missing: str = "") -> list[str]:
-    """Provider, longest sequence that trains, shortest that does not, tokens/s and peak."""
-    measured = number(record.tokens_per_second, ",.0f", missing), number(record.peak_gibibytes, ".1f", missing)
-    return [record.provider, f"{record.length:,}", number(record.too_long, ",", missing), *measured]

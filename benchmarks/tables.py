@@ -23,9 +23,10 @@ from liger_trainer.benchmarks.training_tables import (
     alignment_table,
     lora_table,
     results_table,
-    several_gpus_section,
+    several_gpus_tables,
     training_table,
-    uneven_section,
+    uneven_table,
+    uneven_table_and_source,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,50 +122,29 @@ def error_table(results: Results, groups: Sequence[tuple]) -> str:
 
 
 _EXPERTS = "moe_experts"
-_EXPERTS_TEXT = """\
-## Mixture of experts
-
-One block of experts, forward and backward: milliseconds / peak GiB / KB a token that the forward pass keeps for the
-backward, beside its input. `grouped_mm` is what transformers runs unless told otherwise; Llama 4 has none, and its
-column is the model's own code, every expert on every token. Random logits choose the experts; *frozen* ones get no
-gradient, *skewed* sends every token to the same. The floor is the products alone, in cuBLAS, for as many rows of every
-expert that is chosen{error}.
-
-```bash
-liger-trainer bench moe_experts --model qwen3-30b-a3b --tokens 8192,32768 --seconds 300
-liger-trainer bench moe_experts --model mixtral-8x7b,gpt-oss-20b --seconds 300
-```"""
-_EXPERTS_ERROR = "; the error is the largest factor by which a gradient is further from float64 than `grouped_mm`'s"
 _EXPERTS_COLUMNS = {"torch": "grouped_mm", "torch.compile": "torch.compile", "liger-kernel": "Liger", _OURS: _OURS}
 
 
-def experts_section(results: Results) -> str:
-    """The section on blocks of experts, with its table; empty without results."""
+def experts_table(results: Results) -> str:
+    """Blocks of experts: milliseconds / peak GiB / KB a token that the forward keeps; one row per case."""
     groups = [group for group in results.cases if group[0] == _EXPERTS]
-    if not groups:
-        return ""
     rows = []
-    measured = any(r.provider == _OURS and r.worse_than_eager is not None for g in groups for r in results.cases[g])
     for group in groups:
         records = {record.provider: record for record in results.cases[group]}
-        ours = records.get(_OURS)
-        others = [record for name, record in records.items() if name != _OURS]
-        bold = ours is not None and ours.both is not None and _faster(ours, others)
+        ours = records[_OURS]
+        bold = ours.both is not None and _faster(ours, [r for r in records.values() if r is not ours])
         cells = [_cost(records.get(name)) + _kept(records.get(name)) for name in _EXPERTS_COLUMNS]
-        share, error = (ours.fraction_of_floor(), ours.worse_than_eager) if ours else (None, None)
         rows.append(
             [
                 ", ".join(filter(None, (MODELS[group[1]].title, group[3], f"{group[2]:,} tokens"))),
-                _milliseconds(next(iter(records.values())).floor),
+                _milliseconds(ours.floor),
                 *cells[:-1],
                 f"**{cells[-1]}**" if bold else cells[-1],
-                percentage(share, "–"),
-                *([number(error, ".2f", "–")] if measured else []),
+                percentage(ours.fraction_of_floor(), "–"),
             ]
         )
-    header = ["experts of", "floor", *_EXPERTS_COLUMNS.values(), "of the floor", *(["error"] if measured else [])]
-    text = _EXPERTS_TEXT.format(error=_EXPERTS_ERROR if measured else "")
-    return f"{text}\n\n{markdown(header, rows)}\n\n{results.source(groups)}"
+    header = ["experts of", "floor", *_EXPERTS_COLUMNS.values(), "of the floor"]
+    return f"{markdown(header, rows)}\n\n{results.source(groups)}"
 
 
 def _kept(record: Record | None) -> str:
@@ -173,19 +153,8 @@ def _kept(record: Record | None) -> str:
     return f" / {record.saved_gibibytes * 2**30 / record.tokens / 1000:.1f} KB"
 
 
-_OPTIMIZER_TEXT = """\
-## The optimizer's step
-
-AdamW alone, on the weights of a model: milliseconds, and the share that moving the bytes would take: weights and states
-read and written, gradients read. Bytes a weight count weight, gradient and states.
-
-```bash
-python -m liger_trainer.benchmarks.optimizer_step --model llama3-8b --layers 8 --output results
-```"""
-
-
-def optimizer_section(results: Results) -> str:
-    """The section on the step of AdamW, with a table for each model; empty without results."""
+def optimizer_tables(results: Results) -> str:
+    """The step of AdamW, with a table for each model."""
     groups = [group for group in results.cases if group[0] == OPTIMIZER_STEP]
     made = []
     for group in groups:
@@ -202,7 +171,7 @@ def optimizer_section(results: Results) -> str:
         ]
         title = f"{MODELS[group[1]].title}, {records[0].variant}, {records[0].shape}"
         made.append(f"{title}:\n\n{markdown(['optimizer', 'weights', 'bytes a weight', 'ms', 'of the floor'], rows)}")
-    return "\n\n".join([_OPTIMIZER_TEXT, *made, results.source(groups)]) if made else ""
+    return "\n\n".join([*made, results.source(groups)])
 
 
 _HEADS = ("linear_", "dpo_loss", "fused_grpo_loss")  # how the names of operations over an LM head start
@@ -222,11 +191,12 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "training": training_table,
     "lora": lora_table,
     "alignment": alignment_table,
-    "uneven-lengths": uneven_section,
-    "several-gpus": several_gpus_section,
-    "optimizer": optimizer_section,
+    "uneven-results": uneven_table,
+    "uneven-lengths": uneven_table_and_source,
+    "several-gpus": several_gpus_tables,
+    "optimizer": optimizer_tables,
     "operations": lambda results: operation_table(results, _heads(results, heads=False)),
-    "experts": experts_section,
+    "experts": experts_table,
     "heads": lambda results: operation_table(results, _heads(results, heads=True)),
     "head-errors": lambda results: error_table(results, _heads(results, heads=True)),
     "fp8": lambda _: fp8.section(_FP8),
@@ -258,9 +228,8 @@ def main() -> None:
         draw(records, results.runs[-1].machine.device, _IMAGES / name)
     for file in _EVIDENCE.glob("*.csv"):
         draw_evidence(Evidence.read(file), _IMAGES / f"evidence-{file.stem}.png")
-    if _FP8.is_file():
-        found = Evidence.read(_FP8)
-        draw_fp8(found, fp8.last_steps(found.setting["steps"]), _IMAGES / "fp8.png")
+    found = Evidence.read(_FP8)
+    draw_fp8(found, fp8.last_steps(found.setting["steps"]), _IMAGES / "fp8.png")
 
 
 if __name__ == "__main__":

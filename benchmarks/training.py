@@ -231,7 +231,7 @@ def run_lengths(
     """
     with TrainingProcess(task, lengths, provider, provider_file) as process:
         for length in lengths:
-            record = _record(dataclasses.replace(task, length=length), provider)
+            record = TrainingRecord(**_work(dataclasses.replace(task, length=length)), provider=provider)
             try:
                 yield dataclasses.replace(record, **process.result(seconds))
             except ProcessError as error:
@@ -248,9 +248,9 @@ def run_provider(
     return record
 
 
-def _record(task: Task, provider: str) -> TrainingRecord:
+def _work(task: Task) -> dict[str, Any]:
     work = {field.name: getattr(task, field.name) for field in dataclasses.fields(Work)}
-    return TrainingRecord(**work | {"accelerate_config": Path(task.accelerate_config).stem}, provider=provider)
+    return work | {"accelerate_config": Path(task.accelerate_config).stem}
 
 
 def search(trains: Callable[[int], bool], start: int) -> None:
@@ -294,7 +294,7 @@ def find_longest(
         seconds: Time limit of all attempts together; the attempt that reaches it is ended and not counted.
         tell: Called with the outcome of every attempt.
     """
-    record = LongestRecord(task.model, task.layers, task.trainer, task.batch, task.lora, provider)
+    record = LongestRecord(**_work(dataclasses.replace(task, length=0)), provider=provider)
     deadline = time.monotonic() + seconds
 
     def trains(length: int) -> bool:

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,68 +34,56 @@ ATTENTION_LAYERS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"] 
 EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # not linear layers: one parameter for all experts
 
 
-class RandomTokens(torch.utils.data.Dataset):
-    """`size` random token sequences, the same for every run.
+def random_tokens(size: int, length: int, vocab: int) -> torch.Tensor:
+    """`size` random token sequences, the same for every run."""
+    return torch.randint(vocab, (size, length), generator=torch.Generator().manual_seed(0))
 
-    Args:
-        size: Number of sequences.
-        length: Tokens in each.
-        vocab: Token ids are below it.
-        documents: Tokens of each document that a sequence is packed from, the last one of which may be shorter; 0 for
-            one document.
-        row_tokens: Tokens before the padding of each sequence of a step, which all steps repeat; empty for no padding.
-        labelled: The share of each document, at its end, that has labels.
-    """
 
-    def __init__(
-        self,
-        size: int,
-        length: int,
-        vocab: int,
-        documents: int = 0,
-        row_tokens: Sequence[int] = (),
-        labelled: float = 1.0,
-    ) -> None:
-        self.tokens = torch.randint(vocab, (size, length), generator=torch.Generator().manual_seed(0))
-        self.positions = torch.arange(length)
-        self.documents = documents
-        self.row_tokens = row_tokens
-        self.labelled = labelled
+class Sequences(torch.utils.data.Dataset):
+    """The sequences of all steps and GPUs of a task: of one document, packed from several, or padded."""
+
+    def __init__(self, task: Task, vocab: int) -> None:
+        self.task = task
+        self.tokens = random_tokens(task.samples, task.length, vocab)
+        self.positions = torch.arange(task.length)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens, labels = self.tokens[index], self._labels(index)
-        if self.documents:
-            positions = self.positions % self.documents
+        if self.task.documents:
+            positions = self.positions % self.task.documents
             labels = labels.masked_fill(positions == 0, -100)  # nothing predicts the start of the next document
             return {"input_ids": tokens, "labels": labels, "position_ids": positions}
-        if self.row_tokens:
-            padding = self.positions >= self.row_tokens[index % len(self.row_tokens)]
+        if self.task.padding:
+            padding = self.positions >= self._end(index)
             labels, tokens = labels.masked_fill(padding, -100), tokens.masked_fill(padding, 0)
             return {"input_ids": tokens, "labels": labels, "attention_mask": (~padding).long()}
         return {"input_ids": tokens, "labels": labels}
 
+    def _end(self, index: int) -> int:
+        """Where the padding of a sequence begins; every step has the same ones."""
+        return self.task.row_tokens[index % self.task.batch]
+
     def _labels(self, index: int) -> torch.Tensor:
         """The tokens of a sequence, padding included, -100 at the start of each document."""
-        end = self.row_tokens[index % len(self.row_tokens)] if self.row_tokens else len(self.positions)
-        start = self.positions - self.positions % (self.documents or end)
-        sizes = (end - start).clamp(max=self.documents or end)
-        return self.tokens[index].masked_fill(self.positions - start < sizes - (sizes * self.labelled).round(), -100)
+        end = self._end(index)
+        start = self.positions - self.positions % (self.task.documents or end)
+        sizes = (end - start).clamp(max=self.task.documents or end)
+        unlabelled = sizes - (sizes * self.task.labelled).round()
+        return self.tokens[index].masked_fill(self.positions - start < unlabelled, -100)
 
     def rows(self) -> Any:
         """The same as a dataset of lists, for TRL's collator, which makes positions, masks and padding itself."""
-        rows, labels = self.tokens.tolist(), [self._labels(index).tolist() for index in range(len(self))]
-        ends = itertools.cycle(self.row_tokens or [len(self.positions)])
-        packed = {"seq_lengths": self._lengths()} if self.documents else {}
-        return _dataset(
-            [{"input_ids": row[:end], "labels": of_row[:end], **packed} for row, of_row, end in zip(rows, labels, ends)]
-        )
-
-    def _lengths(self) -> list[int]:
-        whole, rest = divmod(len(self.positions), self.documents)
-        return [self.documents] * whole + [rest] * bool(rest)
+        whole, rest = divmod(self.task.length, self.task.documents or self.task.length)
+        lengths = [self.task.documents] * whole + [rest] * bool(rest)
+        packed = {"seq_lengths": lengths} if self.task.documents else {}
+        rows = []
+        for index in range(len(self)):
+            row, end = self[index], self._end(index)
+            rows.append({name: row[name][:end].tolist() for name in ("input_ids", "labels")} | packed)
+        return _dataset(rows)
 
 
 @dataclasses.dataclass
@@ -108,16 +96,14 @@ class Setup:
     callbacks: list[TrainerCallback]
 
     @property
-    def dataset(self) -> RandomTokens:
-        """The sequences of all steps."""
-        task = self.task
-        row_tokens, vocab = task.row_tokens if task.padding else (), self.model.config.vocab_size
-        return RandomTokens(task.samples, task.length, vocab, task.documents, row_tokens, task.labelled)
+    def dataset(self) -> Sequences:
+        """The sequences of all steps and GPUs."""
+        return Sequences(self.task, self.model.config.vocab_size)
 
     def answers(self) -> list[tuple[list[int], list[int]]]:
         """Prompt and completion of each sequence of all steps and GPUs."""
         prompt, counts = self.task.prompt_tokens, list(itertools.chain(*self.task.completion_tokens))
-        rows = RandomTokens(len(counts), prompt + max(counts), self.model.config.vocab_size).tokens.tolist()
+        rows = random_tokens(len(counts), prompt + max(counts), self.model.config.vocab_size).tolist()
         return [(row[:prompt], row[prompt : prompt + count]) for row, count in zip(rows, counts)]
 
     def pairs(self) -> list[tuple[list[int], list[int], list[int]]]:
@@ -183,11 +169,7 @@ def causal_lm(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
 
 def sft(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     """TRL's SFTTrainer on the same sequences; packed ones become one row, as with its `packing`."""
-    from trl import SFTConfig, SFTTrainer
-
-    from liger_trainer import LigerSFTConfig, LigerSFTTrainer
-
-    trainer, config = (LigerSFTTrainer, LigerSFTConfig) if ours else (SFTTrainer, SFTConfig)
+    trainer, config = _classes("SFT", ours)
     settings |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
     settings |= {"padding_free": bool(setup.task.documents)}
     return trainer(setup.model, args=config(**settings), train_dataset=setup.dataset.rows(), **setup.trl)
@@ -407,11 +389,22 @@ def find_training_provider(name: str) -> Callable[[Setup], Trainer]:
         BenchmarkError: if there is no such provider, or it takes no number, no such size or no such optimizer.
     """
     name, sized, size = name.partition(ACTIVATION_MEMORY)
-    if sized:
-        return _with_activation_memory(name, size)
     name, chosen, optim = name.partition(OPTIM)
+    function, more = _with_number(name), {}
+    if sized:
+        if family(name) != "liger_trainer":
+            raise BenchmarkError(f"`activation_memory` is an argument of liger_trainer, not of {name!r}; leave it out.")
+        more["activation_memory"] = size
+        try:
+            activation_memory_of(SimpleNamespace(**more))
+        except ValueError as error:
+            raise BenchmarkError(str(error)) from None
     if chosen:
-        return _with_optim(name, optim)
+        more["optim"] = closest(optim, optimizers_of(name), "optimizer")
+    return functools.partial(_with_arguments, function, more) if more else function
+
+
+def _with_number(name: str) -> Callable[[Setup], Trainer]:
     known, equals, number = name.partition("=")
     function = TRAINING_PROVIDERS[closest(known, TRAINING_PROVIDERS, "provider")]
     if not equals:
@@ -425,32 +418,14 @@ def find_training_provider(name: str) -> Callable[[Setup], Trainer]:
         raise BenchmarkError(f"Provider {name!r}: {number!r} is no number.") from None
 
 
-def _with_activation_memory(name: str, size: str) -> Callable[[Setup], Trainer]:
-    function = find_training_provider(name)
-    if family(name) != "liger_trainer":
-        raise BenchmarkError(f"`activation_memory` is an argument of liger_trainer, not of {name!r}; leave it out.")
-    budget = {"activation_memory": size}
-    try:
-        activation_memory_of(SimpleNamespace(**budget))
-    except ValueError as error:
-        raise BenchmarkError(str(error)) from None
-    return lambda setup: function(dataclasses.replace(setup, arguments={**setup.arguments, **budget}))
+def _with_arguments(function: Callable[[Setup], Trainer], more: dict[str, Any], setup: Setup) -> Trainer:
+    # Under autocast accelerate's FSDP2 would make the weights fp32.
+    stays = more.get("optim") == LIGER_ADAMW and setup.task.dtype == "bfloat16" and not setup.task.lora
+    arguments = {**setup.arguments, **more, **({"bf16": False} if stays else {})}
+    return function(dataclasses.replace(setup, arguments=arguments))
 
 
 def optimizers_of(provider: str) -> list[str]:
     """The optimizers that a provider may train with."""
     stock = [name.value for name in OptimizerNames]
     return [LIGER_ADAMW, *stock] if family(provider) == "liger_trainer" else stock
-
-
-def _with_optim(name: str, optim: str) -> Callable[[Setup], Trainer]:
-    function = find_training_provider(name)
-    chosen: dict[str, Any] = {"optim": closest(optim, optimizers_of(name), "optimizer")}
-
-    def build(setup: Setup) -> Trainer:
-        # Under autocast accelerate's FSDP2 would make the weights fp32.
-        stays = optim == LIGER_ADAMW and setup.task.dtype == "bfloat16" and not setup.task.lora
-        more = chosen | {"bf16": False} if stays else chosen
-        return function(dataclasses.replace(setup, arguments={**setup.arguments, **more}))
-
-    return build

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 -m liger_trainer.benchmarks.vocab_parallel --model llama3-8b
 
 Every process has all hidden states and its part of the head's rows. Time is that of the slowest process, memory the
-largest of all, and the error the largest distance from float64 on one process with the whole head. Providers:
+largest of all, and the error the largest distance from float64 with the whole head. Providers:
 
     gathered logits     each process its columns of the logits, all of them gathered, and the loss in fp32: what a
                         trainer does whose tensor-parallel head returns whole logits
@@ -18,40 +18,26 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from liger_trainer import functional
 from liger_trainer.benchmarks.device import Device
-from liger_trainer.benchmarks.measure import Runner, exact_results, explain, relative_error
+from liger_trainer.benchmarks.measure import measure
 from liger_trainer.benchmarks.models import MODELS, Model
 from liger_trainer.benchmarks.operations.head import head_cases, soft_capped
-from liger_trainer.benchmarks.registry import OPERATIONS, Case, Data, load_operations, wide
-from liger_trainer.benchmarks.report import make_table, milliseconds, number
+from liger_trainer.benchmarks.records import Record
+from liger_trainer.benchmarks.registry import OPERATIONS, Case, Data, Floor, load_operations, wide
+from liger_trainer.benchmarks.report import make_console, make_table, milliseconds, number
 
 Provider = Callable[..., Any]
 LOSS, LOG_PROBS = "linear_cross_entropy", "linear_log_probs"
-
-
-@dataclasses.dataclass
-class Line:
-    """The measurement of one provider: milliseconds and GiB of the process that needed most."""
-
-    operation: str
-    provider: str
-    forward: float | None = None
-    backward: float | None = None
-    gibibytes: float | None = None
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    failure: str = ""
 
 
 class _Gather(torch.autograd.Function):
@@ -126,71 +112,57 @@ PROVIDERS: dict[str, dict[str, Provider]] = {
 }
 
 
-def _own_part(tensor: Tensor) -> Tensor:
-    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+class SharedDevice(Device):
+    """The clock and the memory counter of all processes: each value is that of the process that needs most."""
+
+    def time(self, *parts: Callable[[Any], Any]) -> list[float]:
+        dist.barrier()
+        return self.largest(super().time(*parts))
+
+    def peak_gibibytes(self, work: Callable[[], object]) -> float | None:
+        own = super().peak_gibibytes(work)
+        return None if own is None else self.largest([own])[0]
+
+    def largest(self, values: Iterable[float]) -> list[float]:
+        """The largest of each value over all processes."""
+        tensor = torch.tensor([*values], dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.tolist()
 
 
-def _largest(values: list[float], device: Device) -> list[float]:
-    """The largest of each value over all processes."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device.device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
+def _split(case: Case) -> Case:
+    """The case with this process's part of the head."""
+    part = case.arguments["weight"].detach().chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+    return Case(case.arguments | {"weight": part}, case.shape, Floor(), case.upstream)
 
 
-def _sample(runner: Runner, device: Device) -> list[float]:
-    runner.step()
-    dist.barrier()
-    return device.time(runner.forward, runner.backward)
-
-
-def measure(operation: str, case: Case, device: Device, rounds: int) -> list[Line]:
-    """Measures every provider of an operation; all processes call it with the same case of the whole head."""
-    truth = exact_results(OPERATIONS[operation].exact(), case)
-    truth["dweight"] = _own_part(truth["dweight"]).clone()
-    arguments = {**case.arguments, "weight": _own_part(case.arguments["weight"].detach()).clone().requires_grad_()}
-    del case.arguments["weight"]
-    device.empty_cache()
-    lines = []
-    for name, provider in PROVIDERS[operation].items():
-        line, runner = Line(operation, name), Runner(provider, arguments, case.upstream)
-        try:
-            errors = {key: relative_error(value, truth[key]) for key, value in runner.results().items()}
-        except (ImportError, ValueError) as error:  # the same on every process
-            line.failure = explain(error)
-        else:
-            line.errors = dict(zip(errors, _largest(list(errors.values()), device)))
-            peak = device.peak_gibibytes(runner.step)
-            line.gibibytes = None if peak is None else _largest([peak], device)[0]
-            samples = [_largest(_sample(runner, device), device) for _ in range(rounds)]
-            line.forward, line.backward = (statistics.median(times) for times in zip(*samples))
-        lines.append(line)
-    return lines
-
-
-def table(lines: list[Line], title: str) -> Table:
+def table(records: list[Record], title: str) -> Table:
     """A table of one operation."""
     result = make_table(title, "forward ms", "backward ms", "both ms", "GiB", "error", "gradient error")
-    for line in lines:
-        both = None if line.forward is None or line.backward is None else line.forward + line.backward
-        gradients = max((error for key, error in line.errors.items() if key.startswith("d")), default=None)
-        times = (milliseconds(time) for time in (line.forward, line.backward, both))
-        errors = (number(error, ".1e") for error in (line.errors.get("output"), gradients))
-        result.add_row(line.provider, *times, number(line.gibibytes, ".2f"), *errors, line.failure)
+    for record in records:
+        times = (milliseconds(time) for time in (record.forward, record.backward, record.both))
+        errors = (number(error, ".1e") for error in (record.errors.get("output"), record.gradient_error()))
+        result.add_row(record.provider, *times, number(record.peak_gibibytes, ".2f"), *errors, record.failure)
     return result
 
 
-def run(model: Model, tokens: int, dtype: torch.dtype, rounds: int, device: Device) -> list[Line]:
+def run(model: Model, tokens: int, dtype: torch.dtype, rounds: int, device: SharedDevice) -> list[Record]:
     """Measures and prints both operations."""
-    console, lines = Console(), []
-    for operation in PROVIDERS:
+    found: list[Record] = []
+    for operation, providers in PROVIDERS.items():
         data = Data(device.device, dtype)
-        case = next(iter(head_cases(data, model, tokens, upstream=operation == LOG_PROBS)))
-        found = measure(operation, case, device, rounds)
+        case = _split(next(iter(head_cases(data, model, tokens, upstream=operation == LOG_PROBS))))
+        of_case = (operation, model.name, tokens, case.variant, case.shape, str(dtype).removeprefix("torch."))
+        records = {name: Record(*of_case, name) for name in providers}
+        exact = _fused(OPERATIONS[operation].exact(), whole_head=True)
+        measure(case, providers, records, exact, device, rounds)
+        for record in records.values():
+            record.errors = dict(zip(record.errors, device.largest(record.errors.values())))
         title = f"{operation} · {model.name} · {case.shape} · {dist.get_world_size()} processes · {device.name()}"
         if dist.get_rank() == 0:
-            console.print(table(found, title))
-        lines += found
-    return lines
+            make_console().print(table([*records.values()], title))
+        found += records.values()
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -213,9 +185,9 @@ def main(argv: list[str] | None = None) -> None:
     if model.vocab % dist.get_world_size():
         parser.error(f"{model.vocab} rows of the head cannot be split evenly over {dist.get_world_size()} processes")
     load_operations()
-    lines = run(model, arguments.tokens, getattr(torch, arguments.dtype), arguments.rounds, Device(place))
+    records = run(model, arguments.tokens, getattr(torch, arguments.dtype), arguments.rounds, SharedDevice(place))
     if arguments.output and dist.get_rank() == 0:
-        arguments.output.write_text(json.dumps([dataclasses.asdict(line) for line in lines], indent=1))
+        arguments.output.write_text(json.dumps([dataclasses.asdict(record) for record in records], indent=1))
     dist.destroy_process_group()
 
 

@@ -208,9 +208,7 @@ _PACKAGES = ("torch", "triton", "transformers", "trl", "liger-trainer")
 
 
 def section(trainer: str, file: Path) -> str:
-    """Both tables of a trainer's file with what agrees, the command and the versions; a sentence without a file."""
-    if not file.is_file():
-        return f"{trainer.upper()}: not measured yet."
+    """Both tables of a trainer's file with what agrees, the command and the versions."""
     found = Evidence.read(file)
     count = len(found.of(START, 0, f"held-out {found.held_out[0]}"))
     held_out = held_out_rows(found)

@@ -123,9 +123,7 @@ def eager_grpo(
     return policy_loss(log_probs_of_logits(logits, completion_ids), old_log_probs, ref_log_probs, advantages)
 
 
-@reference("grpo_loss")
-def exact_grpo(**arguments: Tensor) -> Tensor:
-    return head.in_parts(eager_grpo, *arguments.values(), size=1)
+reference("grpo_loss")(partial(head.in_parts, eager_grpo, size=1))
 
 
 @provider("grpo_loss", "liger-kernel")

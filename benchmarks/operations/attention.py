@@ -36,6 +36,7 @@ class Layout:
     window: int  # 0 for all
     device: torch.device
     dtype: torch.dtype  # of the queries
+    softcap: float | None = None  # of the scores
 
     @property
     def pairs(self) -> int:
@@ -109,12 +110,12 @@ def attention_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
 
 
 def _case(data: Data, model: Model, variant: str, **sizes: int) -> Case:
-    layout = Layout(**sizes, device=data.device, dtype=data.dtype)
+    layout = Layout(**sizes, device=data.device, dtype=data.dtype, softcap=model.attention_softcap)
     place = (layout.batch, layout.length)
     q = data.normal(*place, model.heads, model.head_dim)
     k, v = (data.normal(*place, model.kv_heads, model.head_dim) for _ in range(2))
     sinks = data.normal(model.heads) if model.sinks else None
-    arguments = {"q": q, "k": k, "v": v, "layout": layout, "softcap": model.attention_softcap, "sinks": sinks}
+    arguments = {"q": q, "k": k, "v": v, "layout": layout, "sinks": sinks}
     shape = f"{layout.batch}×{layout.length}, {model.heads}/{model.kv_heads} heads of {model.head_dim}"
     shape += f", window {layout.window}" if layout.window else ""
     shape += f", documents of {layout.document}" if layout.document < layout.length else ""
@@ -137,20 +138,18 @@ def _repeated(tensor: Tensor, groups: int) -> Tensor:
 
 
 @provider("attention", "torch")
-def transformers_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def transformers_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor | None) -> Tensor:
     """What transformers runs: sdpa, with a mask if it must; Gemma2's and GPT-OSS's own eager attention."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = _heads_first(q, k, v)
-    if softcap is None and sinks is None:
+    if layout.softcap is None and sinks is None:
         if not layout.window and layout.document == layout.length:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1).transpose(1, 2)
         mask = layout.mask.expand(layout.batch, 1, -1, -1)
         k, v = _repeated(k, groups), _repeated(v, groups)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).contiguous()
     scores = torch.matmul(q, _repeated(k, groups).mT) * q.shape[-1] ** -0.5
-    scores = soft_capped(scores, softcap) + layout.bias
+    scores = soft_capped(scores, layout.softcap) + layout.bias
     if sinks is None:
         weights = torch.softmax(wide(scores), -1).to(q.dtype)
     else:
@@ -161,20 +160,19 @@ def transformers_attention(
 
 
 @reference("attention")
-def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor | None) -> Tensor:
     """One head at a time; a sink is a part of the sum that has no value."""
     groups = q.shape[2] // k.shape[2]
 
-    def one_head(q: Tensor, k: Tensor, v: Tensor, *sink: Tensor) -> Tensor:
-        scores = soft_capped(q @ k.mT * q.shape[-1] ** -0.5, softcap).masked_fill(~layout.mask, float("-inf"))
+    def one_head(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+        scores = soft_capped(q @ k.mT * q.shape[-1] ** -0.5, layout.softcap).masked_fill(~layout.mask, float("-inf"))
         total = scores.logsumexp(-1, keepdim=True)
-        total = torch.logaddexp(total, sink[0]) if sink else total
+        total = total if sink is None else torch.logaddexp(total, sink)
         return (scores - total).exp() @ v
 
-    heads = [tensor.movedim(2, 0) for tensor in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))]
-    return in_parts(one_head, *heads, *([] if sinks is None else [sinks]), size=1).movedim(0, 2)
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    heads = {name: tensor.movedim(2, 0) for name, tensor in {"q": q, "k": k, "v": v}.items()}
+    return in_parts(one_head, size=1, **heads, **({} if sinks is None else {"sink": sinks})).movedim(0, 2)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, softcap: float | None, sinks: Tensor | None) -> Tensor:
@@ -198,18 +196,14 @@ _compiled_flex = torch.compile(flex, dynamic=False)
 
 
 @provider("attention", "torch.compile")  # in place of the compiled provider "torch"
-def compiled_flex(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    return _compiled_flex(q, k, v, layout.blocks, softcap, sinks)
+def compiled_flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor | None) -> Tensor:
+    return _compiled_flex(q, k, v, layout.blocks, layout.softcap, sinks)
 
 
 @provider("attention", "sdpa")
-def unmasked_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def unmasked_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor | None) -> Tensor:
     """Never with a mask: documents of one length become the rows of a batch."""
-    if softcap is not None or sinks is not None:
+    if layout.softcap is not None or sinks is not None:
         raise ValueError("has no soft-cap and no sinks")
     if layout.window or layout.length % layout.document:
         raise ValueError("needs a mask")
@@ -219,11 +213,11 @@ def unmasked_sdpa(
 
 
 @provider("attention", "flash")
-def torch_flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def torch_flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor | None) -> Tensor:
     """torch's own flash attention, which also has windows and documents."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if softcap is not None or sinks is not None:
+    if layout.softcap is not None or sinks is not None:
         raise ValueError("has no soft-cap and no sinks")
     settings: dict[str, Any] = {"cu_seq_q": layout.offsets, "cu_seq_k": layout.offsets}
     settings |= {"max_q": layout.document, "max_k": layout.document}
@@ -235,10 +229,10 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float 
 
 
 @provider("attention", "liger_trainer")
-def ours(q: Tensor, k: Tensor, v: Tensor, layout: Layout, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def ours(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor | None) -> Tensor:
     offsets = layout.offsets if layout.document < layout.length else None
     plan = AttentionPlan(layout.window, offsets, layout.document)
-    return attention(q, k, v, plan=plan, softcap=softcap, sinks=sinks)
+    return attention(q, k, v, plan=plan, softcap=layout.softcap, sinks=sinks)
 
 
 @operation(

@@ -1,6 +1,6 @@
 """Embedding, and the LM head with what follows it: cross entropy, log-probabilities, divergences from a teacher's."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.logits import jensen_shannon
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, reference, wide
-from liger_trainer.configs.kernel_config import parse_bytes
 
 
 @operation("embedding", "Embedding: of tokens, with the gradient of the whole table")
@@ -25,11 +23,7 @@ def embedding_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield Case(arguments, f"{tokens} of {model.vocab}×{model.hidden}", floor, upstream)
 
 
-@provider("embedding", "torch")
-def eager_embedding(weight: Tensor, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens, weight)
-
-
+provider("embedding", "torch")(lambda weight, tokens: F.embedding(tokens, weight))
 library("embedding", "liger-kernel", path="liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply")
 library("embedding", "liger_trainer", by_name=["weight"])
 
@@ -81,11 +75,16 @@ def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def in_parts(function: Callable[..., Tensor], *rows: Tensor, size: int = 1024) -> Tensor:
-    """Concatenated results of `function(*some_rows)`, with the logits of only `size` rows at a time."""
+def in_parts(function: Callable[..., Tensor], size: int = 1024, whole: Iterable[str] = (), **arguments: Any) -> Tensor:
+    """Concatenated results of `function(**arguments)`, with the logits of only `size` rows at a time.
+
+    The arguments that are not `whole` are split.
+    """
+    rows = {name: value.split(size) for name, value in arguments.items() if name not in whole}
+    shared = {name: value for name, value in arguments.items() if name in whole}
     parts = [
-        checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in zip(*(tensor.split(size) for tensor in rows))
+        checkpoint(function, use_reentrant=False, preserve_rng_state=False, **dict(zip(rows, part)), **shared)
+        for part in zip(*rows.values())
     ]
     return torch.cat(parts)
 
@@ -98,11 +97,6 @@ def eager_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap:
     return F.cross_entropy(head_logits(hidden, weight, softcap), target)
 
 
-@reference("linear_cross_entropy")
-def exact_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    return -exact_log_probs(hidden, weight, target, softcap).mean()
-
-
 liger_cross_entropy = partial(
     library,
     "linear_cross_entropy",
@@ -113,38 +107,6 @@ liger_cross_entropy = partial(
 liger_cross_entropy(fixed={"chunk_mem_const": 1})
 for chunk in (8, 16):
     liger_cross_entropy(chunk_mem_const=chunk)
-
-
-@provider("linear_cross_entropy", "trl")
-def trl_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    return -trl_log_probs(hidden, weight, target, softcap).mean()
-
-
-library(
-    *("linear_cross_entropy", "cut-cross-entropy"), path="cut_cross_entropy:linear_cross_entropy", by_name=["softcap"]
-)
-
-
-@provider("linear_cross_entropy", "quack")
-def quack_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    if softcap is not None:
-        raise ValueError("has no soft-cap")
-    return chunked_linear_cross_entropy(hidden, weight, target)
-
-
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="2GiB")
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="1GiB")
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="128MiB")
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="64MiB")
-@provider("linear_cross_entropy", "liger_trainer", logits_memory="62MiB")
-@provider("linear_cross_entropy", "liger_trainer")
-def our_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, logits_memory: str = "512MiB"
-) -> Any:
-    memory = parse_bytes(logits_memory)
-    return functional.linear_cross_entropy(hidden, weight, target, softcap=softcap, logits_memory=memory)
 
 
 @operation("linear_log_probs", "LM head + log-probabilities: one per token, each with its own gradient", tokens=8192)
@@ -162,10 +124,8 @@ def eager_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: flo
 def exact_log_probs(
     hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None = None, size: int = 1024
 ) -> Tensor:
-    def some(hidden: Tensor, target: Tensor) -> Tensor:
-        return eager_log_probs(hidden, weight, target, softcap)
-
-    return in_parts(some, hidden, target, size=size)
+    arguments = {"hidden": hidden, "weight": weight, "target": target, "softcap": softcap}
+    return in_parts(eager_log_probs, size, ("weight", "softcap"), **arguments)
 
 
 @provider("linear_log_probs", "liger-kernel")
@@ -186,14 +146,35 @@ def trl_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float
     return ChunkedLogProbFunction.apply(*head, 1.0, 32768, softcap, 1.0, ("log_probs",))[0].view_as(target)
 
 
-@provider("linear_log_probs", "liger_trainer", logits_memory="3GiB")
-@provider("linear_log_probs", "liger_trainer", logits_memory="1GiB")
-@provider("linear_log_probs", "liger_trainer")
-def our_log_probs(
-    hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None, logits_memory: str = "512MiB"
-) -> Any:
-    memory = parse_bytes(logits_memory)
-    return functional.linear_log_probs(hidden, weight, target, softcap=softcap, logits_memory=memory)
+library("linear_log_probs", "liger_trainer", by_name=["softcap"])
+for memory in ("1GiB", "3GiB"):
+    library("linear_log_probs", "liger_trainer", by_name=["softcap"], logits_memory=memory)
+
+
+def mean_loss_of(log_probs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cross entropy, from the log-probability of each token."""
+    return lambda *heads, **options: -log_probs(*heads, **options).mean()
+
+
+reference("linear_cross_entropy")(mean_loss_of(exact_log_probs))
+provider("linear_cross_entropy", "trl")(mean_loss_of(trl_log_probs))
+library(
+    *("linear_cross_entropy", "cut-cross-entropy"), path="cut_cross_entropy:linear_cross_entropy", by_name=["softcap"]
+)
+
+
+@provider("linear_cross_entropy", "quack")
+def quack_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    if softcap is not None:
+        raise ValueError("has no soft-cap")
+    return chunked_linear_cross_entropy(hidden, weight, target)
+
+
+library("linear_cross_entropy", "liger_trainer", by_name=["softcap"])
+for memory in ("62MiB", "64MiB", "128MiB", "1GiB", "2GiB"):
+    library("linear_cross_entropy", "liger_trainer", by_name=["softcap"], logits_memory=memory)
 
 
 def distillation_case(data: Data, model: Model, tokens: int, **others: float) -> Case:
@@ -219,15 +200,8 @@ def divergences(
     return of(student, teacher)
 
 
-def exact_divergences(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, of: Divergence
-) -> Tensor:
-    """`divergences` with the logits of a part of the tokens at a time."""
-
-    def some(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-        return divergences(student_hidden, student_weight, teacher_hidden, teacher_weight, of)
-
-    return in_parts(some, student_hidden, teacher_hidden)
+exact_divergences = partial(in_parts, divergences, whole=("student_weight", "teacher_weight", "of"))
+"""`divergences` with the logits of a part of the tokens at a time."""
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -284,11 +258,7 @@ for name, formula in (("linear_jsd", jensen_shannon), ("linear_kl", forward_kl))
     provider(name, "trl")(trl_divergence)
 
 
-@provider("linear_jsd", "liger_trainer", logits_memory="2GiB")
-@provider("linear_jsd", "liger_trainer", logits_memory="512MiB")
-@provider("linear_jsd", "liger_trainer")
-def our_jsd(beta: float, logits_memory: str = "1GiB", **heads: Any) -> Any:
-    return functional.linear_jsd(**heads, beta=beta, logits_memory=parse_bytes(logits_memory))
-
-
+library("linear_jsd", "liger_trainer", by_name=["beta"])
+for memory in ("512MiB", "2GiB"):
+    library("linear_jsd", "liger_trainer", by_name=["beta"], logits_memory=memory)
 library("linear_kl", "liger_trainer")

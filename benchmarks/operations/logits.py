@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, case_of_rows, library, operation, provider, wide
 
 
 @operation("cross_entropy", "Cross entropy: on given logits, mean over the tokens", tokens=8192)
@@ -21,11 +21,7 @@ def cross_entropy_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]
     )
 
 
-@provider("cross_entropy", "torch")
-def eager_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(wide(logits), target)
-
-
+provider("cross_entropy", "torch")(lambda logits, target: F.cross_entropy(wide(logits), target))
 library("cross_entropy", "liger-kernel", "quack", "liger_trainer")
 library("cross_entropy", "liger_trainer", expected_grad=1.0)  # not `inplace`: the logits are a leaf
 
@@ -96,14 +92,10 @@ library("tvd", "liger_trainer")
 @operation("sparsemax", "Sparsemax: over the last dimension", tokens=8192)
 @operation("softmax", "Softmax: over the last dimension", tokens=8192)
 def last_dimension_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    yield row_case(data, tokens, model.hidden)
+    yield case_of_rows(data, (tokens, model.hidden))
 
 
-@provider("softmax", "torch")
-def eager_softmax(x: Tensor) -> Tensor:
-    return torch.softmax(x, -1)
-
-
+provider("softmax", "torch")(lambda x: torch.softmax(x, -1))
 library("softmax", "liger-kernel", "quack", "liger_trainer")
 
 

@@ -71,9 +71,7 @@ def eager_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return adapted(x, weight, a, b)
 
 
-@provider("lora_linear", "liger_trainer")
-def our_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return functional.lora_linear(x, weight, None, a, b, SCALING)
+provider("lora_linear", "liger_trainer")(lambda x, weight, a, b: functional.lora_linear(x, weight, None, a, b, SCALING))
 
 
 def mlp_case(data: Data, model: Model, tokens: int, weight: Callable[[Data, int, int], Any]) -> Case:
@@ -101,7 +99,7 @@ def mlp_case(data: Data, model: Model, tokens: int, weight: Callable[[Data, int,
     return Case(arguments, f"{tokens}×{hidden}→{intermediate}", Floor(matmuls=matmuls), (gradient,))
 
 
-def eager_mlp(x: Tensor, parts: dict[str, Any], product: Callable[..., Tensor]) -> Tensor:
+def eager_mlp(product: Callable[..., Tensor], x: Tensor, **parts: Any) -> Tensor:
     def layer(x: Tensor, name: str) -> Tensor:
         return adapted(x, parts[f"{name}_weight"], parts[f"{name}_a"], parts[f"{name}_b"], product)
 
@@ -117,9 +115,7 @@ def mlp_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield mlp_case(data, model, tokens, frozen)
 
 
-@provider("lora_mlp", "torch")
-def eager_dense_mlp(x: Tensor, **parts: Tensor) -> Tensor:
-    return eager_mlp(x, parts, F.linear)
+provider("lora_mlp", "torch")(functools.partial(eager_mlp, F.linear))
 
 
 @provider("lora_mlp", "liger_trainer")
@@ -153,9 +149,8 @@ def nf4_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield mlp_case(data, model, tokens, random_nf4)
 
 
-@provider("lora_mlp_nf4", "torch")
-def eager_nf4(x: Tensor, **parts: Any) -> Tensor:
-    return eager_mlp(x, parts, lambda x, weight: F.linear(x, nf4_dequantize_reference(weight, x.dtype)))
+def product_in_torch(x: Tensor, weight: NF4Weight) -> Tensor:
+    return F.linear(x, nf4_dequantize_reference(weight, x.dtype))
 
 
 def quant_state(weight: NF4Weight, dtype: torch.dtype) -> Any:
@@ -168,11 +163,12 @@ def quant_state(weight: NF4Weight, dtype: torch.dtype) -> Any:
     return QuantState(absmax, torch.Size(shape), code, blocksize, "nf4", dtype, nested.offset, inner)
 
 
-@provider("lora_mlp_nf4", "bitsandbytes")
-def bitsandbytes_nf4(x: Tensor, **parts: Any) -> Tensor:
+def product_in_bitsandbytes(x: Tensor, weight: NF4Weight) -> Tensor:
     from bitsandbytes import matmul_4bit
 
-    return eager_mlp(x, parts, lambda x, weight: matmul_4bit(x, weight.packed, quant_state(weight, x.dtype)))
+    return matmul_4bit(x, weight.packed, quant_state(weight, x.dtype))
 
 
+provider("lora_mlp_nf4", "torch")(functools.partial(eager_mlp, product_in_torch))
+provider("lora_mlp_nf4", "bitsandbytes")(functools.partial(eager_mlp, product_in_bitsandbytes))
 provider("lora_mlp_nf4", "liger_trainer")(our_mlp)

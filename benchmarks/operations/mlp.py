@@ -9,28 +9,18 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import functional
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case
+from liger_trainer.benchmarks.registry import Case, Data, Floor, case_of_rows, library, operation, provider
 
 
 @operation("geglu", "GeGLU: gelu_tanh(gate) * up, given apart")
 @operation("swiglu", "SwiGLU: silu(gate) * up, given apart")
 def gated_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     """A gate and an up projection of one MLP."""
-    shape, size = (tokens, model.intermediate), tokens * model.intermediate
-    arguments = {"gate": data.normal(*shape), "up": data.normal(*shape)}
-    yield Case(arguments, f"{tokens}×{model.intermediate}", Floor(3 * size, 5 * size), (data.upstream(*shape),))
+    yield case_of_rows(data, (tokens, model.intermediate), ("gate", "up"))
 
 
-@provider("swiglu", "torch")
-def eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-@provider("geglu", "torch")
-def eager_geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * up
-
-
+provider("swiglu", "torch")(lambda gate, up: F.silu(gate) * up)
+provider("geglu", "torch")(lambda gate, up: F.gelu(gate, approximate="tanh") * up)
 for name in ("swiglu", "geglu"):
     library(name, "liger-kernel", "liger_trainer")
     library(name, "liger_trainer", inplace_backward=True)
@@ -54,14 +44,10 @@ library("clamped_swiglu", "liger_trainer")
 
 @operation("relu_squared", "ReLU²: the squared ReLU")
 def relu_squared_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    yield row_case(data, tokens, model.intermediate)
+    yield case_of_rows(data, (tokens, model.intermediate))
 
 
-@provider("relu_squared", "torch")
-def eager_relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
+provider("relu_squared", "torch")(lambda x: F.relu(x).square())
 library("relu_squared", "liger-kernel", "liger_trainer")
 
 
@@ -84,9 +70,7 @@ def swiglu_down_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield Case({**gated.arguments, "weight": weight}, gated.shape, Floor(matmuls=matmuls), (gradient,))
 
 
-@provider("swiglu_down", "torch")
-def eager_swiglu_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(F.silu(gate) * up, weight)
+provider("swiglu_down", "torch")(lambda gate, up, weight: F.linear(F.silu(gate) * up, weight))
 
 
 @provider("swiglu_down", "liger-kernel")

@@ -1,23 +1,23 @@
 """Normalisations of the hidden states, and what takes their place."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_trainer.benchmarks.models import Model
-from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, row_case, wide
+from liger_trainer.benchmarks.registry import Case, Data, Floor, case_of_rows, library, operation, provider, wide
 
 
 @operation("rms_norm", "RMSNorm: cast as Llama casts")
 def rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     """The hidden states and, if the model normalises queries and keys, the heads."""
-    yield row_case(data, tokens, model.hidden, weight=data.normal(model.hidden), eps=1e-6)
+    yield case_of_rows(data, (tokens, model.hidden), weight=data.normal(model.hidden), eps=1e-6)
     if model.qk_norm:
-        heads = tokens * (model.heads + model.kv_heads)
-        yield row_case(data, heads, model.head_dim, "heads", weight=data.normal(model.head_dim), eps=1e-6)
+        shape = (tokens * (model.heads + model.kv_heads), model.head_dim)
+        yield case_of_rows(data, shape, variant="heads", weight=data.normal(model.head_dim), eps=1e-6)
 
 
 @provider("rms_norm", "torch")
@@ -33,11 +33,8 @@ library("rms_norm", "liger_trainer")
 
 @operation("gated_rms_norm", "RMSNorm times a gate, as in gated delta nets: heads of 128")
 def gated_rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    """Heads as wide together as the hidden states; x and gate are read, and both have gradients."""
-    rows, width = tokens * model.hidden // 128, 128
-    size, tensors = rows * width, {name: data.normal(rows, width) for name in ("x", "gate")}
-    arguments = {**tensors, "weight": data.normal(width), "eps": 1e-6}
-    yield Case(arguments, f"{rows}×{width}", Floor(3 * size, 5 * size), (data.upstream(rows, width),))
+    """Heads as wide together as the hidden states."""
+    yield case_of_rows(data, (tokens * model.hidden // 128, 128), ("x", "gate"), weight=data.normal(128), eps=1e-6)
 
 
 @provider("gated_rms_norm", "torch")
@@ -56,17 +53,22 @@ def added_cases(data: Data, rows: int, width: int, parameters: tuple[str, ...], 
     yield Case({**inputs, **weights, "eps": eps}, f"{rows}×{width}", Floor(4 * size, 4 * size), upstream)
 
 
+def of_the_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The norm of x + residual, and the sum."""
+
+    def run(x: Tensor, residual: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(total, **others), total
+
+    return run
+
+
 @operation("fused_add_rms_norm", "Residual add + RMSNorm: both results are used")
 def fused_add_rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     return added_cases(data, tokens, model.hidden, ("weight",), eps=1e-6)
 
 
-@provider("fused_add_rms_norm", "torch")
-def eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return eager_rms_norm(total, weight, eps), total
-
-
+provider("fused_add_rms_norm", "torch")(of_the_sum(eager_rms_norm))
 library("fused_add_rms_norm", "liger-kernel")
 library("fused_add_rms_norm", "quack", path="quack:rmsnorm", by_name=["residual", "eps"], fixed={"prenorm": True})
 library("fused_add_rms_norm", "liger_trainer")
@@ -75,7 +77,7 @@ library("fused_add_rms_norm", "liger_trainer")
 @operation("layer_norm", "LayerNorm: with weight and bias")
 def layer_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     weight, bias = data.normal(model.hidden), data.normal(model.hidden)
-    yield row_case(data, tokens, model.hidden, weight=weight, bias=bias, eps=1e-5)
+    yield case_of_rows(data, (tokens, model.hidden), weight=weight, bias=bias, eps=1e-5)
 
 
 @provider("layer_norm", "torch")
@@ -91,28 +93,15 @@ def fused_add_layer_norm_cases(data: Data, model: Model, tokens: int) -> Iterato
     return added_cases(data, tokens, model.hidden, ("weight", "bias"), eps=1e-5)
 
 
-@provider("fused_add_layer_norm", "torch")
-def eager_add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return eager_layer_norm(total, weight, bias, eps), total
-
-
+provider("fused_add_layer_norm", "torch")(of_the_sum(eager_layer_norm))
 library("fused_add_layer_norm", "liger_trainer")
-
-
-def image_case(data: Data, shape: tuple[int, int, int], **others: Tensor | float) -> Case:
-    """A norm of a tensor with three dimensions, whose other arguments are small."""
-    size, arguments = math.prod(shape), {"x": data.normal(*shape), **others}
-    return Case(arguments, "×".join(map(str, shape)), Floor(2 * size, 3 * size), (data.upstream(*shape),))
 
 
 @operation("group_norm", "GroupNorm: images of 256 pixels, the hidden size their channels")
 def group_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     weight, bias = data.normal(model.hidden), data.normal(model.hidden)
     shape = max(1, tokens // 256), model.hidden, 256
-    yield image_case(data, shape, groups=32, weight=weight, bias=bias, eps=1e-5)
+    yield case_of_rows(data, shape, groups=32, weight=weight, bias=bias, eps=1e-5)
 
 
 @provider("group_norm", "torch")
@@ -136,7 +125,7 @@ def modulated_rms_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[
     length = min(tokens, 4096)
     scale, shift = (data.normal(tokens // length, 1, model.hidden) for _ in range(2))
     weight, shape = data.normal(model.hidden), (tokens // length, length, model.hidden)
-    yield image_case(data, shape, weight=weight, scale=scale, shift=shift, eps=1e-6)
+    yield case_of_rows(data, shape, weight=weight, scale=scale, shift=shift, eps=1e-6)
 
 
 @provider("modulated_rms_norm", "torch")
@@ -149,7 +138,7 @@ library("modulated_rms_norm", "liger-kernel", "liger_trainer")
 
 @operation("poly_norm", "PolyNorm: normalised cube, square and value, weighted")
 def poly_norm_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
-    yield row_case(data, tokens, model.hidden, weight=data.normal(3), bias=data.normal(), eps=1e-6)
+    yield case_of_rows(data, (tokens, model.hidden), weight=data.normal(3), bias=data.normal(), eps=1e-6)
 
 
 @provider("poly_norm", "torch")
@@ -169,12 +158,8 @@ library("poly_norm", "liger-kernel", "liger_trainer")
 @operation("dyt", "DyT: gamma * tanh(alpha * x) + beta")
 def dyt_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     alpha, gamma, beta = (data.normal(size) for size in (1, model.hidden, model.hidden))
-    yield row_case(data, tokens, model.hidden, alpha=alpha, gamma=gamma, beta=beta)
+    yield case_of_rows(data, (tokens, model.hidden), alpha=alpha, gamma=gamma, beta=beta)
 
 
-@provider("dyt", "torch")
-def eager_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    return gamma * torch.tanh(alpha * x) + beta
-
-
+provider("dyt", "torch")(lambda x, alpha, gamma, beta: gamma * torch.tanh(alpha * x) + beta)
 library("dyt", "liger-kernel", "liger_trainer")

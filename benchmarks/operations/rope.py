@@ -1,6 +1,6 @@
 """Rotary embeddings of queries and keys, in the layouts of several families of models."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -45,6 +45,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(1) + torch.cat((-right, left), dim=-1) * sin.unsqueeze(1)
 
 
+def of_both(rotate: Callable[..., Tensor]) -> Callable[..., Pair]:
+    """The rotation of queries and keys, each with the same tables."""
+    return lambda q, k, *tables, **named: (rotate(q, *tables, **named), rotate(k, *tables, **named))
+
+
 def rotated_by_quack(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Pair:
     """QuACK's rotation, whose tables are (length, pairs)."""
     from quack.rotary import apply_rotary_emb
@@ -64,11 +69,7 @@ def rope_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield case
 
 
-@provider("rope", "torch")
-def eager_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    return rotated(q, cos, sin), rotated(k, cos, sin)
-
-
+eager_rope = provider("rope", "torch")(of_both(rotated))
 library("rope", "liger-kernel")
 
 
@@ -89,16 +90,13 @@ def half_width_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
         yield case
 
 
-@provider("rope_half_width", "torch")
-def eager_half_width(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    def turned(x: Tensor) -> Tensor:
-        left, right = x.chunk(2, dim=-1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
+def rotated_by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return turned(q), turned(k)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
+provider("rope_half_width", "torch")(of_both(rotated_by_halves))
 library("rope_half_width", "liger-kernel", path="liger_kernel.transformers.rope:liger_rotary_pos_emb_gpt_oss")
 provider("rope_half_width", "quack")(rotated_by_quack)
 
@@ -117,13 +115,12 @@ def interleaved_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
         yield case
 
 
-@provider("rope_interleaved", "torch")
-def eager_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    def turned(x: Tensor) -> Tensor:
-        neighbours = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-        return x * cos.unsqueeze(1) + neighbours * sin.unsqueeze(1)
+def rotated_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    neighbours = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos.unsqueeze(1) + neighbours * sin.unsqueeze(1)
 
-    return turned(q), turned(k)
+
+provider("rope_interleaved", "torch")(of_both(rotated_neighbours))
 
 
 @provider("rope_interleaved", "quack")
@@ -176,15 +173,12 @@ def complex_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield case
 
 
-@provider("rope_complex", "torch")
-def eager_complex(q: Tensor, k: Tensor, freqs_cis: Tensor) -> Pair:
-    def turned(x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(wide(x).unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(-2).type_as(x)
-
-    return turned(q), turned(k)
+def rotated_as_complex(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(wide(x).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(-2).type_as(x)
 
 
+provider("rope_complex", "torch")(of_both(rotated_as_complex))
 library("rope_complex", "liger-kernel", path="liger_kernel.transformers.llama4_rope:liger_llama4_text_rotary_pos_emb")
 library("rope_complex", "liger_trainer")
 
@@ -205,15 +199,12 @@ def vision_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     yield Case(arguments, title, Floor(2 * size, 2 * size), (dq, dk))
 
 
-@provider("rope_vision", "torch")
-def eager_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    def turned(x: Tensor) -> Tensor:
-        heads_first = wide(x).transpose(0, 1)[None]
-        return rotated(heads_first, cos[None], sin[None])[0].transpose(0, 1).to(x.dtype)
-
-    return turned(q), turned(k)
+def rotated_patches(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    heads_first = wide(x).transpose(0, 1)[None]
+    return rotated(heads_first, cos[None], sin[None])[0].transpose(0, 1).to(x.dtype)
 
 
+provider("rope_vision", "torch")(of_both(rotated_patches))
 library("rope_vision", "liger-kernel", path="liger_kernel.transformers.rope:liger_rotary_pos_emb_vision")
 library("rope_vision", "liger_trainer")
 

@@ -26,11 +26,10 @@ class Launch:
         chosen: The configuration of the kernel's own table, or of another library beside it.
         configs: The others.
         run: Launches with a configuration and returns what was written.
-        exact: The true values of the first outputs: of all rows, or of the last ones.
+        exact: The true values of the first outputs.
         work: Bytes moved, or FLOPs with `flops`.
         flops: Whether `work` counts FLOPs.
         tolerance: The largest relative error of an output.
-        restore: Restores an input that the kernel writes over, before the results are checked.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Launch:
     work: float = 0.0
     flops: bool = False
     tolerance: float = 4e-3
-    restore: Callable[[], object] = lambda: None
 
 
 Launches = Iterator[Launch]
@@ -57,20 +55,32 @@ def patched(holder: object, attribute: str, launch: Callable[[], Tensors]) -> Ca
     return run
 
 
+def chosen_by(holder: object, attribute: str, launch: Callable[[], object]) -> Any:
+    """The configuration that the function `attribute` of `holder` returns in a launch."""
+    function, found = getattr(holder, attribute), []
+
+    def recorded(*arguments: Any) -> Any:
+        found.append(function(*arguments))
+        return found[-1]
+
+    with mock.patch.object(holder, attribute, recorded):
+        launch()
+    return found[0]
+
+
 def sweep(launch: Launch, device: Device, top: int) -> None:
     """Checks and times every configuration, and prints the best ones and the current one."""
     times: dict[Any, float] = {}
     print(f"\n{launch.name}", flush=True)
     for config in dict.fromkeys([launch.chosen, *launch.configs]):
         try:
-            launch.restore()
             outputs = launch.run(config)
-            errors = [relative_error(ours[-len(right) :], right) for ours, right in zip(outputs, launch.exact)]
+            errors = [relative_error(*pair) for pair in zip(outputs, launch.exact)]
             if not all(error < launch.tolerance for error in errors):
                 print(f"  {config} is WRONG: relative errors {errors}")
                 continue
             for output in outputs:
-                output.fill_(float("nan"))  # so that the next configuration cannot pass by not writing
+                output.detach().fill_(float("nan"))  # so that the next configuration cannot pass by not writing
             times[config] = device.median(lambda config=config: launch.run(config))  # type: ignore[misc]
         except Exception as error:  # too much shared memory or too many registers for this device
             print(f"  {config} cannot run: {type(error).__name__}: {str(error).splitlines()[0][:80]}")

@@ -18,19 +18,20 @@ import torch
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.records import Machine
-from liger_trainer.benchmarks.sweeps import products, rows
+from liger_trainer.benchmarks.registry import load_operations
+from liger_trainer.benchmarks.sweeps import passes, single_kernels
 from liger_trainer.benchmarks.sweeps.launch import Launches, sweep
 
 FAMILIES: dict[str, Callable[[Device, argparse.Namespace], Launches]] = {
-    "cross_entropy": products.cross_entropy,
-    "fp8_casts": rows.fp8_casts,
-    "gated": rows.gated,
-    "grouped_matmul": products.grouped_matmul,
-    "lora_gated": rows.lora_gated,
-    "norms": rows.norms,
-    "qk_norm_rope": rows.qk_norm_rope,
-    "rope": rows.ropes,
-    "weight_gradient": products.weight_gradient,
+    "cross_entropy": passes.launches(passes.cross_entropy),
+    "fp8_casts": single_kernels.fp8_casts,
+    "gated": passes.launches(passes.gated),
+    "grouped_matmul": single_kernels.grouped_matmul,
+    "lora_gated": single_kernels.lora_gated,
+    "norms": passes.launches(passes.norms),
+    "qk_norm_rope": passes.launches(passes.qk_norm_rope),
+    "rope": passes.launches(passes.ropes),
+    "weight_gradient": single_kernels.weight_gradient,
 }
 
 
@@ -50,6 +51,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     device = Device(torch.device("cuda"))
+    load_operations()
     torch.manual_seed(0)
     print(Machine.measure(device, torch.bfloat16))
     for name in arguments.families:

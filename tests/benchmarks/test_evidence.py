@@ -178,7 +178,6 @@ def test_a_file_is_read_drawn_and_printed(tmp_path, capsys):
     assert "Does not: ours (loss)." in printed
     assert section("sft", file) in printed
     assert (tmp_path / "any.png").stat().st_size > 10_000
-    assert section("sft", tmp_path / "none.csv") == "SFT: not measured yet."
 
 
 def test_the_stock_process_checks_that_it_is_stock(monkeypatch, tmp_path):

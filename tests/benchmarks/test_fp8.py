@@ -132,7 +132,6 @@ def test_a_file_is_drawn_and_printed(tmp_path, capsys):
     one.write(file)
     assert "noise is" not in section(file)
     fp8.main(["--plot", str(file)])
-    assert section(tmp_path / "none.csv") == "Not measured yet."
 
 
 def test_a_command_adds_to_its_own_file_alone(tmp_path, monkeypatch, capsys):

@@ -43,7 +43,8 @@ def test_the_record_is_of_the_longest_that_trained(monkeypatch):
     assert found.tries["1024"] == "trains, 10 tokens/s, 1.0 GiB"
     assert found.tries["4096"] == OUT_OF_MEMORY
     assert len(lines) == 6
-    assert found.group == ("tiny", 0, "dpo", 1, 4, "hf")
+    work = found.model, found.layers, found.trainer, found.batch, found.lora, found.provider
+    assert work == ("tiny", 0, "dpo", 1, 4, "hf")
 
 
 @pytest.mark.parametrize("failure", ["no result in 3 s", "TypeError: unexpected keyword"])

@@ -154,8 +154,9 @@ def test_flex_attention_is_given_the_same_work(kind, monkeypatch):
             name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in case.arguments.items()
         }
         truth = attention.exact_attention(**arguments)
-        blocks = arguments.pop("layout").blocks
-        torch.testing.assert_close(attention.flex(**arguments, blocks=blocks), truth, atol=1e-5, rtol=1e-5)
+        layout = arguments.pop("layout")
+        found = attention.flex(**arguments, blocks=layout.blocks, softcap=layout.softcap)
+        torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)
 
 
 def test_flash_attention_is_given_the_same_work(monkeypatch):

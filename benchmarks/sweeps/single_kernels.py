@@ -1,4 +1,4 @@
-"""Launches of the experts' products and of the head.
+"""Launches of kernels that no operation of the benchmarks runs by themselves.
 
 A launch is swept before the next is made, so functions may read the variables of the loop that they are made in.
 """
@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.measure import relative_error
-from liger_trainer.benchmarks.sweeps.launch import Launch, Launches, Tensors, patched, randn, show
+from liger_trainer.benchmarks.sweeps.launch import Launch, Launches, Tensors, randn, show
 from liger_trainer.kernels.activation import GatedActivation
-from liger_trainer.kernels.head import cross_entropy_kernel
-from liger_trainer.kernels.head.cross_entropy_rows import row_gradient_, row_statistics_
+from liger_trainer.kernels.fp8 import shared_cast
+from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.head.head_chunks import WeightGradientSum
-from liger_trainer.kernels.head.loss_options import LossOptions
-from liger_trainer.kernels.head.token_statistics import RowStats
 from liger_trainer.kernels.head.weight_gradient import hopper_launch
 from liger_trainer.kernels.head.weight_gradient import launch as plain_launch
+from liger_trainer.kernels.lora import lora_gated_kernels
+from liger_trainer.kernels.lora.lora_gated_kernels import LaunchConfig, LowRank
+from liger_trainer.kernels.mlp import gated_activation
 from liger_trainer.kernels.moe.activation import activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import Tile, launch_rows, launch_weights
 from liger_trainer.kernels.moe.sort_by_expert import sort_by_expert
 from liger_trainer.kernels.moe.token_rows import combine_rows, repeat_rows
+from liger_trainer.kernels.norms import rms_norm as rms_norms
+from liger_trainer.kernels.runtime import cdiv
 
 
 def grouped_matmul(device: Device, arguments: argparse.Namespace) -> Launches:
@@ -93,55 +98,6 @@ def grouped_matmul(device: Device, arguments: argparse.Namespace) -> Launches:
         yield Launch(name, "torch", tiles, weights_of, weights_of("torch"), flops, flops=True, tolerance=1e-2)
 
 
-def cross_entropy(device: Device, arguments: argparse.Namespace) -> Launches:
-    """The row kernel: both passes in place, as in the fused head, and its statistics and its gradient by themselves."""
-    configs = [
-        *((4096, 8, 1), (4096, 16, 1), (8192, 8, 1), (8192, 16, 1), (8192, 16, 2), (8192, 16, 3), (8192, 32, 1)),
-        *((16384, 16, 1), (16384, 32, 1), (16384, 32, 2), (16384, 32, 3), (32768, 32, 1)),
-    ]
-    shapes = ((128256, None), (262208, None), (262208, 30.0))
-    for tokens, (vocab, softcap) in itertools.product((2048, 4096), shapes):
-        if tokens == 4096 and softcap:
-            continue
-        source = 2 * randn(tokens, vocab)
-        target = torch.randint(0, vocab, (tokens,), device="cuda")
-        options, one = LossOptions(-100, 0.0, 0.0, softcap, 1.0, 1.0), torch.ones((), device="cuda")
-        stats = RowStats.allocate(source, tokens, False, False)
-        double = source[-64:].double().requires_grad_()
-        z = double if softcap is None else softcap * torch.tanh(double / softcap)
-        exact_rows = F.cross_entropy(z, target[-64:], reduction="none")
-        exact = torch.autograd.grad(exact_rows.sum(), double)
-        buffer, out = source.clone(), torch.empty_like(source)
-        row_statistics_(source, target, stats, options)
-
-        def both() -> Tensors:
-            row_statistics_(buffer, target, stats, options, coefficient=one)
-            return [buffer]
-
-        def statistics() -> Tensors:
-            row_statistics_(source, target, stats, options)
-            return [stats.loss]
-
-        def gradient() -> Tensors:
-            row_gradient_(source, target, stats, options, one, out=out)
-            return [out]
-
-        for name, launch, right, passes in (
-            ("both passes", both, exact, 3),
-            ("statistics", statistics, [exact_rows.detach()], 1),
-            ("gradient", gradient, exact, 2),
-        ):
-            yield Launch(
-                f"{name} {tokens}x{vocab}, softcap {softcap}",
-                cross_entropy_kernel.row_config(vocab),
-                configs,
-                patched(cross_entropy_kernel, "row_config", launch),
-                right,
-                2 * passes * tokens * vocab,
-                restore=lambda: buffer.copy_(source),
-            )
-
-
 def weight_gradient(device: Device, arguments: argparse.Namespace) -> Launches:
     """Each chunk of the head's weight gradient beside cuBLAS, and the error of a sum over three chunks.
 
@@ -179,3 +135,84 @@ def weight_gradient(device: Device, arguments: argparse.Namespace) -> Launches:
             }
         show(name, device, works)
     yield from ()
+
+
+def fp8_casts(device: Device, arguments: argparse.Namespace) -> Launches:
+    """What a cast to fp8 costs as part of a norm or a gated activation; blocks, warps and registers of the latter."""
+    rows = 16384
+    for size, with_residual in itertools.product((2048, 4096, 5120), (False, True)):
+        x, residual, weight = randn(rows, size), randn(rows, size) if with_residual else None, randn(size)
+
+        def norm(fp8: bool) -> torch.Tensor:
+            return rms_norms.launch_forward(x, residual, weight, 1e-6, 0.0, "llama", fp8=fp8)[0]
+
+        works: dict[str, Callable[[], object]] = {
+            "without a cast": partial(norm, False),
+            "with it": partial(norm, True),
+            "with a separate one": lambda: cast_rows(norm(False)),
+        }
+        show(f"RMSNorm{' with residual' if with_residual else ''}, {size}", device, works)
+        shared_cast.drop()
+    for activation, columns in (("silu", 14336), ("gelu_tanh", 10240), ("silu", 28672)):
+        gate, up, h = (randn(rows, columns) for _ in range(3))
+        options = GatedActivation.of(activation)
+
+        def alone() -> torch.Tensor:
+            gated_activation.launch_forward(gate, up, h, options)
+            return h
+
+        works = {"without a cast": alone, "with a separate one": lambda: cast_rows(alone())}
+        show(f"{activation}, {columns}", device, works)
+
+        def cast(config: tuple[int, int, int]) -> Tensors:
+            block, warps, registers = config
+            given = {"PARTS": cdiv(columns, block), "BLOCK": block, "num_warps": warps, "maxnreg": registers}
+            with mock.patch.object(gated_activation, "cast_config", return_value=given):
+                return [gated_activation.cast_of_h(gate, up, options)[1]]
+
+        chosen = gated_activation.cast_config(columns)
+        yield Launch(
+            f"{activation}, {columns}, with the cast: block, warps, registers",
+            tuple(chosen[key] for key in ("BLOCK", "num_warps", "maxnreg")),
+            [(block, warps, most) for block, warps in ((2048, 8), (4096, 16)) for most in (64, 80, 96)],
+            cast,
+            [cast_rows(alone())[1]],
+            5 * rows * columns,
+        )
+
+
+def lora_gated(device: Device, arguments: argparse.Namespace) -> Launches:
+    """The activation of Llama-3 8B with adapters in fp32: rows, columns, warps, stages and programs per SM."""
+    tokens, columns, kernels = 16384, 14336, lora_gated_kernels
+    options: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, arguments.dtype)}
+    gate, up, dh = (torch.randn(tokens, columns, **options) for _ in range(3))
+    h, z = torch.empty_like(gate), torch.randn(tokens, 3 * arguments.rank, **options)
+    factors = [0.1 * torch.randn(arguments.rank, columns, device="cuda") for _ in range(3)]
+    updates = [LowRank(part, factor, 1.0) for part, factor in zip(z.split(arguments.rank, dim=1), factors)]
+    tiles = [
+        *((16, 32, 4), (16, 64, 2), (16, 64, 4), (16, 128, 4), (16, 256, 4), (16, 256, 8)),
+        *((32, 32, 4), (32, 64, 4), (32, 128, 4), (32, 128, 8), (64, 64, 4), (64, 128, 8)),
+    ]
+    configs = [LaunchConfig(*tile, *more) for tile, *more in itertools.product(tiles, (1, 2, 3, 4), (4, 8, 16, 32))]
+
+    def forward() -> None:
+        kernels.launch_forward(gate, up, h, updates[:2], "silu", math.inf)
+
+    def backward() -> None:  # writes over its inputs; what they hold does not change its time
+        kernels.launch_backward(dh, gate, up, updates, "silu", math.inf)
+
+    for launch, config, passes in ((forward, kernels._FORWARD, 3), (backward, kernels._BACKWARD, 6)):
+
+        def run(config: LaunchConfig) -> Tensors:
+            fitting = mock.Mock(side_effect=lambda given, *_: given)
+            with mock.patch.multiple(kernels, _FORWARD=config, _BACKWARD=config, _fitting=fitting):
+                launch()
+            return ()
+
+        yield Launch(
+            f"silu {launch.__name__} with adapters of rank {arguments.rank}, {arguments.dtype}",
+            kernels._fitting(config, updates, gate.element_size()),
+            configs,
+            run,
+            work=passes * gate.numel() * gate.element_size(),
+        )
