@@ -36,6 +36,9 @@ class Fault:
 # fmt: off
 ROWS: dict[str, list[tuple[str, ...]]] = {
     "reference": [
+        ("gradients of a sum that is divided later vanish in fp16", "expected_gradient",
+         r"expected \* raised\.clamp\(1\.0, _FP16_MAX_EXPECTED_GRAD\)", "expected",
+         "head/test_linear_cross_entropy::test_fp16_gradients_of_a_mean_do_not_underflow"),
         ("RMSNorm rounds after the weight", "rms_norm_reference",
          r"scale \* x_hat\.to\(x\.dtype\)$", "(scale * x_hat).to(x.dtype)",
          "::test_reference_has_the_bits_of_the_hugging_face_module", "llama or Llama"),
@@ -518,6 +521,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tiled_mlp::test_it_is_off_by_default_and_follows_the_component"),
     ],
     "trainer": [
+        ("the loss expects a gradient without the factor of fp16's scaler", "LigerTrainerMixin._step_of",
+         r"gradient \* self\.accelerator\.scaler\.scale\(.*\)$", "gradient",
+         "trainers/test_expected_gradient::test_trainer", "True"),
         ("a constructor shows the extended trainer's configuration", "parameters_of", r"__signature__ = shown",
          "__signature__ = signature", "test_constructors::test_parameters_are_those_of_the_extended_trainer", "DPO"),
         ("AdaLoRA's term is looked for without asking where PEFT adds it",
