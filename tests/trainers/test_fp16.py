@@ -3,12 +3,15 @@
 accelerate has a scaler and autocast in fp16 on accelerators alone; `in_fp16` gives a trainer both on the CPU.
 """
 
+import math
+
 import pytest
 import torch
 
+from tests.quantised import library, loading_in_4_bits
 from tests.trainers.builders import causal, losses_and_norms
 from tests.trainers.parity import KINDS, OTHER_KINDS, build, lora, save_models
-from tests.trainers.tiny import logged, token_rows
+from tests.trainers.tiny import llama, logged, token_rows, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,6 +52,22 @@ def assert_trains_as_in_fp32(kind, folder, tmp_path, **case):
 @pytest.mark.parametrize("kind", [*KINDS, *OTHER_KINDS])
 def test_trains_as_in_fp32(kind, adapted, folder, tmp_path):
     assert_trains_as_in_fp32(kind, folder, tmp_path, **({"peft_config": lora()} if adapted else {}))
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
+def test_adapters_of_a_quantised_base_are_fp32(kind, tmp_path):
+    """TRL's are bf16, whose gradients torch's scaler does not take on a GPU. The base stays in fp16."""
+    library()
+    llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")  # rows of whole blocks
+    tokenizer().save_pretrained(tmp_path / "base")
+    options = {"peft_config": lora(), "model_init_kwargs": loading_in_4_bits() | {"dtype": "float16"}, "fp16": True}
+    trainer = in_fp16(build(kind, True, tmp_path, str(tmp_path / "base"), **options))
+    assert {weight.dtype for weight in trainer.model.parameters() if weight.requires_grad} == {torch.float32}
+    assert trainer.model.get_input_embeddings().weight.dtype == torch.float16
+    trainer.train()
+    losses = losses_and_norms(trainer)
+    assert len(losses) == 4
+    assert all(map(math.isfinite, losses))
 
 
 @pytest.mark.kernel
