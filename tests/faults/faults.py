@@ -521,6 +521,13 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tiled_mlp::test_it_is_off_by_default_and_follows_the_component"),
     ],
     "trainer": [
+        ("adapters of a quantised base stay in bf16 under the scaler of fp16", "_widen_adapters",
+         r"parameter\.data = parameter\.data\.float\(\)", "pass",
+         "trainers/test_fp16::test_adapters_of_a_quantised_base_are_fp32", "SFT"),
+        ("bf16 that a GPU emulates is taken for hardware", "emulates_bf16", r"including_emulation=False",
+         "including_emulation=True", "configs/test_flags::test_bf16_that_a_gpu_emulates_is_refused"),
+        ("signals that Windows lacks are asked for", "_HANGUP", r'getattr\(signal, "SIGHUP", None\)', "signal.SIGHUP",
+         "::test_imports_and_trains", "Windows"),
         ("the loss expects a gradient without the factor of fp16's scaler", "LigerTrainerMixin._step_of",
          r"gradient \* self\.accelerator\.scaler\.scale\(.*\)$", "gradient",
          "trainers/test_expected_gradient::test_trainer", "True"),
