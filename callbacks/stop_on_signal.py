@@ -16,7 +16,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from liger_trainer.callbacks.logged import is_distributed
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([] if _HANGUP is None else [_HANGUP]))
 
 _REPEATED_WITHIN = 2.0  # seconds; a launcher forwards the signal to its processes, which have already received it
 
@@ -67,7 +68,7 @@ class StopOnSignalCallback(TrainerCallback):
                 if self.announces:
                     what = "stops after this step, with a checkpoint; once more ends it at once"
                     print(f"\n{name}: {what}.", file=sys.stderr, flush=True)
-            if number == signal.SIGHUP:  # the terminal is gone, so from now on writing to it is an error
+            if number == _HANGUP:  # the terminal is gone, so from now on writing to it is an error
                 with open(os.devnull, "w") as nowhere:
                     for stream in self._terminals:
                         os.dup2(nowhere.fileno(), stream)

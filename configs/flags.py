@@ -203,9 +203,25 @@ class KernelFlags:
 
 
 def _set_default_bf16(args: Any) -> None:
-    """Switches `bf16` off if it is not set and there is no hardware for it; TRL would switch it on, an error there."""
-    if getattr(args, "bf16", False) is None and (args.use_cpu or not is_torch_bf16_gpu_available()):
+    """Switches `bf16` off if it is not set and there is no hardware for it; TRL would switch it on.
+
+    Raises:
+        ValueError: If it is set on a GPU that emulates it, which transformers takes for hardware.
+    """
+    bf16 = getattr(args, "bf16", False)
+    if bf16 is False:
+        return
+    emulated = not args.use_cpu and emulates_bf16()
+    if bf16 and emulated:
+        name = torch.cuda.get_device_name()
+        raise ValueError(f"`bf16` is true, but {name} only emulates bf16, slowly; set `bf16: false` and `fp16: true`.")
+    if bf16 is None and (args.use_cpu or emulated or not is_torch_bf16_gpu_available()):
         args.bf16 = False
+
+
+def emulates_bf16() -> bool:
+    """Whether this process's GPU is one of NVIDIA's before Ampere, such as a T4."""
+    return torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def copies_without_waiting(args: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -18,12 +19,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from liger_trainer.kernels import rows
+from liger_trainer.kernels.rows import DeviceLimits
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+
+CARDS = {
+    "sm_75": (GPUTarget("cuda", 75, 32), 64),  # T4, RTX 20
+    "sm_80": (GPUTarget("cuda", 80, 32), 163),  # A100
+    "sm_86": (GPUTarget("cuda", 86, 32), 99),  # A10, RTX 30
+    "sm_89": (GPUTarget("cuda", 89, 32), 99),  # L4, RTX 40
+    "sm_90": (GPUTarget("cuda", 90, 32), 227),  # H100, H200
+    "sm_100": (GPUTarget("cuda", 100, 32), 227),  # B200
+    "sm_120": (GPUTarget("cuda", 120, 32), 99),  # RTX 50
+}
+"""NVIDIA's cards: the target, and the KiB of shared memory that a program may have."""
 
 
 def on_targets(*cases: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -73,6 +89,30 @@ def recorded_launches() -> Iterator[list[Launch]]:
         yield launches
 
 
+@contextlib.contextmanager
+def launches_on(card: str) -> Iterator[list[Launch]]:
+    """Records the launches of operators on CPU tensors, with the tiles that they take on `card`, a key of `CARDS`.
+
+    New memory is zero, so that operators which look at results that no kernel wrote go on.
+    """
+    limits = DeviceLimits(max_warps=32, shared_memory=CARDS[card][1] * 1024)
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith("liger_trainer.")]
+    rows.fit_config.cache_clear()
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            if "TRITON_DEVICES" in vars(module):
+                stack.enter_context(mock.patch.object(module, "TRITON_DEVICES", ("cpu",)))
+            if "device_limits" in vars(module):
+                stack.enter_context(mock.patch.object(module, "device_limits", return_value=limits))
+        for owner, names in ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty",))):
+            for name in names:
+                native = getattr(owner, name)
+                stack.enter_context(mock.patch.object(owner, name, lambda *a, n=native, **k: n(*a, **k).zero_()))
+        stack.enter_context(mock.patch.object(torch, "_assert_async"))  # of what a kernel would have written
+        yield stack.enter_context(recorded_launches())
+    rows.fit_config.cache_clear()
+
+
 def _type_name(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + _DTYPES[value.dtype]
@@ -95,7 +135,7 @@ def _source_of(kernel: JITFunction) -> type[ASTSource]:
 
 
 def compile_launch(launch: Launch, target: str) -> Any:
-    """Compiles `launch` for `target`, a key of `TARGETS`; Triton's own error comes through if it cannot."""
+    """Compiles `launch` for `target`, a key of `TARGETS` or `CARDS`; Triton's own error comes through if it cannot."""
     signature, constants, attributes = {}, {}, {}
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
@@ -110,4 +150,4 @@ def compile_launch(launch: Launch, target: str) -> Any:
             if isinstance(value, torch.Tensor) or divisible:
                 attributes[(launch.kernel.arg_names.index(parameter.name),)] = [["tt.divisibility", 16]]
     source = _source_of(launch.kernel)(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=TARGETS[target], options=launch.options)
+    return triton.compile(source, target=TARGETS.get(target) or CARDS[target][0], options=launch.options)

@@ -297,7 +297,7 @@ def cross_entropy(
         return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scale = inverse_normalizer(target, ignore_index, reduction, num_items, dtype)
-    expected = expected_gradient(expected_grad, scale, logits.dtype, reduction == "mean" or num_items is not None)
+    expected = expected_gradient(expected_grad, scale, logits.dtype)
     data = rows.detach()
     gradient = data if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     stats = RowStats(*_gradient_(data, gradient, labels, class_weights, scale * expected, options, *extras))

@@ -230,19 +230,18 @@ class HeadGradients:
 
 @torch.no_grad()
 def expected_gradient(
-    expected_grad: float | torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype, normalised: bool
+    expected_grad: float | torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`expected_grad` as a 0-d tensor on the device of `scale`; 1 if the backward could not divide by it.
+    """`expected_grad` (1 for None) as a 0-d tensor on the device of `scale`; 1 if the backward could not divide by it.
 
-    fp16 gradients of a mean lie below fp16's range. By default they are multiplied by a power of two until the
-    backward, as a gradient scaler does, but never beyond those of the sum. A sum needs no such factor and might
-    overflow with it.
+    fp16 gradients of a mean lie below fp16's range, and so do those of a sum that is divided later. They are multiplied
+    by a power of two until the backward, as a gradient scaler does, but never beyond those of the sum, which need no
+    factor and might overflow with it.
     """
-    if expected_grad is None:
-        expected_grad = 1.0
-        if dtype == torch.float16 and normalised:
-            expected_grad = torch.exp2(torch.floor(torch.log2(1.0 / scale))).clamp(1.0, _FP16_MAX_EXPECTED_GRAD)
-    expected = torch.ones_like(scale) * expected_grad
+    expected = torch.ones_like(scale) * (1.0 if expected_grad is None else expected_grad)
+    if dtype == torch.float16:
+        raised = torch.exp2(torch.floor(-torch.log2((scale * expected).abs())))
+        expected = expected * raised.clamp(1.0, _FP16_MAX_EXPECTED_GRAD)
     return torch.where(torch.isfinite(expected) & (expected != 0), expected, 1.0)
 
 

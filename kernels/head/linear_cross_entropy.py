@@ -300,8 +300,7 @@ def linear_cross_entropy(
         return reduced(stats.loss, stats, target, options, reduction, num_items, outputs)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     scale = inverse_normalizer(labels, ignore_index, reduction, num_items, dtype)
-    normalised = reduction == "mean" or num_items is not None
-    expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
+    expected = expected_gradient(expected_grad, scale, hidden.dtype)
     loss, _, _, _, *tokens = loss_and_gradients(
         HeadInputs(flat, weight, labels, bias, class_weights), scale, expected, options, logits_memory, *extras, needs
     )

@@ -225,14 +225,13 @@ def reduced_divergence(
     labels = None if labels is None else labels.reshape(-1).contiguous()
     if token_weights is not None:
         token_weights = token_weights.detach().reshape(-1).to(dtype).contiguous()
-    normalised = reduction == "mean" or num_items is not None
     if labels is None and reduction == "mean" and num_items is None:
         num_items = flat.shape[0]
     counted = flat if labels is None else labels
     scale = inverse_normalizer(counted, options.ignore_index, reduction, num_items, dtype)
     needs = Needs.of(hidden, weight, bias)
     teacher_weight, teacher_bias = (None if tensor is None else tensor.detach() for tensor in teacher[1:])
-    expected = expected_gradient(expected_grad, scale, hidden.dtype, normalised)
+    expected = expected_gradient(expected_grad, scale, hidden.dtype)
     loss, _, _, _, soft, nll, entropy = _linear_divergence(
         TwoHeads(flat, weight, bias, target, teacher_weight, teacher_bias, labels),
         *(token_weights, scale, expected, options, vocab_size, logits_memory, hard, "entropy" in outputs, needs),

@@ -162,7 +162,7 @@ def log_probs_of_head(
     if expected_grad is not None and in_forward:
         one = torch.ones((), dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
         with torch.no_grad():
-            expected = expected_gradient(expected_grad, one, flat.dtype, normalised=False)
+            expected = expected_gradient(expected_grad, one, flat.dtype)
             _, *gradients, nll, lse, entropy, predicted = loss_and_gradients(
                 HeadInputs(flat, weight, labels, bias), one, expected, options, logits_memory, *asked[:2], needs
             )

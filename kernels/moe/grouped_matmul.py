@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, tile_table
 from liger_trainer.kernels.moe.token_rows import repeat_rows
+from liger_trainer.kernels.rows import device_limits
 from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2, on_device, tl, triton, use_triton
 
 
@@ -40,6 +41,8 @@ class Tile(NamedTuple):
     stages: int
 
 
+_AMPERE = 99 * 1024  # bytes of shared memory that a program may have on every NVIDIA GPU from Ampere on
+_SMALL = Tile(64, 128, 32, 4, 2)  # of half precision, where it has less
 _GROUP = 8  # tiles of rows that share the weights in L2
 _ADD_ROWS, _ADD_COLUMNS, _ADD_RANKS = 64, 128, 64
 
@@ -145,8 +148,8 @@ def _grouped_rows_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def rows_tile(dtype: torch.dtype, rows_an_expert: float, columns: int) -> Tile:
-    """The tile for a dtype, a mean number of rows per expert and a number of columns of the result.
+def rows_tile(dtype: torch.dtype, rows_an_expert: float, columns: int, shared_memory: int = _AMPERE) -> Tile:
+    """The tile for a dtype, a mean number of rows per expert, columns of the result and the device's shared memory.
 
     A thin result, such as that of adapters, gets a thin tile.
     """
@@ -157,6 +160,8 @@ def rows_tile(dtype: torch.dtype, rows_an_expert: float, columns: int) -> Tile:
         return Tile(64, thin, 32, 4, 3) if dtype == torch.float32 else Tile(64, thin, 64, 4, 4)
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 3)
+    if shared_memory < _AMPERE:
+        return _SMALL
     if rows_an_expert < 96:
         return Tile(64, 128, 64, 4, 4)
     return Tile(128, 256, 64, 8, 3)
@@ -178,7 +183,7 @@ def launch_rows(
     if out.numel() == 0:
         return
     experts, depths = weight.shape[0], x.shape[1]
-    tile = tile or rows_tile(x.dtype, num_rows / experts, columns)
+    tile = tile or rows_tile(x.dtype, num_rows / experts, columns, device_limits(x.device).shared_memory)
     y, v = (x, x) if extra is None else (extra[0].contiguous(), extra[1].to(x.dtype).contiguous())
     rank = 0 if extra is None else y.shape[1]
     row_tiles = cdiv(num_rows, tile.rows) + experts
@@ -390,15 +395,15 @@ def _grouped_weights_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_gradient)
 
 
-def weights_tile(dtype: torch.dtype, left_columns: int) -> Tile:
-    """The tile for a dtype; a thin left operand, such as that of adapters, gets a thin tile."""
+def weights_tile(dtype: torch.dtype, left_columns: int, shared_memory: int = _AMPERE) -> Tile:
+    """The tile for a dtype and the device's shared memory; a thin left operand, such as that of adapters, is thin."""
     if INTERPRETED:
         return Tile(16, 32, 16, 4, 1)
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 3)
     if left_columns <= 64:
         return Tile(max(16, next_power_of_2(left_columns)), 128, 64, 4, 3)
-    return Tile(128, 256, 64, 8, 3)
+    return Tile(128, 256, 64, 8, 3) if shared_memory >= _AMPERE else _SMALL
 
 
 def launch_weights(
@@ -414,7 +419,7 @@ def launch_weights(
     experts, left_columns, right_columns = out.shape
     if out.numel() == 0:
         return
-    tile = tile or weights_tile(left.dtype, left_columns)
+    tile = tile or weights_tile(left.dtype, left_columns, device_limits(left.device).shared_memory)
     with on_device(left):
         _grouped_weights_kernel[(experts * cdiv(left_columns, tile.rows) * cdiv(right_columns, tile.columns),)](
             left,

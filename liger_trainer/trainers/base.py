@@ -383,6 +383,8 @@ class LigerTrainerMixin(
         gradient: Any = 1.0 / getattr(self, "current_gradient_accumulation_steps", 1)
         if num_items is not None:
             gradient = process_scale(self, num_items) / num_items
+        if self.accelerator.scaler is not None:  # of fp16; it multiplies the loss that `backward` is called on
+            gradient = gradient * self.accelerator.scaler.scale(torch.ones((), device=self.args.device))
         return replace(step, expected_gradient=gradient)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

@@ -69,8 +69,7 @@ class TeacherMixin(LigerTRLMixin):
         if step.expected_gradient is None:
             return step
         # The divergence is already divided by `num_items`; only the Trainer's own division remains.
-        gradient = loss_divisor(self, num_items) / getattr(self, "current_gradient_accumulation_steps", 1)
-        return replace(step, expected_gradient=gradient)
+        return replace(step, expected_gradient=step.expected_gradient * loss_divisor(self, num_items))
 
 
 def _defers(model: nn.Module) -> bool:

@@ -164,6 +164,8 @@ class LigerTRLMixin(LigerTrainerMixin):
             super().__init__(*given.args, **given.kwargs)
         check_rows(self.train_dataset)
         keep_base_bits(self)
+        if self.args.fp16:
+            _widen_adapters(self.model)
         self._finish_init()
 
     def _check_given(self, given: inspect.BoundArguments, config: TrainingArguments) -> None:
@@ -272,6 +274,16 @@ def _older_names() -> Iterator[None]:
     finally:
         if added not in before and added in warnings.filters:
             warnings.filters.remove(added)  # type: ignore[attr-defined]
+
+
+def _widen_adapters(model: Any) -> None:
+    """Makes the adapters of a quantised base fp32: TRL has made them bf16, which fp16's scaler does not take on CUDA.
+
+    torch's scaler fails on their gradients in the first step (pytorch/pytorch#127176).
+    """
+    for parameter in model.parameters() if getattr(model, "is_quantized", False) else ():
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
 
 
 def _check_whole_head(model: Any) -> None:

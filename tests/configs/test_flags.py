@@ -231,6 +231,21 @@ def test_bf16_follows_the_device_where_it_is_not_set(cls, tmp_path, monkeypatch)
         bf16(False, bf16=True)
 
 
+@pytest.mark.parametrize("cls", [LigerTrainingArguments, *OF_TRL])
+def test_bf16_that_a_gpu_emulates_is_refused(cls, tmp_path, monkeypatch):
+    """torch and transformers say that a T4 supports it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(cls, "_setup_devices", torch.device("cpu"))
+    monkeypatch.setattr(cls, "distributed_state", None, raising=False)
+    with pytest.raises(ValueError, match=r"`bf16` is true, but Tesla T4 .*; set `bf16: false` and `fp16: true`"):
+        cls(output_dir=str(tmp_path), report_to="none", bf16=True)
+    assert cls(output_dir=str(tmp_path), report_to="none").bf16 is False
+    assert cls(output_dir=str(tmp_path), report_to="none", fp16=True).fp16
+    assert cls(output_dir=str(tmp_path), report_to="none", bf16=True, use_cpu=True).bf16
+
+
 def test_fp16_wins_over_the_default(tmp_path, monkeypatch):
     for module in ("liger_trainer.configs.flags", "transformers.training_args"):
         monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: True)

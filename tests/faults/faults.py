@@ -36,6 +36,9 @@ class Fault:
 # fmt: off
 ROWS: dict[str, list[tuple[str, ...]]] = {
     "reference": [
+        ("gradients of a sum that is divided later vanish in fp16", "expected_gradient",
+         r"expected \* raised\.clamp\(1\.0, _FP16_MAX_EXPECTED_GRAD\)", "expected",
+         "head/test_linear_cross_entropy::test_fp16_gradients_of_a_mean_do_not_underflow"),
         ("RMSNorm rounds after the weight", "rms_norm",
          r"scale \* x_hat\.to\(x\.dtype\)$", "(scale * x_hat).to(x.dtype)",
          "::test_reference_has_the_bits_of_the_hugging_face_module", "llama or Llama"),
@@ -534,6 +537,16 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "trainers/test_use_kernels::test_adapters_have_their_kernels_before_the_model_is_wrapped"),
         ("labels are smoothed by a TRL that does not", "LigerSFTTrainer.__init__", r"require\(SFT_OWN_LOSS\)", "pass",
          "compat/test_features::test_labels_are_not_smoothed_without_a_word"),
+        ("adapters of a quantised base stay in bf16 under the scaler of fp16", "_widen_adapters",
+         r"parameter\.data = parameter\.data\.float\(\)", "pass",
+         "trainers/test_fp16::test_adapters_of_a_quantised_base_are_fp32", "SFT"),
+        ("bf16 that a GPU emulates is taken for hardware", "emulates_bf16", r"including_emulation=False",
+         "including_emulation=True", "configs/test_flags::test_bf16_that_a_gpu_emulates_is_refused"),
+        ("signals that Windows lacks are asked for", "_HANGUP", r'getattr\(signal, "SIGHUP", None\)', "signal.SIGHUP",
+         "::test_imports_and_trains", "Windows"),
+        ("the loss expects a gradient without the factor of fp16's scaler", "LigerTrainerMixin._step_of",
+         r"gradient \* self\.accelerator\.scaler\.scale\(.*\)$", "gradient",
+         "trainers/test_expected_gradient::test_trainer", "True"),
         ("a constructor shows the extended trainer's configuration", "parameters_of", r"__signature__ = shown",
          "__signature__ = signature", "test_constructors::test_parameters_are_those_of_the_extended_trainer", "DPO"),
         ("AdaLoRA's term is looked for without asking where PEFT adds it",

@@ -171,7 +171,7 @@ def linear_grouped_loss(
         return GroupedLoss(formula(log_probs, 0, len(target)), log_probs.detach(), mean_logits)
     options = LossOptions(ignore_index, 0.0, 0.0, None, 1.0, temperature)
     scale = 1.0 / normalizer.detach().clamp(min=1.0)
-    expected = expected_gradient(None, scale, hidden.dtype, normalised=True)
+    expected = expected_gradient(None, scale, hidden.dtype)
     hidden, target = arrange(hidden).contiguous(), arrange(target).contiguous()
     loss, log_probs, mean_logits = _GradientInForward.apply(
         hidden, weight, bias, target, formula, rows, options, mean_logit, expected

@@ -119,13 +119,29 @@ def devices() -> list[Finding]:
         status: Status = "ok"
         text = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
         if name == "cuda" and torch.version.cuda:
-            major, minor = torch.cuda.get_device_capability(index)
-            text += f", sm_{major}{minor}"
-            if major < 8:
+            capability = torch.cuda.get_device_capability(index)
+            text += f", sm_{capability[0]}{capability[1]}"
+            if capability < (8, 0):
                 status, text = "warning", f"{text}: no bf16 in hardware; use `bf16: false`, `fp16: true`"
-        findings.append(Finding(f"gpu {index}", status, text))
+            findings += [Finding(f"gpu {index}", status, text), speeds(f"gpu {index}", capability)]
+        else:
+            findings.append(Finding(f"gpu {index}", status, text))
     missing = Finding("kernels", "warning", "triton is not installed: the plain torch reference path runs")
     return [*findings, _try_kernel(name) if HAS_TRITON else missing]
+
+
+def speeds(subject: str, capability: tuple[int, int]) -> Finding:
+    """What an NVIDIA GPU of this compute capability runs fast, and what it does not."""
+    if capability < (7, 5):
+        text = "Triton compiles nothing for GPUs before sm_75: set `use_liger_kernel: false`, or take another GPU"
+        return Finding(subject, "warning", text)
+    fast = ["our Triton kernels", "fp16"] + (["bf16", "torch's flash attention"] if capability >= (8, 0) else [])
+    slow = [] if capability >= (8, 0) else ["bf16 (emulated)", "attention (our kernels, no flash operator)"]
+    (fast if capability >= (9, 0) else slow).append("fp8" if capability >= (9, 0) else "fp8 (not used: from sm_90 on)")
+    if capability[0] in (9, 10):
+        fast.append("torch's grouped matmul of experts")
+    text = f"fast: {', '.join(fast)}" + (f"; not: {', '.join(slow)}" if slow else "")
+    return Finding(subject, "ok", text if capability == (9, 0) else f"{text}; speeds are measured on sm_90 alone")
 
 
 def _try_kernel(device: str) -> Finding:

@@ -30,6 +30,10 @@ _METHODS: dict[str, dict[str, Any]] = {  # the best first
     "LoRA": _LORA,
     "QLoRA": {"load_in_4bit": True, **_LORA},
 }
+_IN_FP16: dict[str, dict[str, Any]] = {  # for cards without bf16; a gradient scaler needs trained weights in fp32
+    "full": {"dtype": "float32", "bf16": False, "fp16": True, "optim": "adamw_torch_fused"},
+    **{name: {**_METHODS[name], "dtype": "float16", "bf16": False, "fp16": True} for name in ("LoRA", "QLoRA")},
+}
 _RATES = {"sft": (1e-5, 2e-4), "dpo": (1e-6, 5e-6), "kto": (1e-6, 5e-6), "grpo": (1e-6, 1e-5)}  # full, adapters
 _SEQUENCES = {"sft": 16, "dpo": 16, "kto": 16, "grpo": 64}  # of an optimizer step
 _COMMENTS = {
@@ -46,6 +50,7 @@ _COMMENTS = {
     "num_generations": "answers to each prompt",
     "gradient_checkpointing": "less memory, some of which `activation_memory` spends again",
     "activation_memory": "checkpointed layers keep what the GPU has room for",
+    "fp16": "autocast with a gradient scaler, for cards without bf16",
     "bf16": "autocast; off where all weights are trained in bf16",
     "optim": "liger_adamw trains bf16 weights as fp32 ones",
     "save_total_limit": "older checkpoints are deleted",
@@ -67,6 +72,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--data", metavar="DATA", nargs="+", help="files, patterns or folders, or a dataset on the Hub")
     parser.add_argument("--goal", choices=GOALS, help="; ".join(f"{name}: {what}" for name, what in GOALS.items()))
     parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of the GPU, such as 24GB")
+    parser.add_argument(
+        "--fp16", action="store_true", help="for a GPU without bf16, such as a T4; always on a machine with one"
+    )
     parser.set_defaults(function=new)
 
 
@@ -91,7 +99,10 @@ def new(arguments: Namespace, _: Sequence[str]) -> int:
         raise UserError(f"`--gpu_memory`: {error}.") from error
     prepare_libraries()
     values = {**_of_data(goal, model, data), "output_dir": f"outputs/{path.stem}"}
-    method, values, memory = _fitting(goal, values, size)
+    from liger_trainer.configs.flags import emulates_bf16
+
+    methods = _IN_FP16 if arguments.fp16 or emulates_bf16() else _METHODS
+    method, values, memory = _fitting(goal, values, size, methods)
     path.write_text(_written(values, f"{model}, {method}, {GOALS[goal]}. {memory}"), encoding="utf-8")
     print(f"{path}: {method}. {memory}\n")
     for command, what in (
@@ -155,7 +166,9 @@ def _columns(values: dict[str, Any]) -> list[str]:
     return list(converted_rows(checked, source).column_names)
 
 
-def _fitting(goal: str, values: dict[str, Any], size: int) -> tuple[str, dict[str, Any], str]:
+def _fitting(
+    goal: str, values: dict[str, Any], size: int, methods: dict[str, dict[str, Any]]
+) -> tuple[str, dict[str, Any], str]:
     """The best method with the largest batch that fits: its name, all keys, and its memory in words.
 
     Raises:
@@ -166,7 +179,7 @@ def _fitting(goal: str, values: dict[str, Any], size: int) -> tuple[str, dict[st
     from liger_trainer.tools.planning.report import GIB, make_plan
 
     least = 0.0
-    for method, settings in _METHODS.items():
+    for method, settings in methods.items():
         for batch in (8, 4, 2, 1):
             found = {**values, **settings, **_schedule(goal, method, batch)}
             with tempfile.TemporaryDirectory() as folder:

@@ -181,16 +181,24 @@ def test_an_expectation_that_cannot_be_divided_out_is_ignored(expected_grad: flo
     torch.testing.assert_close(gradients, torch.autograd.grad(_eager(*leaves, target), leaves))
 
 
-def test_fp16_gradients_of_a_mean_do_not_underflow() -> None:
-    # 4096 tokens of the same label: every other dlogit is p / 4096 < 2**-24, below fp16, unless it is scaled.
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum", "expected_grad": 1 / 4096}, {"expected_grad": 0.5}], ids=str
+)
+def test_fp16_gradients_of_a_mean_do_not_underflow(options: dict[str, Any]) -> None:
+    """Of a mean, of the sum that a trainer divides later, and of the mean of one of two micro-batches.
+
+    4096 tokens of the same label: every dlogit is below 2**-25, which is 0 in fp16, unless it is scaled.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(4096, HIDDEN, generator=generator).half()
-    weight = torch.randn(VOCAB, HIDDEN, generator=generator).half().requires_grad_()
+    weight = (0.1 * torch.randn(VOCAB, HIDDEN, generator=generator)).half().requires_grad_()
     weight.data[0] = 4 * hidden.float().mean(0).half()
     target = torch.zeros(4096, dtype=torch.int64)
-    bias = torch.full((VOCAB,), -9.0)
+    bias = torch.full((VOCAB,), -12.0)
     bias[0] = 0.0
-    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, bias), weight, torch.tensor(4096.0))
+    upstream = torch.tensor(1.0 if "reduction" in options else 4096.0)
+    loss = linear_cross_entropy(hidden, weight, target, bias, **options)
+    (gradient,) = torch.autograd.grad(loss, weight, upstream)
     double = weight.detach().double().requires_grad_()
     reference = linear_cross_entropy_reference(hidden.double(), double, target, bias.double())
     (expected,) = torch.autograd.grad(reference * 4096.0, double)

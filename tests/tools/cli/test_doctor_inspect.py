@@ -6,8 +6,10 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from liger_trainer.compat.private import TESTED
 from liger_trainer.tools.cli import doctor, main, run_recipe_file
@@ -108,6 +110,39 @@ def test_triton_may_be_missing(installed):
     assert doctor.unmet_requirement() is None
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "fast", "slow"),
+    [
+        ("Tesla T4", (7, 5), "fp16", "bf16 (emulated), attention (our kernels, no flash operator), fp8"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), "bf16, torch's flash attention", "fp8"),
+        ("NVIDIA H100", (9, 0), "bf16, torch's flash attention, fp8, torch's grouped matmul", ""),
+        ("NVIDIA GeForce RTX 5090", (12, 0), "bf16, torch's flash attention, fp8", ""),
+    ],
+)
+def test_what_a_gpu_runs_fast(name, capability, fast, slow, monkeypatch):
+    properties = SimpleNamespace(name=name, total_memory=16 * 2**30)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor, "_try_kernel", lambda kind: doctor.Finding("kernels", "ok", ""))
+    card, speeds, _ = doctor.devices()
+    assert f"{name}, 16 GiB, sm_{capability[0]}{capability[1]}" in card.text
+    assert ("`fp16: true`" in card.text) == (card.status == "warning") == (capability < (8, 0))
+    found, _, rest = speeds.text.partition("; not: ")
+    assert fast in found
+    assert rest.startswith(slow)
+    assert bool(slow) == bool(rest)
+
+
+def test_a_gpu_that_triton_does_not_know():
+    found = doctor.speeds("gpu 0", (7, 0))
+    assert found.status == "warning"
+    assert "sm_75" in found.text
+
+
 def test_trap_of_a_kernels_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert all(finding.subject != "kernels/" for finding in doctor.traps())
@@ -122,8 +157,6 @@ def test_trap_of_the_interpreter(monkeypatch):
 
 
 def test_traps_of_several_gpus_and_liger(monkeypatch):
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("RANK", raising=False)
@@ -135,8 +168,6 @@ def test_traps_of_several_gpus_and_liger(monkeypatch):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_flash_attn_is_a_choice(monkeypatch, installed):
-    import torch
-
     find = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(

@@ -43,6 +43,28 @@ def test_the_best_way_that_fits(model, size, expected, capsys):
     assert main(["plan", "mine.yaml", "--gpus", "1", "--gpu_memory", size]) == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", {"dtype": "float32", "optim": "adamw_torch_fused"}),
+        ("Qwen/Qwen3-0.6B", {"dtype": "float16", "use_peft": True}),
+        ("Qwen/Qwen3-8B", {"dtype": "float16", "use_peft": True, "load_in_4bit": True}),
+    ],
+)
+def test_a_card_without_bf16(model, expected, monkeypatch):
+    """Asked for, or found here; what is trained is fp32, as the gradient scaler needs it."""
+    write("talks.jsonl", SHAREGPT)
+    given = ["--model", model, "--data", "talks.jsonl", "--goal", "sft", "--gpu_memory"]
+    size = "8GB" if "0.6B" in model else "16GB"
+    asked = written("asked.yaml", *given, size, "--fp16")
+    monkeypatch.setattr("liger_trainer.configs.flags.emulates_bf16", lambda: True)
+    found = written("found.yaml", *given, size)
+    for values in (asked, found):
+        assert {key: values[key] for key in expected} == expected
+        assert (values["fp16"], values["bf16"]) == (True, False)
+    assert main(["plan", "asked.yaml", "--gpus", "1", "--gpu_memory", size]) == 0
+
+
 @pytest.mark.parametrize(("goal", "row"), [("sft", ALPACA), ("dpo", ORCA), ("kto", {**SHAREGPT, "label": True})])
 def test_what_is_written_trains(goal, row):
     write("data.jsonl", row)
