@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.recipe.known_models import FAMILIES, family_of
+from liger_trainer.recipe.families import FAMILIES, family_of
 from liger_trainer.recipe.schema import TRAINERS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from liger_trainer.tools.diagnosis.labels import (
     two_beginnings,
     without_label,
 )
-from liger_trainer.tools.diagnosis.rows import not_in_text, one_label, prompt_alone, same_answers
+from liger_trainer.tools.diagnosis.rows import behind_positions, not_in_text, one_label, prompt_alone, same_answers
 from liger_trainer.tools.diagnosis.sample import Sample, read_sample
 from liger_trainer.tools.diagnosis.settings import (
     idle_fp8,
@@ -26,6 +26,7 @@ from liger_trainer.tools.diagnosis.settings import (
     rounded,
     sampling,
     tied_adapters,
+    too_long,
     unshared_prompts,
 )
 
@@ -36,6 +37,7 @@ OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "packing": leaks,
     "prompts computed once": unshared_prompts,
     "sampling": sampling,
+    "positions": too_long,
     "fp8": idle_fp8,
 }
 OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
@@ -51,6 +53,7 @@ OF_ROWS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
     "answers that are the same": same_answers,
     "answers of one kind": one_label,
     "prompts before an answer": prompt_alone,
+    "rows and positions": behind_positions,
 }
 _NEEDS: dict[str, tuple[str, ...]] = {  # trainers, where not all
     "packing": ("sft",),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from jinja2 import TemplateError
 
 from liger_trainer.data.reach import conversations, left_out, renderer
 from liger_trainer.recipe.file import first_line
+from liger_trainer.recipe.model import positions_of
 from liger_trainer.tools.diagnosis.case import CannotCheckError, Case, Trap
 from liger_trainer.tools.diagnosis.sample import Sample
+from liger_trainer.tools.diagnosis.settings import beyond, too_long
 
 
 def not_in_text(case: Case, sample: Sample) -> list[Trap]:
@@ -66,6 +69,33 @@ def prompt_alone(case: Case, sample: Sample) -> list[Trap]:
         "the answer is learnt after a prompt that inference never shows"
     )
     return [Trap(what, "`chat_template_path` with a template whose prompts stay the same")]
+
+
+def behind_positions(case: Case, sample: Sample) -> list[Trap]:
+    """Rows, or prompts with their answers, of more tokens than the model has positions."""
+    most, generates = positions_of(case.config), case.kind.generates
+    answer = case.values["max_completion_length"] or 0 if generates else 0
+    if not most or too_long(case):  # which says it of any row
+        return []
+    try:
+        longest = max(_prompt_tokens(sample) if generates else [len(one.ids) for one in sample.cut], default=0)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise CannotCheckError(f"the chat template cannot be applied: {first_line(error)}") from error
+    if longest + answer <= most:
+        return []
+    what = f"A prompt of {longest} tokens and `max_completion_length: {answer}`" if generates else f"{longest} tokens"
+    fix = f"`max_completion_length: {most - longest}`, or shorter prompts" if longest < most else "shorter prompts"
+    return [Trap(f"{what} in a row, but {beyond(case, most)}", fix if generates else f"`max_length: {most}`")]
+
+
+def _prompt_tokens(sample: Sample) -> Iterator[int]:
+    """The number of tokens of each prompt."""
+    render = renderer(sample.processor, sample.template)
+    for row in sample.first:
+        text = row["prompt"]
+        if not isinstance(text, str):
+            text = render(conversations({"prompt": text})[0], None, add_generation_prompt=True)
+        yield len(sample.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _begins(render: Any, row: Any) -> bool:
