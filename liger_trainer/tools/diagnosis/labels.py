@@ -151,13 +151,16 @@ def end_of_answer(sample: Sample) -> int | None:
     if not sample.is_chat:
         return tokenizer.eos_token_id
     known = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    ids = tokenizer(_after_answer(sample), add_special_tokens=False)["input_ids"]
-    return next((token for token in ids if token in known), None)
+    for more in (False, True):  # GPT-OSS ends the last answer, at which generation stops, in a way of its own
+        ids = tokenizer(_after_answer(sample, more), add_special_tokens=False)["input_ids"]
+        if (end := next((token for token in ids if token in known), None)) is not None:
+            return end
+    return None
 
 
-def _after_answer(sample: Sample) -> str:
-    """What the chat template writes after an answer and before the next question."""
-    says = [("user", "What is six times seven?"), ("assistant", _ANSWER), ("user", "Why?")]
+def _after_answer(sample: Sample, more: bool) -> str:
+    """What the chat template writes after an answer, the last one or one before another question (`more`)."""
+    says = [("user", "What is six times seven?"), ("assistant", _ANSWER), *([("user", "Why?")] if more else [])]
     turns: list[Turn] = [{"role": role, "content": text} for role, text in says]
     try:
         text = renderer(sample.processor, sample.template)(turns)

@@ -125,6 +125,13 @@ def test_the_models_own_stops_count(tmp_path):
     assert traps_of(path) == []
 
 
+def test_a_last_answer_may_have_an_end_of_its_own(tmp_path):
+    """As in GPT-OSS, whose answers before another question end with a token at which generation does not stop."""
+    own = CHAT_TEMPLATE.replace("'<|im_end|>'", "('</s>' if loop.last else '<|im_end|>')")
+    assert own != CHAT_TEMPLATE
+    assert traps_of(recipe(tmp_path, model=model_folder(tmp_path / "own", own), eos_token=None)) == []
+
+
 def test_the_end_of_a_policys_answers(tmp_path):
     values = {"trainer": "grpo", "reward_funcs": ["liger_trainer.rewards:accuracy"], "system_prompt": "the cat"}
     rows = [{"prompt": "the cat", "solution": "sat"}]
