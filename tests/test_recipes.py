@@ -14,8 +14,9 @@ from liger_trainer.recipe import build_recipe, load_recipe
 from liger_trainer.recipe.build import chat_template
 from liger_trainer.recipe.file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe.load import check_values
-from liger_trainer.recipe.model import attention, check_model, model_kwargs
+from liger_trainer.recipe.model import attention, check_model, load_model, model_kwargs
 from liger_trainer.recipe.run import run_recipe
+from tests.low_bit import write_mxfp4
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -53,6 +54,9 @@ def test_all_shipped_recipes_are_found():
     adapted = ("sft_lora", "dpo_lora", "grpo_lora")
     ungated = {f"{family}_{method}" for family, methods in small.items() for method in methods}
     ungated |= {f"{family}_{method}" for family in small if family != "smollm2_135m" for method in adapted}
+    ungated |= {"smollm2_135m_sft_fp16", "qwen3_0_6b_sft_lora_fp16", "qwen3_vl_4b_sft_lora", "gpt_oss_20b_sft_lora"}
+    ungated |= {f"qwen3_5_9b_{method}" for method in ("sft_lora", "dpo_lora")}
+    ungated |= {"gemma4_e2b_sft_lora", "gemma4_e4b_sft_lora", "gemma4_e4b_dpo_lora"}
     quickstarts = {"quickstart", "quickstart_dpo", "quickstart_grpo"}
     quantised = {f"{family}_{method}" for family in ("llama3_8b", "gemma3_4b") for method in QUANTISED}
     experts = {f"qwen3_30b_a3b_sft_{method}" for method in ("lora", "qlora", "ep")}
@@ -305,6 +309,16 @@ def test_auto_takes_no_flash_attention_that_is_not_installed(tmp_path, monkeypat
         importlib.util, "find_spec", lambda name, *more: None if name == "flash_attn" else find(name, *more)
     )
     assert attention(recipe) is None
+
+
+def test_mxfp4_checkpoints_are_loaded_in_16_bits(tmp_path, caplog):
+    """On a GPU, transformers keeps them packed, and refuses to train them."""
+    assert "quantization_config" not in model_kwargs(minimal(tmp_path))
+    write_mxfp4(tmp_path / "model")
+    recipe = minimal(tmp_path, model_config=None, model_name_or_path=str(tmp_path / "model"))
+    assert model_kwargs(recipe)["quantization_config"].dequantize is True
+    assert "MXFP4 in the checkpoint, are loaded in 16 bits" in caplog.text
+    assert load_model(recipe, str(tmp_path / "model")).model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
 
 
 def test_experts_are_split_over_the_processes_of_the_launch(tmp_path, monkeypatch):

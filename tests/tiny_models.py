@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from liger_trainer.recipe.known_models import FAMILIES
+from liger_trainer.recipe.families import FAMILIES
 from liger_trainer.recipe.model import model_class
 
 VOCAB = 128

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,9 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
                 setattr(small, name, small_config(inside))
         return small
     vars(small).pop("quantization_config", None)
+    differing = getattr(config, "per_layer_attributes", None)  # sizes that differ between layers, in Gemma 4
+    if differing:
+        small.per_layer_config = None
     layers = int(getattr(config, "num_hidden_layers", None) or 0)  # a part between others may have none
     kept = _kept_layers(config, layers)
     most = {config.attribute_map.get(name, name): size for name, size in _MOST.items()}
@@ -99,11 +102,26 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     small.hidden_size = _HEADS * size if heads and config.hidden_size // heads == size else _HIDDEN
     small.num_attention_heads = _HEADS
     if key_heads is not None:
-        small.num_key_value_heads = _HEADS if key_heads == heads else (1 if key_heads == 1 else 2)
+        small.num_key_value_heads = _key_heads(key_heads, heads)
     if getattr(config, "initializer_range", None):
         small.initializer_range = 0.1  # so that attention prefers keys
     small.pad_token_id = 0
+    if differing:
+        small.per_layer_config = {place: _own_sizes(config, layer, differing, most) for place, layer in enumerate(kept)}
     return small
+
+
+def _key_heads(key_heads: int, heads: int) -> int:
+    return _HEADS if key_heads == heads else (1 if key_heads == 1 else 2)
+
+
+def _own_sizes(config: PreTrainedConfig, layer: int, names: Iterable[str], most: Mapping[str, int]) -> dict[str, Any]:
+    """The sizes of a layer that differ between layers, by their names, made small."""
+    own = config.per_layer_config[layer]
+    sizes = {name: _smaller(getattr(own, name), most.get(name)) for name in names}
+    if "num_key_value_heads" in sizes:
+        sizes["num_key_value_heads"] = _key_heads(own.num_key_value_heads, own.num_attention_heads)
+    return sizes
 
 
 def _written(config: PreTrainedConfig, name: str) -> Any:

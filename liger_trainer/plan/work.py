@@ -63,7 +63,9 @@ def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: boo
     for needed in ("hidden_size", "num_attention_heads"):
         if not isinstance(getattr(config, needed, None), int):
             raise ValueError(f"The configuration of {type(model).__name__} has no `{needed}`; it cannot be planned.")
-    layer = max(decoder_layers(model), key=lambda one: sum(p.numel() for p in one.parameters()))
+    layers = list(decoder_layers(model))
+    layer = max(layers, key=lambda one: sum(p.numel() for p in one.parameters()))
+    config = _of_layer(config, layers.index(layer))
     names = {name.rsplit(".", 1)[-1] for name, _ in layer.named_modules()}
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -74,7 +76,7 @@ def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: boo
         hidden=config.hidden_size,
         query=heads * head_dim,
         key_value=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-        intermediate=_shared_width(config) if sparse else _width(config),
+        intermediate=_shared_width(config) if sparse else _width(config, layer),
         experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts") if sparse else 0,
         experts_per_token=_first(config, "num_experts_per_tok", "num_experts_per_token", "top_k") if sparse else 0,
         expert_intermediate=_first(config, "moe_intermediate_size", "intermediate_size") if sparse else 0,
@@ -108,9 +110,17 @@ def _first(config: Any, *names: str) -> int:
     return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
 
 
-def _width(config: Any) -> int:
-    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return max(width) if isinstance(width, (list, tuple)) else int(width)
+def _of_layer(config: Any, index: int) -> Any:
+    """The configuration of one layer; asking that of the model for a size that differs between layers is an error."""
+    own = getattr(config, "per_layer_config", None)  # of transformers from 5.20 on
+    return own[index] if own else config
+
+
+def _width(config: Any, layer: nn.Module) -> int:
+    """The width of the layer's MLP: what its last projection takes, which may differ from the configuration's."""
+    down = [module for name, module in layer.named_modules() if name.rsplit(".", 1)[-1] in ("down_proj", "w2", "fc2")]
+    width = max((getattr(module, "in_features", 0) for module in down), default=0)
+    return width or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
 
 
 def _shared_width(config: Any) -> int:

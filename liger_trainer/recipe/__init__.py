@@ -7,7 +7,7 @@ A run goes through these modules in order:
 - `load`, `checks`, `smoke`: a checked `Recipe` from a file and the command line; ``--smoke`` makes it small
 - `output`: ``output_dir``, the checkpoint to resume from, and the summary at the end
 - `data`: the data (keys of data and columns) and the tokenizer; the built-in data are in `smoke`
-- `model`, `experts`, `known_models`: the model, its configuration, and its experts
+- `model`, `experts`, `known_models`, `families`: the model, its configuration, and its experts
 - `rewards`: reward functions and reward models
 - `build`: the trainer, and the checks of it before it trains
 - `run`: all of this as steps

@@ -1,15 +1,8 @@
-"""Configurations of models that are known offline: published ones, and tiny ones of each family for ``--smoke``."""
+"""The published configurations of the models that the shipped recipes name, known offline."""
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from liger_trainer.recipe.file import RecipeError, first_line
-from liger_trainer.recipe.schema import mapping
 
 _LLAMA_3_1_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -117,6 +110,121 @@ _SMOLLM2_135M: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+_QWEN3_VL_4B: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "text_config": {
+        **{key: value for key, value in _QWEN3_4B.items() if key not in ("dtype", "rope_theta")},
+        "model_type": "qwen3_vl_text",
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 5000000.0},
+            **{"mrope_section": [24, 20, 20], "mrope_interleaved": True},
+        },
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "out_hidden_size": 2560,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+}
+_QWEN3_5_9B: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+            **{"mrope_section": [11, 11, 10], "mrope_interleaved": True},
+        },
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 4096,
+    },
+}
+_GEMMA_4_E4B: dict[str, Any] = {
+    "model_type": "gemma4",
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_kv_shared_layers": 18,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 131072,
+    },
+    "vision_config": {"model_type": "gemma4_vision", "use_clipped_linears": True},
+    "audio_config": {"model_type": "gemma4_audio"},
+}
+_GEMMA_4_E2B: dict[str, Any] = {
+    **_GEMMA_4_E4B,
+    "text_config": {
+        **_GEMMA_4_E4B["text_config"],
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "use_double_wide_mlp": True,
+        "num_hidden_layers": 35,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+    },
+}
+_GPT_OSS_20B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "dtype": "bfloat16",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "router_aux_loss_coef": 0.9,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+        ],
+    },
+}
 
 PUBLISHED = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
@@ -128,167 +236,10 @@ PUBLISHED = {
     "google/gemma-3-4b-pt": _GEMMA_3_4B,
     "google/gemma-3-4b-it": _GEMMA_3_4B,
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen/Qwen3-VL-4B-Instruct": _QWEN3_VL_4B,
+    "Qwen/Qwen3.5-9B": _QWEN3_5_9B,
+    "google/gemma-4-E2B-it": _GEMMA_4_E2B,
+    "google/gemma-4-E4B-it": _GEMMA_4_E4B,
+    "openai/gpt-oss-20b": _GPT_OSS_20B,
 }
 """Hub id to configuration; `tests/tools/cli/test_plan.py` compares the parameter counts with the published ones."""
-
-
-_SIZE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-_GEMMA: dict[str, Any] = {**_SIZE, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
-_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": _SIZE,
-    "mistral": {**_SIZE, "head_dim": 8, "sliding_window": None},
-    "mixtral": {**_SIZE, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma": {**_SIZE, "head_dim": 8},
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "gemma3": {
-        "text_config": _GEMMA,
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 4,
-        },
-        "mm_tokens_per_image": 4,
-        "image_token_index": 5,
-        "boi_token_index": 6,
-        "eoi_token_index": 7,
-    },
-    "qwen2": _SIZE,
-    "qwen2_vl": {
-        "text_config": {**_SIZE, "rope_parameters": _MROPE},
-        "vision_config": {
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "mlp_ratio": 2,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "in_channels": 3,
-        },
-        "image_token_id": 5,
-        "vision_start_token_id": 6,
-        "vision_end_token_id": 7,
-    },
-    "qwen3": {**_SIZE, "head_dim": 8},
-    "qwen3_moe": {
-        **_SIZE,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
-    "mllama": {
-        "text_config": {
-            **_SIZE,
-            "cross_attention_layers": [1],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        "vision_config": {
-            "hidden_size": 32,
-            "attention_heads": 4,
-            "num_hidden_layers": 2,
-            "num_global_layers": 1,
-            "intermediate_size": 64,
-            "image_size": 16,
-            "patch_size": 4,
-            "max_num_tiles": 1,
-            "supported_aspect_ratios": [[1, 1]],
-            "vision_output_dim": 64,
-            "intermediate_layers_indices": [0],
-        },
-        "image_token_index": 5,
-    },
-    "phi3": _SIZE,
-    "granite": {
-        **_SIZE,
-        "logits_scaling": 8.0,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.125,
-    },
-    "olmo2": _SIZE,
-    "glm4": {**_SIZE, "head_dim": 8},
-    "cohere": {**_SIZE, "logit_scale": 0.0625},
-    "gpt_oss": {**_SIZE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-}
-
-# Prefixes of Hub names; a longer prefix comes before a shorter one that it starts with.
-_PREFIXES = (
-    ("qwen3-30b-a3b", "qwen3_moe"),
-    ("qwen3-235b-a22b", "qwen3_moe"),
-    ("qwen3-coder", "qwen3_moe"),
-    ("qwen3", "qwen3"),
-    ("qwen2-vl", "qwen2_vl"),
-    ("qwen2", "qwen2"),
-    ("gemma-3-1b", "gemma3_text"),
-    ("gemma-3-270m", "gemma3_text"),
-    ("gemma-3", "gemma3"),
-    ("gemma-2", "gemma2"),
-    ("gemma", "gemma"),
-    ("llama-3.2-11b-vision", "mllama"),
-    ("llama-3.2-90b-vision", "mllama"),
-    ("llama", "llama"),
-    ("smollm2", "llama"),
-    ("tinyllama", "llama"),
-    ("mixtral", "mixtral"),
-    ("mistral", "mistral"),
-    ("phi-3", "phi3"),
-    ("phi-4", "phi3"),
-    ("granite", "granite"),
-    ("olmo-2", "olmo2"),
-    ("glm-4", "glm4"),
-    ("c4ai-command", "cohere"),
-    ("aya", "cohere"),
-    ("gpt-oss", "gpt_oss"),
-)
-
-
-def family_of(values: Mapping[str, Any]) -> str:
-    """The ``model_type`` that a recipe trains, found without the network.
-
-    It is ``model_family`` or, without that, comes from ``model_config``, a local folder's ``config.json``, or the
-    prefix of the model's id.
-    """
-    family, name = values.get("model_family"), values.get("model_name_or_path")
-    config = values.get("model_config")
-    if family is None and config:
-        try:
-            family = (mapping("model_config", config) or {}).get("model_type")
-        except ValueError as error:
-            raise RecipeError(str(error)) from error
-    if family is None and name and (Path(name) / "config.json").is_file():
-        file = Path(name) / "config.json"
-        try:
-            family = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-        except (ValueError, AttributeError) as error:
-            raise RecipeError(
-                f"`model_name_or_path`: {str(file)!r} is not a JSON object: {first_line(error)}"
-            ) from error
-    if family is None and name:
-        short = str(name).rstrip("/").rsplit("/", 1)[-1].lower()
-        family = next((known for prefix, known in _PREFIXES if short.startswith(prefix)), None)
-    if family is None:
-        raise RecipeError(
-            f"--smoke cannot find the family of `model_name_or_path` {name!r} offline; set `model_family` to one of "
-            f"{', '.join(FAMILIES)}."
-        )
-    if family not in FAMILIES:
-        near = difflib.get_close_matches(family, FAMILIES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise RecipeError(f"--smoke has no tiny model of family {family!r}.{hint} It has {', '.join(FAMILIES)}.")
-    return family

@@ -93,6 +93,17 @@ def config_of_values(values: Mapping[str, Any], source: Path, packaged: bool = F
     return config
 
 
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """How many positions the language model of `config` has, stretched by its rotary embedding; None if unlimited."""
+    text = config.get_text_config()
+    most, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    if not most or not isinstance(
+        rope.get("factor"), (int, float)
+    ):  # each type of layer may have a rotation of its own
+        return most
+    return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
+
+
 def check_weights(folder: str, given: str) -> None:
     """Checks that the safetensors files in `folder` are complete; a name on the Hub is no folder and has none."""
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -184,12 +195,29 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
         "dtype": recipe.model.dtype,
         "attn_implementation": attention(recipe),
     }
-    quantization = get_quantization_config(recipe.model)
+    quantization = get_quantization_config(recipe.model) or _dequantised(config_of_recipe(recipe), recipe)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
     if recipe.recipe.expert_parallel_size > 1:
         kwargs["distributed_config"] = expert_parallel_config(recipe)
     return kwargs
+
+
+def _dequantised(config: PreTrainedConfig, recipe: Recipe) -> Any:
+    """What loads an MXFP4 checkpoint in 16 bits, as transformers trains no packed experts; None for any other."""
+    if not is_mxfp4(config):
+        return None
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    logger.warning("%s: the experts, MXFP4 in the checkpoint, are loaded in 16 bits.", recipe.source)
+    return Mxfp4Config(dequantize=True)
+
+
+def is_mxfp4(config: PreTrainedConfig) -> bool:
+    """Whether a configuration is of a checkpoint whose experts are packed in MXFP4."""
+    settings = getattr(config, "quantization_config", None) or {}
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings.quant_method
+    return getattr(method, "value", method) == "mxfp4"
 
 
 def attention(recipe: Recipe) -> str | None:

@@ -20,7 +20,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from liger_trainer.recipe.known_models import FAMILIES, family_of
+from liger_trainer.recipe.families import FAMILIES, family_of
 from liger_trainer.recipe.schema import TRAINERS
 
 if TYPE_CHECKING:

@@ -857,6 +857,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tools/cli/::test_a_signal_that_one_rank_gets_ends_all_of_them"),
     ],
     "recipe": [
+        ("MXFP4 stays packed", "_dequantised", r"dequantize=True", "dequantize=False",
+         "test_recipes::test_mxfp4_checkpoints_are_loaded_in_16_bits"),
         ("the core imports a tool", "first_line", r"return ",
          "from liger_trainer.tools import requirements as _  # noqa: F401\n    return ",
          "test_layout::test_packages_import_the_packages_of_their_row"),
@@ -898,6 +900,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tools/cli/test_smoke::test_every_shipped_recipe", "grpo"),
     ],
     "plan": [
+        ("sizes that differ between layers are those of a layer at the old index", "small_config",
+         r"for place, layer in enumerate\(kept\)\}", "for layer, place in zip(kept, kept) if place < len(kept)}",
+         "packing/test_proof::test_layers_whose_heads_differ_keep_their_sizes"),
         ("AdamW keeps one state", "_IN_DTYPE", '"adamw_torch_fused": 2', '"adamw_torch_fused": 1',
          "plan/::test_states_are_those_of_the_real_optimizer plan/::test_optimizer_states "
          "plan/::test_fsdp2_splits_fp32_weights_and_states"),
@@ -907,6 +912,14 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "plan/::test_where_nothing_fits tools/cli/::test_a_model_that_fits_nowhere"),
     ],
     "cli": [
+        ("doctor lets rows be longer than the model has positions", "too_long", r"<= most:", "<= 2**40:",
+         "tools/diagnosis/test_settings::test_found_and_gone_with_the_fix "
+         "tools/diagnosis/test_settings::test_positions_are_those_of_a_stretched_rotation", "behind or stretched"),
+        ("doctor counts no prompt beside its answer", "behind_positions", r"longest \+ answer <= most",
+         "answer <= most",
+         "tools/diagnosis/test_data::test_prompts_that_leave_no_room_for_an_answer"),
+        ("new writes bf16 for a card without it", "_methods", r"    if fp16:", "    if False:",
+         "tools/cli/test_new::test_a_card_without_bf16"),
         ("the doctor knows no tested version of the tokenizers", "TESTED", r'    "tokenizers": "[\d.]+",\n', "",
          "tools/cli/test_doctor_inspect::test_every_library_that_changes_what_is_trained_has_a_tested_version"),
         ("a mistake of the user has the exit code of a crash", "_run",

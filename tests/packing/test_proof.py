@@ -22,6 +22,7 @@ from liger_trainer.packing.layout import Layout
 from liger_trainer.packing.packed_row import PackedRow
 from liger_trainer.packing.proof import TOLERANCE, prove_packing, small_config
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.recipe.model import published_config
 from tests.attention.families import TAKEN, build
 from tests.tiny_models import COMMON
 
@@ -139,6 +140,18 @@ def test_layers_that_run_many_times_do_not_magnify_rounding():
 
 def test_parts_that_a_config_may_lack():
     assert small_config(AutoConfig.for_model("gemma4", audio_config=None)).audio_config is None
+
+
+@pytest.mark.parametrize("name", ["google/gemma-4-E2B-it", "google/gemma-4-E4B-it"])
+def test_layers_whose_heads_differ_keep_their_sizes(name):
+    """Full attention has wider heads; by their old indices, layers of one kind would get the sizes of another."""
+    small = small_config(published_config(name)).get_text_config()
+    heads = {kind: own.head_dim for kind, own in zip(small.layer_types, small.per_layer_config, strict=True)}
+    assert heads == {"sliding_attention": 256, "full_attention": 512}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    widths = {layer.self_attn.q_proj.out_features for layer in model.model.layers}
+    assert widths == {256 * small.num_attention_heads, 512 * small.num_attention_heads}
 
 
 class _Summed(LlamaForCausalLM):

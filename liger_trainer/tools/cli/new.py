@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import tempfile
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_trainer.errors import UserError
 from liger_trainer.tools.cli.argument_types import memory_size
 from liger_trainer.tools.cli.run_recipe import prepare_libraries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 GOALS = {
     "sft": "learn to answer as in the data",
@@ -20,6 +24,7 @@ GOALS = {
     "kto": "prefer good answers, from single answers with a label",
     "grpo": "find good answers by trying, from prompts and rewards",
 }
+_SOURCE = Path("the new recipe")
 _LAUNCH = 'if __import__("liger_trainer.cli").cli.run_yaml(globals()): pass  # lets `accelerate launch` run this file'
 _LORA: dict[str, Any] = {
     **{"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
@@ -30,14 +35,22 @@ _METHODS: dict[str, dict[str, Any]] = {  # the best first
     "LoRA": _LORA,
     "QLoRA": {"load_in_4bit": True, **_LORA},
 }
-_IN_FP16: dict[str, dict[str, Any]] = {  # for cards without bf16; a gradient scaler needs trained weights in fp32
-    "full": {"dtype": "float32", "bf16": False, "fp16": True, "optim": "adamw_torch_fused"},
-    **{name: {**_METHODS[name], "dtype": "float16", "bf16": False, "fp16": True} for name in ("LoRA", "QLoRA")},
+_IN_FP16: dict[str, dict[str, Any]] = {  # a gradient scaler needs trained weights in fp32
+    "full": {"dtype": "float32", "optim": "adamw_torch_fused"},
+    **{name: {**_METHODS[name], "dtype": "float16"} for name in ("LoRA", "QLoRA")},
 }
+_WITHOUT_BF16 = {
+    "bf16": False,
+    "fp16": True,
+    "attn_implementation": "sdpa",
+    "liger_kernel_config": {"attention": False},
+}
+_LANGUAGE_MODEL = r".*language_model.*(_proj|in_proj_\w+)"  # without the towers of images and audio
 _RATES = {"sft": (1e-5, 2e-4), "dpo": (1e-6, 5e-6), "kto": (1e-6, 5e-6), "grpo": (1e-6, 1e-5)}  # full, adapters
 _SEQUENCES = {"sft": 16, "dpo": 16, "kto": 16, "grpo": 64}  # of an optimizer step
 _COMMENTS = {
     "dtype": "of the weights",
+    "liger_kernel_config": "attention is torch's: ours is for newer GPUs",
     "attn_implementation": "the kernels of liger_trainer, or what is installed",
     "load_in_4bit": "the frozen weights in 4 bits (QLoRA); needs bitsandbytes",
     "lora_r": "the rank of the adapters: more learns more, and takes more memory",
@@ -73,7 +86,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--goal", choices=GOALS, help="; ".join(f"{name}: {what}" for name, what in GOALS.items()))
     parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of the GPU, such as 24GB")
     parser.add_argument(
-        "--fp16", action="store_true", help="for a GPU without bf16, such as a T4; always on a machine with one"
+        "--fp16", action="store_true", help="for a GPU without bf16, such as a T4; taken where there is one here"
     )
     parser.set_defaults(function=new)
 
@@ -98,11 +111,11 @@ def new(arguments: Namespace, _: Sequence[str]) -> int:
     except ArgumentTypeError as error:
         raise UserError(f"`--gpu_memory`: {error}.") from error
     prepare_libraries()
-    values = {**_of_data(goal, model, data), "output_dir": f"outputs/{path.stem}"}
     from liger_trainer.configs.flags import emulates_bf16
 
-    methods = _IN_FP16 if arguments.fp16 or emulates_bf16() else _METHODS
-    method, values, memory = _fitting(goal, values, size, methods)
+    values = {**_of_data(goal, model, data), "output_dir": f"outputs/{path.stem}"}
+    methods = _methods(values, arguments.fp16 or emulates_bf16())
+    method, values, memory = _fitting(goal, values, methods, size)
     path.write_text(_written(values, f"{model}, {method}, {GOALS[goal]}. {memory}"), encoding="utf-8")
     print(f"{path}: {method}. {memory}\n")
     for command, what in (
@@ -128,7 +141,7 @@ def _asked(option: str, question: str, default: str) -> str:
 def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     """The keys that model, data and goal decide."""
     from liger_trainer.data.files import suffix
-    from liger_trainer.recipe.model import config_of_values
+    from liger_trainer.recipe.model import config_of_values, positions_of
 
     values: dict[str, Any] = {"trainer": goal, "model_name_or_path": model}
     values |= {"dtype": "bfloat16", "attn_implementation": "auto"}
@@ -137,8 +150,11 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
         raise UserError(f"`--data` is {' '.join(data)}, which is not here; give files, or one dataset on the Hub.")
     values |= {"data_files": list(data)} if local else {"dataset_name": data[0]}
     columns = _columns(values) if local else ["messages"]  # those of the Hub are taken for conversations
-    config = config_of_values(values, Path("the new recipe"), packaged=True).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or 4096  # more have no embedding, or were not learnt
+    config = config_of_values(values, _SOURCE, packaged=True)
+    positions = positions_of(config) or 4096  # more have no embedding, or were not learnt
+    pictures = bool({"image", "images"} & {*columns})
+    if pictures and config.get_text_config() is config:
+        raise UserError(f"`--data` has images, but `--model` {model!r} reads text alone; give a model that sees them.")
     if goal == "grpo":
         return values | {
             "reward_funcs": ["liger_trainer.rewards:accuracy"],
@@ -147,7 +163,36 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     values["max_length"] = min(4096 if goal == "sft" else 2048, positions)
     if goal != "sft":
         return values | {"beta": 0.1}
-    return values | {"packing": True, **({"assistant_only_loss": True} if "messages" in columns else {})}
+    values |= {"assistant_only_loss": True} if "messages" in columns else {}
+    return values if pictures or not _may_pack(values, config) else {**values, "packing": True}
+
+
+def _may_pack(values: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether packed rows do not see each other, as far as `doctor` can tell."""
+    from liger_trainer.recipe.load import check_values
+    from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case
+    from liger_trainer.tools.diagnosis.settings import leaks
+
+    checked, _ = check_values({**values, "packing": True}, [], _SOURCE)
+    try:
+        return not leaks(Case(_SOURCE, checked, config, is_model=False))
+    except CannotCheckError:
+        return False
+
+
+def _methods(values: dict[str, Any], fp16: bool) -> dict[str, dict[str, Any]]:
+    """What to try, the best first."""
+    from liger_trainer.recipe.model import config_of_values
+
+    config = config_of_values(values, _SOURCE, packaged=True)
+    methods = _METHODS
+    if fp16:
+        values.pop("packing", None)  # torch's attention would take a mask of all pairs of tokens
+        methods = {name: {**settings, **_WITHOUT_BF16} for name, settings in _IN_FP16.items()}
+    if config.get_text_config() is config:
+        return methods
+    text = {"lora_target_modules": [_LANGUAGE_MODEL]}
+    return {name: {**settings, **(text if "use_peft" in settings else {})} for name, settings in methods.items()}
 
 
 def _columns(values: dict[str, Any]) -> list[str]:
@@ -160,14 +205,13 @@ def _columns(values: dict[str, Any]) -> list[str]:
     from liger_trainer.tools.diagnosis.sample import converted_rows
 
     rewards = {"reward_funcs": ["liger_trainer.rewards:length"]} if values["trainer"] == "grpo" else {}
-    source = Path("the new recipe")
     without_model = {**values, **rewards, "model_name_or_path": ""}  # the rows do not depend on it
-    checked, _ = check_values(without_model, [], source)
-    return list(converted_rows(checked, source).column_names)
+    checked, _ = check_values(without_model, [], _SOURCE)
+    return list(converted_rows(checked, _SOURCE).column_names)
 
 
 def _fitting(
-    goal: str, values: dict[str, Any], size: int, methods: dict[str, dict[str, Any]]
+    goal: str, values: dict[str, Any], methods: dict[str, dict[str, Any]], size: int
 ) -> tuple[str, dict[str, Any], str]:
     """The best method with the largest batch that fits: its name, all keys, and its memory in words.
 
@@ -180,16 +224,18 @@ def _fitting(
 
     least = 0.0
     for method, settings in methods.items():
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "recipe.yaml"
+            file.write_text(_written({**values, **settings, **_schedule(goal, method, 1)}, "tried"), encoding="utf-8")
+            inputs = read_inputs(str(file), [])  # which builds the model; another batch needs no other
         for batch in (8, 4, 2, 1):
-            found = {**values, **settings, **_schedule(goal, method, batch)}
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "recipe.yaml"
-                file.write_text(_written(found, "tried"), encoding="utf-8")
-                inputs = read_inputs(str(file), [])
-                plan = make_plan(inputs, 1, size)
-            least = estimate(inputs.run, plan.written.setting).total / GIB
+            found = _schedule(goal, method, batch)
+            tried = dataclasses.replace(inputs, values={**inputs.values, **found})
+            plan = make_plan(tried, 1, size)
+            least = estimate(tried.run, plan.written.setting).total / GIB
             if plan.written.fits:
-                return method, found, f"One GPU of {size / GIB:.0f} GiB, of which it takes {least:.0f} GiB."
+                memory = f"One GPU of {size / GIB:.0f} GiB, of which it takes {least:.0f} GiB."
+                return method, {**values, **settings, **found}, memory
     raise UserError(
         f"`--gpu_memory` is {size / GIB:.0f} GiB, and the least that fits takes {least:.0f} GiB; give a smaller model, "
         "or see `liger-trainer plan` for several GPUs."

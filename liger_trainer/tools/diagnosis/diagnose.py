@@ -8,6 +8,7 @@ from typing import Any
 
 from liger_trainer.recipe.schema import TRAINERS
 from liger_trainer.tools.diagnosis.labels import (
+    behind_positions,
     cut_answers,
     few_labels,
     left_out,
@@ -28,6 +29,7 @@ from liger_trainer.tools.diagnosis.settings import (
     rounded,
     sampling,
     tied_adapters,
+    too_long,
     unshared_prompts,
 )
 
@@ -38,6 +40,7 @@ OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "packing": leaks,
     "prompts computed once": unshared_prompts,
     "sampling": sampling,
+    "positions": too_long,
     "fp8": idle_fp8,
 }
 OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
@@ -53,6 +56,7 @@ OF_ROWS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
     "answers that are the same": same_answers,
     "answers of one kind": one_label,
     "prompts before an answer": prompt_alone,
+    "rows and positions": behind_positions,
 }
 _NEEDS: dict[str, tuple[str, ...]] = {  # trainers, where not all
     "packing": ("sft",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from jinja2 import TemplateError
 from liger_trainer.data.turns import Turn, conversations, renderer
 from liger_trainer.data.turns import left_out as left_out_by
 from liger_trainer.recipe.file import first_line
+from liger_trainer.recipe.model import positions_of
 from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Sample, Trap
+from liger_trainer.tools.diagnosis.settings import beyond, too_long
 
 
 def not_in_text(case: Case, sample: Sample) -> list[Trap]:
@@ -69,6 +72,33 @@ def prompt_alone(case: Case, sample: Sample) -> list[Trap]:
         "the answer is learnt after a prompt that inference never shows"
     )
     return [Trap(what, "`chat_template_path` with a template whose prompts stay the same")]
+
+
+def behind_positions(case: Case, sample: Sample) -> list[Trap]:
+    """Rows, or prompts with their answers, of more tokens than the model has positions."""
+    most, generates = positions_of(case.config), case.kind.generates
+    answer = case.values["max_completion_length"] or 0 if generates else 0
+    if not most or too_long(case):  # which says it of any row
+        return []
+    try:
+        longest = max(_prompt_tokens(sample) if generates else [len(one.ids) for one in sample.cut], default=0)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise CannotCheckError(f"the chat template cannot be applied: {first_line(error)}") from error
+    if longest + answer <= most:
+        return []
+    what = f"A prompt of {longest} tokens and `max_completion_length: {answer}`" if generates else f"{longest} tokens"
+    fix = f"`max_completion_length: {most - longest}`, or shorter prompts" if longest < most else "shorter prompts"
+    return [Trap(f"{what} in a row, but {beyond(case, most)}", fix if generates else f"`max_length: {most}`")]
+
+
+def _prompt_tokens(sample: Sample) -> Iterator[int]:
+    """The number of tokens of each prompt."""
+    render = renderer(sample.processor, sample.template)
+    for row in sample.first:
+        text = row["prompt"]
+        if not isinstance(text, str):
+            text = render(conversations({"prompt": text})[0], None, add_generation_prompt=True)
+        yield len(sample.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _begins(render: Any, row: Any) -> bool:
@@ -213,13 +243,16 @@ def end_of_answer(sample: Sample) -> int | None:
     if not sample.is_chat:
         return tokenizer.eos_token_id
     known = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    ids = tokenizer(_after_answer(sample), add_special_tokens=False)["input_ids"]
-    return next((token for token in ids if token in known), None)
+    for more in (False, True):  # GPT-OSS ends the last answer, at which generation stops, in a way of its own
+        ids = tokenizer(_after_answer(sample, more), add_special_tokens=False)["input_ids"]
+        if (end := next((token for token in ids if token in known), None)) is not None:
+            return end
+    return None
 
 
-def _after_answer(sample: Sample) -> str:
-    """What the chat template writes after an answer and before the next question."""
-    says = [("user", "What is six times seven?"), ("assistant", _ANSWER), ("user", "Why?")]
+def _after_answer(sample: Sample, more: bool) -> str:
+    """What the chat template writes after an answer, the last one or one before another question (`more`)."""
+    says = [("user", "What is six times seven?"), ("assistant", _ANSWER), *([("user", "Why?")] if more else [])]
     turns: list[Turn] = [{"role": role, "content": text} for role, text in says]
     try:
         text = renderer(sample.processor, sample.template)(turns)

@@ -1,8 +1,8 @@
 """Checks of the keys of a recipe and of the configuration of its model.
 
 The checks are of half-precision weights that lose updates, adapters on tied weights, checkpoints in 8 bits and fewer,
-sampling from another distribution than the loss takes, packed documents that see each other, and fp8 that cannot run or
-saves no time.
+sampling from another distribution than the loss takes, rows longer than the model has positions, packed documents that
+see each other, and fp8 that cannot run or saves no time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.fp8 import ADAPTED, ENDS, LEAST_ROWS, find_fp8
 from liger_trainer.recipe.experts import count_experts
 from liger_trainer.recipe.file import first_line
-from liger_trainer.recipe.model import model_class
+from liger_trainer.recipe.model import is_mxfp4, model_class, positions_of
 from liger_trainer.recipe.schema import mapping
 from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Trap
 from liger_trainer.tools.planning.inputs import kernels_of, rounded_updates
@@ -103,6 +103,8 @@ def low_bit_base(case: Case) -> list[Trap]:
             )
         )
     targets = case.values["use_peft"] and case.values.get("lora_target_parameters")
+    if is_mxfp4(case.config) and not case.is_model:
+        targets = None  # a recipe loads these in 16 bits
     if targets and "dequantize" in _parameters_of(kind):
         found.append(
             Trap(
@@ -136,6 +138,24 @@ def sampling(case: Case) -> list[Trap]:
         what = f"`generation_kwargs` samples at `temperature` {given}, but the loss divides the logits by {own}"
         traps.append(Trap(f"{what}: it takes probabilities of another policy", f"`temperature: {given}`"))
     return traps
+
+
+def too_long(case: Case) -> list[Trap]:
+    """Rows, or answers alone, that may have more tokens than the model has positions."""
+    most = positions_of(case.config)
+    key = "max_completion_length" if case.kind.generates else "max_length"
+    length = case.values[key]
+    if not most or not length or length + case.kind.generates <= most:  # a prompt has a token at least
+        return []
+    return [Trap(f"`{key}: {length}`, but {beyond(case, most)}", f"`{key}: {most // (1 + case.kind.generates)}`")]
+
+
+def beyond(case: Case, most: int) -> str:
+    """What is wrong with tokens behind the `most` positions of the model."""
+    return (
+        f"{case.config.model_type} has {most} positions: those behind were never trained, and a learnt embedding does "
+        "not have them"
+    )
 
 
 LEAST_CHANGE = 1e-5

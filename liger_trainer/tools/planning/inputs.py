@@ -274,6 +274,9 @@ def _notes(
         notes.append("`use_liger_kernel` is false: layers without the kernels take more memory than planned.")
     if config.get_text_config() is not config:
         notes.append("Activations of images are not counted.")
+    kinds = sorted({kind for kind in getattr(config.get_text_config(), "layer_types", None) or () if "linear" in kind})
+    if kinds:
+        notes.append(f"Layers of the type {', '.join(kinds)} are planned as if they had attention.")
     if (every := _every_n_layers(values)) > 1:
         meaning = f"checkpoints one of every {every} layers; the others save their activations."
         notes.append(f'With `every_n_layers`, "checkpointing" {meaning}')

@@ -8,7 +8,10 @@ from transformers import LlamaConfig
 
 from liger_trainer.cli import main
 from liger_trainer.recipe.file import read_recipe
+from liger_trainer.recipe.model import published_config
 from liger_trainer.tools.cli import new
+from liger_trainer.tools.diagnosis.sample import read_case
+from liger_trainer.tools.planning.inputs import build_on_meta
 from tests.tools.cli.test_data import ALPACA, ORCA, SHAREGPT, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,8 +64,10 @@ def test_a_card_without_bf16(model, expected, monkeypatch):
     found = written("found.yaml", *given, size)
     for values in (asked, found):
         assert {key: values[key] for key in expected} == expected
-        assert (values["fp16"], values["bf16"]) == (True, False)
+        assert (values["fp16"], values["bf16"], values["attn_implementation"]) == (True, False, "sdpa")
+        assert "packing" not in values
     assert main(["plan", "asked.yaml", "--gpus", "1", "--gpu_memory", size]) == 0
+    assert main(["doctor", "asked.yaml"]) == 0
 
 
 @pytest.mark.parametrize(("goal", "row"), [("sft", ALPACA), ("dpo", ORCA), ("kto", {**SHAREGPT, "label": True})])
@@ -95,6 +100,38 @@ def test_no_row_is_longer_than_the_positions_of_the_model(goal, key, expected):
     ).save_pretrained("model")  # fmt: skip
     given = ["--model", "model", "--data", "openai/gsm8k", "--goal", goal, "--gpu_memory", "24GB"]
     assert written("mine.yaml", *given)[key] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "packed"),
+    [
+        ("Qwen/Qwen3.5-9B", "24GB", False),
+        ("openai/gpt-oss-20b", "80GB", False),
+        ("google/gemma-4-E2B-it", "16GB", True),
+        ("Qwen/Qwen3-VL-4B-Instruct", "16GB", True),
+    ],
+)
+def test_newer_models(model, size, packed):
+    """Rows are packed where they do not see each other, and adapters are those of the language model."""
+    write("talks.jsonl", SHAREGPT)
+    given = ["--model", model, "--data", "talks.jsonl", "--goal", "sft", "--gpu_memory", size]
+    values = written("mine.yaml", *given)
+    assert values.get("packing", False) is packed
+    adapted = build_on_meta(read_case("mine.yaml").values, published_config(model))[0]
+    names = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert names
+    assert not any("visual" in name or "tower" in name for name in names)
+    assert main(["train", "mine.yaml", "--smoke", "--output_dir", "run"]) == 0
+
+
+def test_data_with_images():
+    picture = {"prompt": [{"role": "user", "content": "What is it?"}], "images": ["cat.png"]}
+    write("seen.jsonl", {**picture, "completion": [{"role": "assistant", "content": "A cat."}]})
+    given = ["--data", "seen.jsonl", "--goal", "sft", "--gpu_memory", "24GB"]
+    values = written("mine.yaml", "--model", "Qwen/Qwen3-VL-4B-Instruct", *given)
+    assert "packing" not in values
+    assert main(["new", "other.yaml", "--model", "Qwen/Qwen3-4B", *given]) == 2
+    assert not Path("other.yaml").exists()
 
 
 def test_what_is_missing_is_asked_at_a_terminal(monkeypatch):

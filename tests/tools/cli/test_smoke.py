@@ -8,7 +8,7 @@ import pytest
 
 from liger_trainer.patching.moe import experts_formula
 from liger_trainer.patching.moe.experts import SIZES
-from liger_trainer.recipe import known_models, load_recipe, smoke
+from liger_trainer.recipe import families, load_recipe, smoke
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe.run import run_recipe
 from liger_trainer.tools.cli import main
@@ -49,7 +49,7 @@ def test_every_shipped_recipe(name, tmp_path, capsys, caplog, monkeypatch):
     saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
     assert (folder / saved).is_file()
     of_a_mixture = {"adapted" if name.endswith(("sft_lora", "sft_qlora")) else "plain"}
-    assert experts == (of_a_mixture if name.startswith("qwen3_30b_a3b") else set())
+    assert experts == (of_a_mixture if name.startswith(("qwen3_30b_a3b", "gpt_oss")) else set())
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def one_step(folder, family, *options):
     assert main(["train", recipe, "--smoke", "--max_steps", "1", "--output_dir", str(folder), *options]) == 0
 
 
-@pytest.mark.parametrize("family", sorted(known_models.FAMILIES))
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_every_family(family, tmp_path):
     one_step(tmp_path / "run", family)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model_type"] in (family, f"{family}_text")
@@ -161,22 +161,25 @@ def test_balance_of_the_routers(tmp_path):
         ("google/gemma-2-9b", "gemma2"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral"),
         ("openai/gpt-oss-20b", "gpt_oss"),
+        ("Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl"),
+        ("Qwen/Qwen3.5-4B", "qwen3_5"),
+        ("google/gemma-4-E4B", "gemma4"),
     ],
 )
 def test_family_from_the_id(name, family):
-    assert known_models.family_of({"model_name_or_path": name}) == family
+    assert families.family_of({"model_name_or_path": name}) == family
 
 
 def test_family_from_a_local_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "olmo2"}')
-    assert known_models.family_of({"model_name_or_path": str(tmp_path)}) == "olmo2"
+    assert families.family_of({"model_name_or_path": str(tmp_path)}) == "olmo2"
 
 
 def test_unknown_family_says_what_to_set():
     with pytest.raises(RecipeError, match="set `model_family`"):
-        known_models.family_of({"model_name_or_path": "someone/else"})
+        families.family_of({"model_name_or_path": "someone/else"})
     with pytest.raises(RecipeError, match="Did you mean 'qwen3_moe'"):
-        known_models.family_of({"model_family": "qwen3moe"})
+        families.family_of({"model_family": "qwen3moe"})
 
 
 def test_the_command_line_stays(tmp_path):

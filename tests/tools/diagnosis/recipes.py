@@ -17,6 +17,7 @@ def model_folder(path, chat_template=CHAT_TEMPLATE, **config):
     made.chat_template = chat_template
     made.save_pretrained(path)
     values = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, "initializer_range": 0.02}
+    values["max_position_embeddings"] = 32768
     (Path(path) / "config.json").write_text(json.dumps({**values, **config}))
     return str(path)
 

@@ -1,6 +1,7 @@
 """Traps that the first rows of the data show, as the trainer makes them; the same with the fix has none."""
 
 import json
+import re
 
 import pytest
 from datasets import Dataset
@@ -124,6 +125,13 @@ def test_the_models_own_stops_count(tmp_path):
     assert traps_of(path) == []
 
 
+def test_a_last_answer_may_have_an_end_of_its_own(tmp_path):
+    """As in GPT-OSS, whose answers before another question end with a token at which generation does not stop."""
+    own = CHAT_TEMPLATE.replace("'<|im_end|>'", "('</s>' if loop.last else '<|im_end|>')")
+    assert own != CHAT_TEMPLATE
+    assert traps_of(recipe(tmp_path, model=model_folder(tmp_path / "own", own), eos_token=None)) == []
+
+
 def test_the_end_of_a_policys_answers(tmp_path):
     values = {"trainer": "grpo", "reward_funcs": ["liger_trainer.rewards:accuracy"], "system_prompt": "the cat"}
     rows = [{"prompt": "the cat", "solution": "sat"}]
@@ -159,7 +167,7 @@ def test_two_beginnings(tmp_path):
 
 def test_image_tokens_as_labels(tmp_path):
     folder = str(tmp_path / "model")
-    TINY_MODELS["gemma3"]().config.save_pretrained(folder)
+    TINY_MODELS["gemma3"](max_position_embeddings=256).config.save_pretrained(folder)
     PROCESSORS["gemma3"]().save_pretrained(folder)
     file = tmp_path / "model" / "tokenizer_config.json"
     names = {"extra_special_tokens": {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}}
@@ -224,6 +232,27 @@ def test_answers_with_one_label(tmp_path):
     assert "`label` is true in all of the first 4 rows" in trap
     both = [good, {**good, "label": False}]
     assert not any("`label` is" in trap for trap in traps_of(recipe(tmp_path, both, trainer="kto")))
+
+
+def test_prompts_that_leave_no_room_for_an_answer(tmp_path):
+    values = {"trainer": "grpo", "reward_funcs": ["liger_trainer.rewards:accuracy"], "system_prompt": "the cat"}
+    model = model_folder(tmp_path / "short", eos_token_id=[2, 4], max_position_embeddings=128)
+    rows = [{"prompt": "the cat", "solution": "sat"}, {"prompt": LONG, "solution": "sat"}]
+    path = recipe(tmp_path, rows, model=model, max_completion_length=60, **values)
+    (trap,) = traps_of(path)
+    words = re.search(r"A prompt of (\d+) tokens and `max_completion_length: 60` in a row", trap)
+    assert words is not None
+    longest = int(words[1])
+    assert 128 - 60 < longest < 128
+    assert traps_of(path, "--max_completion_length", str(128 - longest)) == []
+    assert len(traps_of(path, "--max_completion_length", str(129 - longest))) == 1
+
+
+def test_rows_without_a_limit_have_positions_too(tmp_path):
+    model = model_folder(tmp_path / "short", max_position_embeddings=16)
+    path = recipe(tmp_path, chats(answer=LONG), model=model)
+    (trap,) = traps_of(path, "--max_length", "null")
+    assert "tokens in a row, but llama has 16 positions" in trap
 
 
 def test_prompts_that_the_template_changes_when_an_answer_follows(tmp_path):

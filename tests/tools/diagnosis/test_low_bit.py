@@ -18,6 +18,7 @@ PUBLISHED = {
     "w8": ({"quant_method": "compressed-tensors", "config_groups": {"a": WEIGHTS}}, []),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, []),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, []),
+    "mxfp4": ({"quant_method": "mxfp4"}, []),  # recipes load it in 16 bits
     "none": (None, []),
 }  # fmt: skip
 ADAPTERS = {"use_peft": True, "lora_target_parameters": ["experts.gate_up_proj"], "lora_dropout": 0.0}
@@ -42,7 +43,7 @@ def test_formats(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("fp8", 1), ("bitsandbytes", 0), ("none", 0), ("modelopt", 1), ("w8a8", 2)]
+    ("name", "count"), [("fp8", 1), ("bitsandbytes", 0), ("mxfp4", 0), ("none", 0), ("modelopt", 1), ("w8a8", 2)]
 )
 def test_adapters_on_experts(name, count, tmp_path):
     found = traps(tmp_path, PUBLISHED[name][0], **ADAPTERS)

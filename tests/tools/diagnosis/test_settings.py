@@ -56,6 +56,12 @@ CASES = {
         ["--temperature", "0.5"],
         "divides the logits by 1.0",
     ),
+    "rows behind the positions": ({"max_length": 32769}, ["--max_length", "32768"], "llama has 32768 positions"),
+    "answers behind the positions": (
+        {**POLICY, "max_completion_length": 32768},
+        ["--max_completion_length", "16384"],
+        "llama has 32768 positions",
+    ),
 }
 
 
@@ -115,6 +121,23 @@ def test_a_copy_that_cannot_run_is_not_checked(tmp_path):
     path = write_recipe(tmp_path / "mine.yaml", values)  # the small sizes do not agree with each other
     with pytest.raises(CannotCheckError, match=r"could not be run \(layers of the type linear_attention\): shape"):
         OF_SETTINGS["packing"](read_case(path))
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "default"}, 32768),
+        ({"rope_type": "yarn", "factor": 4.0}, 131072),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
+        ({"rope_type": "linear", "factor": 2.0}, 65536),
+    ],
+)
+def test_positions_are_those_of_a_stretched_rotation(rope, positions, tmp_path):
+    model = model_folder(tmp_path / "stretched", rope_parameters={"rope_theta": 1e4, **rope})
+    check = OF_SETTINGS["positions"]
+    assert check(read_case(recipe(tmp_path, model=model, max_length=positions))) == []
+    (trap,) = check(read_case(recipe(tmp_path, model=model, max_length=positions + 1)))
+    assert f"`max_length: {positions}`" in str(trap)
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
