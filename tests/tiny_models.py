@@ -25,6 +25,8 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Trained by smoke runs alone: Gemma 4 does not take the sizes of `COMMON`, the others have no row in the tables.
+_SMOKE_ALONE = ("gemma4", "qwen3_5", "qwen3_vl")
 _MORE: dict[str, dict[str, Any]] = {  # added to FAMILIES: auxiliary losses, and image ids that `tiny_batch` never draws
     "qwen3_moe": {"output_router_logits": True},
     "mixtral": {"output_router_logits": True},
@@ -69,7 +71,7 @@ def _tiny_model(family: str, **overrides: Any) -> PreTrainedModel:
 
 
 TINY_MODELS: dict[str, Callable[..., PreTrainedModel]] = {
-    family: functools.partial(_tiny_model, family) for family in FAMILIES
+    family: functools.partial(_tiny_model, family) for family in FAMILIES if family not in _SMOKE_ALONE
 }
 """Family name → builder. Keyword arguments override fields of the (text) config."""
 
