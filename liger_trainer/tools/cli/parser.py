@@ -23,7 +23,7 @@ from liger_trainer.tools.cli import (
     recipes,
     train,
 )
-from liger_trainer.tools.cli.run_recipe import interrupted
+from liger_trainer.tools.cli.run_recipe import interrupted, quiet_bitsandbytes
 
 EXAMPLES = """examples:
   liger-trainer train quickstart                              train a small model on text that ships with Python
@@ -73,6 +73,7 @@ def run(argv: Sequence[str]) -> int:
     diagnosed = getattr(arguments, "subject", None) is not None
     if rest and not (arguments.command in ("train", "data", "plan", "compare") or diagnosed):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    quiet_bitsandbytes()
     missing = next((name for name in ("packaging", "rich", "yaml") if importlib.util.find_spec(name) is None), None)
     try:
         if missing:
