@@ -263,7 +263,7 @@ def unknown_keys(keys: Sequence[str], known: Sequence[str], where: str, trainer:
     """
     hints = {key: _hint(key, known, trainer) for key in keys}
     if len(keys) == 1:
-        hint = f"; {hints[keys[0]]}" if hints[keys[0]] else ""
+        hint = f"; {hints[keys[0]] or f'`liger-trainer keys {trainer}` lists the keys'}"
         return RecipeError(
             f"{where}: unknown key `{keys[0]}` for `trainer: {trainer}`{hint}{'' if hint[-1:] == '?' else '.'}"
         )
