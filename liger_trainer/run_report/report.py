@@ -33,6 +33,14 @@ _FIRST = (
 _NO_CURVES = ("step", "epoch", "total_flos", "num_tokens", "num_input_tokens_seen")
 _OF_THE_EVALUATION = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
 _PAIR = ("chosen", "rejected")
+_OF_THE_RUN = {  # what the Trainer logs at the end: the name here, and the number with its unit
+    "train_runtime": ("training time", "{:,.4g} s"),
+    "train_loss": ("mean training loss", "{:,.4g}"),
+    "train_peak_memory_gib": ("peak memory", "{:,.4g} GiB"),
+    "train_mfu": ("MFU", "{:.1%}"),
+    "train_labelled_share": ("tokens with a label", "{:.1%}"),
+    **{f"train_{what}_per_second": (f"{what} per second", "{:,.4g}") for what in ("tokens", "samples", "steps")},
+}
 
 _SAMPLES, _CHARACTERS = 8, 2000  # rows, and characters of a cell
 
@@ -86,10 +94,15 @@ def _facts(
         "epoch": None if state.epoch is None else f"{state.epoch:.2f}",
         "ended": ended,
         "best checkpoint": state.best_model_checkpoint,
-        **{name.replace("_", " "): f"{summary[name]:,.4g}" for name in summary if name.startswith("train_")},
+        **dict(_of_the_run(name, summary[name]) for name in summary if name.startswith("train_")),
         "written": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
     return [(name, fact) for name, fact in facts.items() if fact]
+
+
+def _of_the_run(key: str, value: float) -> tuple[str, str]:
+    name, form = _OF_THE_RUN.get(key, (key.replace("_", " "), "{:,.4g}"))
+    return name, form.format(value)
 
 
 def _model_name(model: nn.Module | None) -> str:
