@@ -37,6 +37,7 @@ _AT_LEAST: dict[str, float] = {  # the smallest allowed value
     "lora_alpha": 1,
     "top_k": 0,
     "sample_tokens": 1,
+    "sample_steps": 1,
     "expert_parallel_size": 1,
     "learning_rate": 0,
     "warmup_steps": 0,
@@ -129,6 +130,13 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
     size, obstacle = values.get("expert_parallel_size") or 1, split_obstacle(values)
     if size > 1 and obstacle:
         raise RecipeError(f"{source}: `expert_parallel_size` is {size} and {obstacle}")
+    if values["trainer"] == "reward" and values.get("sample_prompts"):
+        raise RecipeError(f"{source}: `sample_prompts` is given, but a reward model writes no text; leave it out.")
+    if values.get("sample_steps") and not values.get("sample_prompts"):
+        raise RecipeError(
+            f"{source}: `sample_steps` is {values['sample_steps']}, but there are no `sample_prompts`; give some, such "
+            'as ["Who are you?"].'
+        )
     if values.get("lora_target_parameters") and values.get("use_peft") and values.get("lora_dropout"):
         raise RecipeError(
             f"{source}: `lora_dropout` is {values['lora_dropout']}, but PEFT has no dropout in adapters of parameters, "

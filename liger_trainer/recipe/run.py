@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from jinja2 import TemplateError
 from transformers import Trainer, set_seed
 
 from liger_trainer.callbacks.non_finite import NonFiniteError
@@ -24,6 +25,7 @@ from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.model import check_model
 from liger_trainer.recipe.output import (
     KeepRecipeCallback,
+    asked_of,
     check_continues,
     owned_folder,
     prepare_output_dir,
@@ -36,6 +38,7 @@ from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from liger_trainer.trainers.checks.trl_arguments import RewardError
 from liger_trainer.trainers.moe import RouterLogitsError
 from liger_trainer.trainers.reference import WrongReferenceError
+from liger_trainer.trainers.samples import SamplesCallback
 from liger_trainer.trainers.step import BatchError
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,8 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float], bool]:
     tokenizer = load_tokenizer(recipe, train, checkpoint)
     trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
     trainer.add_callback(KeepRecipeCallback(values))
+    if recipe.recipe.sample_steps is not None:
+        trainer.add_callback(_samples(recipe, trainer, converses))
     with _training_errors(recipe, trainer):
         with stopping_on_signals(trainer):
             metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
@@ -87,6 +92,14 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float], bool]:
             metrics.update(last_evaluation(trainer) or trainer.evaluate())
     _save(trainer, metrics)
     return trainer, metrics, converses
+
+
+def _samples(recipe: Recipe, trainer: Trainer, converses: bool) -> SamplesCallback:
+    prompts, settings = asked_of(recipe, converses), recipe.recipe
+    try:
+        return SamplesCallback(trainer, prompts, settings.sample_steps or 1, settings.sample_tokens)
+    except (ValueError, TemplateError) as error:
+        raise RecipeError(f"{recipe.source}: `sample_steps`: {first_line(error)}") from error
 
 
 def check_before_loading(recipe: Recipe) -> None:

@@ -80,8 +80,8 @@ def test_every_trainer_leaves_its_curves(kind, folder, tmp_path):
     assert halves == set(page.charts)  # whatever was logged
     assert ["rms_norm", "LlamaRMSNorm"] in [row[:2] for row in page.rows]
     assert ["max_steps", "2"] in page.rows
-    assert ("Samples" in page.headings) == (kind in ("GRPO", "RLOO"))
-    if "Samples" in page.headings:
+    assert ("Completions" in page.headings) == (kind in ("GRPO", "RLOO"))
+    if "Completions" in page.headings:
         start = page.rows.index(["prompt", "completion", "reward", "advantage"]) + 1
         shown = page.rows[start : start + 4]  # of the last step
         assert {row[0] for row in shown} <= set(WORDS)

@@ -781,7 +781,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("clipping takes another norm", "NonFiniteGuardCallback.observe_gradients",
          r"torch\.linalg\.vector_norm\(stacked\)", "torch.linalg.vector_norm(stacked, 1)",
          "trainers/::test_the_guard_clips_as_torch_does"),
-        ("the rate counts evaluations", "ThroughputCallback.on_evaluate", "training=False", "training=True",
+        ("the rate counts evaluations", "ThroughputCallback.leave_out", "training=False", "training=True",
          "callbacks/::test_throughput_counts_batches_and_leaves_evaluation_out"),
         ("a frozen weight costs as much as a trained one", "flops_per_token",
          r"6 if parameter\.requires_grad else 4", "6", "callbacks/::test_flops_formula"),
