@@ -62,6 +62,8 @@ _ONE_OF: dict[str, tuple[Any, ...]] = {  # TRL checks these in the first step
     "importance_sampling_level": ("token", "sequence"),
 }
 
+_PACKAGES = {"azure_ml": "azureml-mlflow", "flyte": "flytekit"}  # of trackers that are called otherwise
+
 
 def check_ranges(values: Mapping[str, Any], source: Path) -> None:
     """Checks numbers of the right types against the range in which training makes sense; None is always allowed."""
@@ -165,6 +167,29 @@ def check_schedule(training: TrainingArguments, source: Path) -> None:
             f"{source}: `lr_scheduler_type: {kind.value}` cannot be used with `lr_scheduler_kwargs` "
             f"{options}: {first_line(error)}"
         ) from error
+
+
+def check_trackers(training: TrainingArguments, source: Path) -> None:
+    """Refuses trackers in `report_to` that are not known or not installed, which the Trainer finds with its model."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    asked: Any = training.report_to  # a list by now, empty for "none"
+    installed = get_available_reporting_integrations() if asked else ()
+    for name in asked:
+        if name not in INTEGRATION_TO_CALLBACK:
+            near = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise RecipeError(
+                f"{source}: `report_to` is {name!r}, which is no tracker; transformers knows "
+                f"{', '.join(INTEGRATION_TO_CALLBACK)}.{hint}"
+            )
+        if name not in installed:
+            package = _PACKAGES.get(name, name)
+            raise RecipeError(
+                f"{source}: `report_to` is {name!r}, which is not installed here: `pip install {package}`, or leave it "
+                "out."
+            )
 
 
 def check_generation(training: TrainingArguments, source: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import Trainer, set_seed
 from liger_trainer.callbacks.non_finite import NonFiniteError
 from liger_trainer.callbacks.stop_on_signal import stopping_on_signals
 from liger_trainer.recipe.build import build_trainer
-from liger_trainer.recipe.checks import check_generation, check_schedule
+from liger_trainer.recipe.checks import check_generation, check_schedule, check_trackers
 from liger_trainer.recipe.columns import holds_turns
 from liger_trainer.recipe.data import load_data, load_tokenizer
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
@@ -111,6 +111,7 @@ def check_before_loading(recipe: Recipe) -> None:
             "`accelerate launch --multi_gpu` or `liger-trainer train --accelerate_config ddp`, or set "
             "CUDA_VISIBLE_DEVICES=0."
         )
+    check_trackers(args, recipe.source)
     check_schedule(args, recipe.source)
     check_generation(args, recipe.source)
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -161,6 +162,11 @@ def _training_errors(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
         raise RecipeError(f"{recipe.source}: {first_line(error)}") from error
     except RewardError as error:
         raise TrainingError(first_line(error)) from error
+    except Exception as error:
+        tracker = type(error).__module__.partition(".")[0]
+        if tracker not in (recipe.training.report_to or ()):
+            raise
+        raise RecipeError(f"{recipe.source}: `report_to`: {tracker}: {first_line(error)}") from error
     finally:
         for callback in trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
