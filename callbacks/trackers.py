@@ -17,7 +17,7 @@ def send_samples(callbacks: Iterable[TrainerCallback], step: int, samples: Seque
     TensorBoard and MLflow get texts, wandb and trackio tables. Any other tracker gets nothing.
 
     Args:
-        callbacks: Those of the trainer.
+        callbacks: The callbacks of the trainer.
         step: The optimizer step.
         samples: Prompt and answer of each.
     """

@@ -13,7 +13,7 @@ def mend_card(card: Path, base: str, name: str) -> None:
 
     Args:
         card: The file.
-        base: What the configuration of the model is named after: a folder, or empty.
+        base: The model's `name_or_path`: a folder, or empty.
         name: The folder of the trained model.
     """
     folder = Path(base).name
