@@ -14,8 +14,7 @@ from transformers.integrations import MLflowCallback, TensorBoardCallback, Track
 
 from liger_trainer.callbacks.run_report import REPORT
 from liger_trainer.callbacks.throughput import ThroughputCallback
-from liger_trainer.callbacks.trackers import send_samples
-from liger_trainer.trainers.samples import SamplesCallback
+from liger_trainer.trainers.samples import SamplesCallback, send_samples
 from tests.forked import torchrun
 from tests.run_report.reading import Page
 from tests.trainers.builders import causal, losses_and_norms, sft
