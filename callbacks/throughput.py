@@ -156,10 +156,14 @@ class ThroughputCallback(LoggedMetricsCallback):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leaves out the time of the evaluation."""
-        self._tick(training=False)
+        self.leave_out()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leaves out the time of saving."""
+        self.leave_out()
+
+    def leave_out(self) -> None:
+        """Does not count the time since the last step as training."""
         self._tick(training=False)
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:

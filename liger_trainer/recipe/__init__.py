@@ -2,7 +2,7 @@
 
 A run goes through these modules in order:
 
-- `schema`: the keys of a recipe, and what each ``trainer`` stands for
+- `schema`: the keys of a recipe, and what each ``trainer`` stands for; `keys` lists them
 - `file`: finds and reads recipe files and accelerate configurations
 - `load`, `checks`, `smoke`: a checked `Recipe` from a file and the command line; ``--smoke`` makes it small
 - `output`: ``output_dir``, the checkpoint to resume from, and the summary at the end

@@ -37,6 +37,7 @@ _AT_LEAST: dict[str, float] = {  # the smallest allowed value
     "lora_alpha": 1,
     "top_k": 0,
     "sample_tokens": 1,
+    "sample_steps": 1,
     "expert_parallel_size": 1,
     "learning_rate": 0,
     "warmup_steps": 0,
@@ -60,6 +61,8 @@ _ONE_OF: dict[str, tuple[Any, ...]] = {  # TRL checks these in the first step
     "scale_rewards": ("group", "batch", "none", True, False),
     "importance_sampling_level": ("token", "sequence"),
 }
+
+_PACKAGES = {"azure_ml": "azureml-mlflow", "flyte": "flytekit"}  # of trackers that are called otherwise
 
 
 def check_ranges(values: Mapping[str, Any], source: Path) -> None:
@@ -129,6 +132,13 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
     size, obstacle = values.get("expert_parallel_size") or 1, split_obstacle(values)
     if size > 1 and obstacle:
         raise RecipeError(f"{source}: `expert_parallel_size` is {size} and {obstacle}")
+    if values["trainer"] == "reward" and values.get("sample_prompts"):
+        raise RecipeError(f"{source}: `sample_prompts` is given, but a reward model writes no text; leave it out.")
+    if values.get("sample_steps") and not values.get("sample_prompts"):
+        raise RecipeError(
+            f"{source}: `sample_steps` is {values['sample_steps']}, but there are no `sample_prompts`; give some, such "
+            'as ["Who are you?"].'
+        )
     if values.get("lora_target_parameters") and values.get("use_peft") and values.get("lora_dropout"):
         raise RecipeError(
             f"{source}: `lora_dropout` is {values['lora_dropout']}, but PEFT has no dropout in adapters of parameters, "
@@ -157,6 +167,29 @@ def check_schedule(training: TrainingArguments, source: Path) -> None:
             f"{source}: `lr_scheduler_type: {kind.value}` cannot be used with `lr_scheduler_kwargs` "
             f"{options}: {first_line(error)}"
         ) from error
+
+
+def check_trackers(training: TrainingArguments, source: Path) -> None:
+    """Refuses trackers in `report_to` that are not known or not installed, which the Trainer finds with its model."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    asked: Any = training.report_to  # a list by now, empty for "none"
+    installed = get_available_reporting_integrations() if asked else ()
+    for name in asked:
+        if name not in INTEGRATION_TO_CALLBACK:
+            near = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise RecipeError(
+                f"{source}: `report_to` is {name!r}, which is no tracker; transformers knows "
+                f"{', '.join(INTEGRATION_TO_CALLBACK)}.{hint}"
+            )
+        if name not in installed:
+            package = _PACKAGES.get(name, name)
+            raise RecipeError(
+                f"{source}: `report_to` is {name!r}, which is not installed here: `pip install {package}`, or leave it "
+                "out."
+            )
 
 
 def check_generation(training: TrainingArguments, source: Path) -> None:
@@ -263,7 +296,7 @@ def unknown_keys(keys: Sequence[str], known: Sequence[str], where: str, trainer:
     """
     hints = {key: _hint(key, known, trainer) for key in keys}
     if len(keys) == 1:
-        hint = f"; {hints[keys[0]]}" if hints[keys[0]] else ""
+        hint = f"; {hints[keys[0]] or f'`liger-trainer keys {trainer}` lists the keys'}"
         return RecipeError(
             f"{where}: unknown key `{keys[0]}` for `trainer: {trainer}`{hint}{'' if hint[-1:] == '?' else '.'}"
         )

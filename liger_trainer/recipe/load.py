@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import types
 import typing
 from argparse import Action, ArgumentParser
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from liger_trainer.recipe.checks import check_agreement, check_ranges, generation_advice, target_modules, unknown_keys
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
+from liger_trainer.recipe.keys import OUTPUT_DIR, alternatives, type_name
 from liger_trainer.recipe.schema import TRAINERS, TrainerKind, argument_classes
 from liger_trainer.recipe.smoke import shrink
 
@@ -95,7 +95,7 @@ def check_values(values: Mapping[str, Any], overrides: Sequence[str], source: Pa
             converted[key] = _convert(value, hints[key], actions[key])
         except ValueError as error:
             raise RecipeError(f"{source}: `{key}` is {value!r}; it must be {error}.") from error
-    parser.set_defaults_with_config(**converted)
+    parser.set_defaults_with_config(**{"output_dir": OUTPUT_DIR.format(source.stem), **converted})
 
     unset, others = _split_unset(overrides, hints)
     parser.set_defaults(**dict.fromkeys(unset))
@@ -173,7 +173,7 @@ def _split_unset(overrides: Sequence[str], hints: Mapping[str, Any]) -> tuple[li
     for word in words:
         option = others[-1] if others and others[-1].startswith("--") else ""
         name = option.lstrip("-").replace("-", "_")
-        if word == "null" and type(None) in _alternatives(hints.get(name)):
+        if word == "null" and type(None) in alternatives(hints.get(name)):
             unset.append(name)
             others.pop()
         else:
@@ -198,22 +198,22 @@ def _convert(value: Any, hint: Any, action: Action) -> Any:
     """`value` as its field needs it; text is read as on the command line."""
     if action.nargs == "+" and value is not None and not isinstance(value, (list, dict)):
         value = [value]
-    unset = value is None and type(None) in _alternatives(hint)
+    unset = value is None and type(None) in alternatives(hint)
     if action.choices is not None and value not in action.choices and not unset:
         raise ValueError("one of " + ", ".join(repr(choice) for choice in action.choices))
     if _fits(value, hint) or (action.type is _switch and isinstance(value, (bool, list))):
         return value
-    if str in _alternatives(hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if str in alternatives(hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, str) and callable(action.type):
         with contextlib.suppress(Exception):
             return action.type(value)
-    raise ValueError(_type_name(hint))
+    raise ValueError(type_name(hint))
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a YAML value already has the type of its field."""
-    for option in _alternatives(hint):
+    for option in alternatives(hint):
         origin = typing.get_origin(option) or option
         if option is Any or (option is type(None) and value is None):
             return True
@@ -231,15 +231,6 @@ def _fits(value: Any, hint: Any) -> bool:
             inner = typing.get_args(option)
             return not (isinstance(value, list) and inner) or all(_fits(item, inner[0]) for item in value)
     return False
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _type_name(hint: Any) -> str:
-    options = [option for option in _alternatives(hint) if option is not type(None)]
-    return " or ".join(one.__name__ if isinstance(one, type) else str(one).replace("typing.", "") for one in options)
 
 
 def _fit_to_device(values: Mapping[str, Any], source: Path) -> dict[str, Any]:

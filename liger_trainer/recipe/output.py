@@ -300,7 +300,7 @@ def continuations(recipe: Recipe, folder: Path, converses: bool) -> list[tuple[s
 
     Where the model `converses`, a prompt is the user's turn, and the chat template writes it.
     """
-    prompts = recipe.recipe.sample_prompts
+    prompts, asked = recipe.recipe.sample_prompts, asked_of(recipe, converses)
     if not prompts:
         return []
     set_seed(recipe.training.seed)
@@ -311,9 +311,12 @@ def continuations(recipe: Recipe, folder: Path, converses: bool) -> list[tuple[s
         device=recipe.training.device,
     )
     options = {"max_new_tokens": recipe.recipe.sample_tokens, "do_sample": True, "temperature": 0.7, "top_k": 40}
-    system = recipe.recipe.system_prompt
-    first = [{"role": "system", "content": system}] if system else []
-    talks = [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
-    asked: list[Any] = talks if converses else prompts
     answers = (generate(each, return_full_text=False, **options) for each in asked)
     return [(prompt, answer[0]["generated_text"]) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def asked_of(recipe: Recipe, converses: bool) -> list[Any]:
+    """``sample_prompts`` as the model gets them: plain text or, where it `converses`, turns for its chat template."""
+    prompts, system = recipe.recipe.sample_prompts or [], recipe.recipe.system_prompt
+    first = [{"role": "system", "content": system}] if system else []
+    return [[*first, {"role": "user", "content": prompt}] for prompt in prompts] if converses else prompts

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from jinja2 import TemplateError
 from transformers import Trainer, set_seed
 
 from liger_trainer.callbacks.non_finite import NonFiniteError
 from liger_trainer.callbacks.stop_on_signal import stopping_on_signals
 from liger_trainer.recipe.build import build_trainer
-from liger_trainer.recipe.checks import check_generation, check_schedule
+from liger_trainer.recipe.checks import check_generation, check_schedule, check_trackers
 from liger_trainer.recipe.columns import holds_turns
 from liger_trainer.recipe.data import load_data, load_tokenizer
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
@@ -24,6 +25,7 @@ from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.model import check_model
 from liger_trainer.recipe.output import (
     KeepRecipeCallback,
+    asked_of,
     check_continues,
     owned_folder,
     prepare_output_dir,
@@ -36,6 +38,7 @@ from liger_trainer.trainers.checkpoints.resuming import CheckpointError
 from liger_trainer.trainers.checks.trl_arguments import RewardError
 from liger_trainer.trainers.moe import RouterLogitsError
 from liger_trainer.trainers.reference import WrongReferenceError
+from liger_trainer.trainers.samples import SamplesCallback
 from liger_trainer.trainers.step import BatchError
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,8 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float], bool]:
     tokenizer = load_tokenizer(recipe, train, checkpoint)
     trainer = build_trainer(recipe, tokenizer, train, evaluation, resumed=checkpoint is not None)
     trainer.add_callback(KeepRecipeCallback(values))
+    if recipe.recipe.sample_steps is not None:
+        trainer.add_callback(_samples(recipe, trainer, converses))
     with _training_errors(recipe, trainer):
         with stopping_on_signals(trainer):
             metrics = dict(trainer.train(resume_from_checkpoint=checkpoint).metrics)
@@ -89,6 +94,14 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float], bool]:
     return trainer, metrics, converses
 
 
+def _samples(recipe: Recipe, trainer: Trainer, converses: bool) -> SamplesCallback:
+    prompts, settings = asked_of(recipe, converses), recipe.recipe
+    try:
+        return SamplesCallback(trainer, prompts, settings.sample_steps or 1, settings.sample_tokens)
+    except (ValueError, TemplateError) as error:
+        raise RecipeError(f"{recipe.source}: `sample_steps`: {first_line(error)}") from error
+
+
 def check_before_loading(recipe: Recipe) -> None:
     """Checks everything that needs neither the data nor the weights."""
     args = recipe.training
@@ -98,6 +111,7 @@ def check_before_loading(recipe: Recipe) -> None:
             "`accelerate launch --multi_gpu` or `liger-trainer train --accelerate_config ddp`, or set "
             "CUDA_VISIBLE_DEVICES=0."
         )
+    check_trackers(args, recipe.source)
     check_schedule(args, recipe.source)
     check_generation(args, recipe.source)
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -148,6 +162,11 @@ def _training_errors(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
         raise RecipeError(f"{recipe.source}: {first_line(error)}") from error
     except RewardError as error:
         raise TrainingError(first_line(error)) from error
+    except Exception as error:
+        tracker = type(error).__module__.partition(".")[0]
+        if tracker not in (recipe.training.report_to or ()):
+            raise
+        raise RecipeError(f"{recipe.source}: `report_to`: {tracker}: {first_line(error)}") from error
     finally:
         for callback in trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)

@@ -59,6 +59,8 @@ class RecipeArguments:
         sample_prompts: Texts that the saved model, loaded again, continues at the end; after training on conversations,
             questions that it answers.
         sample_tokens: New tokens for each of them.
+        sample_steps: Show the likeliest answers to ``sample_prompts`` during the run too: before the first step, and
+            every so many steps.
     """
 
     trainer: Literal["sft", "causal_lm", "dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward"] = "sft"
@@ -80,6 +82,7 @@ class RecipeArguments:
     router_balance: bool = False
     sample_prompts: list[str] | None = None
     sample_tokens: int = 48
+    sample_steps: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("model_config", "columns", "roles", "warm_start"):

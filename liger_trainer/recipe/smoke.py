@@ -291,6 +291,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
         "push_to_hub": False,
         "load_best_model_at_end": False,
         "sample_prompts": None,
+        "sample_steps": None,
         "columns": None,
         **_small_generation(values, given),
     }

@@ -33,8 +33,16 @@ _FIRST = (
 _NO_CURVES = ("step", "epoch", "total_flos", "num_tokens", "num_input_tokens_seen")
 _OF_THE_EVALUATION = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
 _PAIR = ("chosen", "rejected")
+_OF_THE_RUN = {  # what the Trainer logs at the end: the name here, and the number with its unit
+    "train_runtime": ("training time", "{:,.4g} s"),
+    "train_loss": ("mean training loss", "{:,.4g}"),
+    "train_peak_memory_gib": ("peak memory", "{:,.4g} GiB"),
+    "train_mfu": ("MFU", "{:.1%}"),
+    "train_labelled_share": ("tokens with a label", "{:.1%}"),
+    **{f"train_{what}_per_second": (f"{what} per second", "{:,.4g}") for what in ("tokens", "samples", "steps")},
+}
 
-_SAMPLES, _CHARACTERS = 8, 2000  # rows, and characters of a cell
+_SAMPLES, _ANSWERS, _CHARACTERS = 8, 32, 2000  # rows of completions and of samples, and characters of a cell
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
 _EMPTY: tuple[Any, ...] = (None, [], {})
@@ -57,7 +65,7 @@ def run_report(
         state: State of the Trainer; its `log_history` has the curves.
         model: The trained model, to name it.
         kernels: The report of the patcher; None without kernels.
-        completions: The last of a policy, as [`samples`] takes them.
+        completions: The last of a policy, as TRL keeps them.
         ended: Why training has stopped before its last step, if it has.
     """
     folder = Path(str(args.output_dir)).resolve()
@@ -67,7 +75,8 @@ def run_report(
         [
             section("Run", _pairs(_facts(args, state, model, ended))),
             section("Curves", *(charts(state.log_history) or [paragraph("Nothing has been logged.")])),
-            samples(completions),
+            samples(state.log_history),
+            _completions(completions),
             _kernels(kernels),
             section("Arguments", paragraph(declared), _pairs(changed_arguments(args))),
             section("Environment", _pairs(environment(args))),
@@ -86,10 +95,15 @@ def _facts(
         "epoch": None if state.epoch is None else f"{state.epoch:.2f}",
         "ended": ended,
         "best checkpoint": state.best_model_checkpoint,
-        **{name.replace("_", " "): f"{summary[name]:,.4g}" for name in summary if name.startswith("train_")},
+        **dict(_of_the_run(name, summary[name]) for name in summary if name.startswith("train_")),
         "written": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
     return [(name, fact) for name, fact in facts.items() if fact]
+
+
+def _of_the_run(key: str, value: float) -> tuple[str, str]:
+    name, form = _OF_THE_RUN.get(key, (key.replace("_", " "), "{:,.4g}"))
+    return name, form.format(value)
 
 
 def _model_name(model: nn.Module | None) -> str:
@@ -148,8 +162,15 @@ def _place(key: str) -> tuple[str, str]:
     return (prefix, f"{last}, {where}") if prefix and last in _PAIR else (title, where)
 
 
-def samples(completions: Mapping[str, Any]) -> str:
-    """A section with the last completions, or nothing if there are none.
+def samples(history: Iterable[Mapping[str, Any]]) -> str:
+    """A section with the answers to the same prompts at the last steps that had them, or nothing."""
+    rows = [[entry["step"], *sample] for entry in history for sample in entry.get("samples", ())][-_ANSWERS:]
+    shown = [[f"{step:,}", _shown(prompt), _shown(answer)] for step, prompt, answer in rows]
+    return section("Samples", table(("step", "prompt", "answer"), shown)) if shown else ""
+
+
+def _completions(completions: Mapping[str, Any]) -> str:
+    """A section with the last completions of a policy, or nothing if there are none.
 
     Args:
         completions: As TRL's trainers keep them: `prompt`, `completion` and `advantages`, each with one value for each
@@ -168,7 +189,7 @@ def samples(completions: Mapping[str, Any]) -> str:
     columns = {name: list(values)[-_SAMPLES:] for name, values in columns.items() if len(values) == count}
     rows = [[_shown(value) for value in row] for row in zip(*columns.values(), strict=True)]
     words = f"The last {len(rows)} of the {count} completions that were generated last."
-    return section("Samples", paragraph(words), table(list(columns), rows))
+    return section("Completions", paragraph(words), table(list(columns), rows))
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 import trl.trainer.sft_trainer as trl_sft_trainer
 from torch import nn
 from transformers import AutoModelForCausalLM
-from trl.experimental.gkd import GKDTrainer
+from trl.import_utils import suppress_experimental_warning
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.rebound import rebound
@@ -26,6 +26,9 @@ from liger_trainer.head.step import current_step, running
 from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.step import discard_facts
 from liger_trainer.trainers.teacher import TeacherMixin
+
+with suppress_experimental_warning():
+    from trl.experimental.gkd import GKDTrainer
 
 require(SFT_HEAD)
 require(LABELS_OF_A_STEP)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from trl.experimental.cpo import CPOTrainer
-from trl.experimental.orpo import ORPOTrainer
+from trl.import_utils import suppress_experimental_warning
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import CPO_PAIRS, ORPO_PAIRS
@@ -24,9 +23,11 @@ from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin, wants_fused_head
 
-if TYPE_CHECKING:
+with suppress_experimental_warning():
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
+
+if TYPE_CHECKING:
 
     class _Base(LigerTRLMixin, ORPOTrainer): ...
 else:

@@ -80,8 +80,8 @@ def test_every_trainer_leaves_its_curves(kind, folder, tmp_path):
     assert halves == set(page.charts)  # whatever was logged
     assert ["rms_norm", "LlamaRMSNorm"] in [row[:2] for row in page.rows]
     assert ["max_steps", "2"] in page.rows
-    assert ("Samples" in page.headings) == (kind in ("GRPO", "RLOO"))
-    if "Samples" in page.headings:
+    assert ("Completions" in page.headings) == (kind in ("GRPO", "RLOO"))
+    if "Completions" in page.headings:
         start = page.rows.index(["prompt", "completion", "reward", "advantage"]) + 1
         shown = page.rows[start : start + 4]  # of the last step
         assert {row[0] for row in shown} <= set(WORDS)
@@ -100,7 +100,11 @@ def test_evaluations_share_the_chart_of_training(tmp_path):
     assert float(evaluated.removeprefix("evaluation ")) == pytest.approx(last, rel=1e-3)
     assert [len(places(path)) for path in page.strokes["loss"]] == [1, 0, 1, 0]
     assert not {"runtime", "samples_per_second", "steps_per_second"} & set(page.charts)
-    assert any(row[0] == "train runtime" for row in page.rows)
+    values = dict(row for row in page.rows if len(row) == 2)
+    end = trainer.state.log_history[-1]
+    assert values["training time"] == f"{end['train_runtime']:,.4g} s"
+    assert values["peak memory"] == f"{end['train_peak_memory_gib']:,.4g} GiB"
+    assert not [name for name in values if name.startswith("train ")]  # without a unit
 
 
 def test_a_resumed_run_continues_its_curves(tmp_path):

@@ -54,6 +54,7 @@ class Case:
         options: Further training arguments.
         device: Whether it takes an accelerator.
         evaluated: Whether the trained model is evaluated, with metrics of its logits.
+        sampled: Whether the model answers prompts while it trains.
     """
 
     trainer: str
@@ -62,6 +63,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     device: bool = False
     evaluated: bool = False
+    sampled: bool = False
 
     @property
     def of_wrapping(self) -> bool:
@@ -101,6 +103,8 @@ CASES: dict[str, Case] = {
     "kept": Case("trainer", options=_with(activation_memory="1GiB", max_steps=5, **_CHECKPOINTED)),
     "kept, sft": Case("sft", "lora", options=_with(activation_memory="1GiB", max_steps=5, **_CHECKPOINTED)),
     "evaluated": Case("trainer", evaluated=True),
+    "sampled": Case("trainer", sampled=True),
+    "sampled, lora": Case("sft", "lora", options=_with(**_CHECKPOINTED), sampled=True),
     "bf16": Case("sft", options=_with(bf16=True), device=True),
     "fp16": Case("sft", options=_with(fp16=True), device=True),
     "offloaded": Case("sft", options=_with(activation_offloading=True, **_CHECKPOINTED), device=True),

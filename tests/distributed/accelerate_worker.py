@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import liger_trainer
+from liger_trainer.trainers.samples import SamplesCallback
 from tests.distributed.accelerate_cases import BATCH, CASES, IGNORE, STEPS, VOCAB, Case, collate, rows_of
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, gathers_of_head, spare_compilation, split_everything
 from tests.distributed.matrix_models import build_model
@@ -123,6 +124,8 @@ def train(case: Case, ours: bool, folder: Path) -> Found:
     # accelerate switches TF32 on for a compiled case, whatever `tf32` says, and for all that the process runs after it.
     torch.backends.cuda.matmul.allow_tf32 = False
     gathers = gathers_of_head(trainer)
+    if case.sampled:
+        trainer.add_callback(SamplesCallback(trainer, parity.WORDS[:2], steps=1, max_new_tokens=5))
     trainer.train()
     if ours and "activation_memory" in dict(case.options):
         assert trainer._kept.kept > 0
@@ -131,6 +134,7 @@ def train(case: Case, ours: bool, folder: Path) -> Found:
     if case.evaluated:
         metrics = trainer.evaluate()
         found["evaluation"] = [metrics["eval_log_prob"], metrics["eval_accuracy"]]
+    found["samples"] = [log["samples"] for log in trainer.state.log_history if "samples" in log]
     found["spread"] = _spread(trainer)
     found["gathers"] = gathers
     return found, weights_of(trainer)

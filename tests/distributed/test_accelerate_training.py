@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.accelerate_cases import CASES, VOCAB, WRAPPINGS
+from tests.distributed.accelerate_cases import CASES, STEPS, VOCAB, WRAPPINGS
 from tests.distributed.accelerate_launch import Launches, on_gpus, outcome, relative, together
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
 from tests.distributed.matrix_models import build_model
@@ -50,12 +50,12 @@ ON_CPU: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp1": (
         *("trainer, tied token rows", "trainer, full", "sft, tied head", "dpo, full", "grpo, lora", "short last"),
-        *("checkpointed", "evaluated"),
+        *("checkpointed", "evaluated", "sampled"),
     ),
     "fsdp2": (
         *("sft, full", "sft, lora", "sft, lora with head", "trainer, lora with head", "dpo, lora", "grpo, full"),
         *("accumulated", "a rank without labels", "clipped", "checkpointed, reentrant", "sft, dora with head"),
-        *("sft, modules to save", "sft, token rows", "trainer, frozen head", "kept", "evaluated"),
+        *("sft, modules to save", "sft, token rows", "trainer, frozen head", "kept", "evaluated", "sampled, lora"),
     ),
     "fsdp2 kept": (),
     "hsdp": (),
@@ -63,7 +63,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
     "zero3": (
         *("trainer, full", "trainer, tied head", "sft, lora with head", "a rank without labels, sft", "dpo, full"),
         *("dpo, lora with head", "accumulated, sft", "sft, dora with head", "sft, modules to save"),
-        *("trainer, frozen head", "kept", "evaluated"),
+        *("trainer, frozen head", "kept", "evaluated", "sampled"),
     ),
 }
 """What runs where there are no GPUs: every case that can, once at least.
@@ -129,7 +129,10 @@ def test_trains_as_the_stock_trainer_alone(wrapping: str, name: str, runs: Runs)
     print(f"{wrapping:11} {name:28}", *(f"{key} {value:.1e}" for key, value in errors.items()), ours["gathers"])
     assert max(errors.values()) <= tolerance, errors
     assert ours["spread"] == SPREAD[wrapping]
-    if wrapping == "zero3" and case.trainer in ("trainer", "sft"):  # in the others the model may run more than once
+    assert ours["samples"] == wanted["samples"]
+    assert len(ours["samples"]) == (STEPS + 1 if case.sampled else 0)
+    runs_once = case.trainer in ("trainer", "sft") and not case.sampled  # samples count too
+    if wrapping == "zero3" and runs_once:
         # Once for the forward and its loss, once for the backward, unless the weight lies under an adapter; the first
         # step records the order.
         times = 1 if case.parameters in ("lora with head", "dora with head", "token rows") else 2

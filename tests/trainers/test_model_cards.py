@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
@@ -26,6 +28,30 @@ def test_of_a_run_with_trl(tmp_path):
     trainer.train()
     assert {"trl", "sft", "liger-trainer"} <= tags(tmp_path)
     assert {"trl", "sft", "lora", "liger-trainer"} <= tags(tmp_path / "checkpoint-3")
+
+
+@pytest.mark.parametrize(
+    ("base", "origin"),
+    [
+        ("", "trained from a model without a name"),
+        ("run/initial_model", "trained from scratch"),
+        ("models/mine", "a fine-tuned version of `mine`"),
+        ("org/mine", "a fine-tuned version of [org/mine](https://huggingface.co/org/mine)"),
+    ],
+)
+def test_names_what_was_trained(base, origin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if not base.startswith("org"):
+        Path(base).mkdir(parents=True, exist_ok=True)
+    model = llama()
+    model.config.name_or_path = base
+    args = LigerSFTConfig(output_dir="out/tuned", **COMMON)
+    trainer = LigerSFTTrainer(model=model, args=args, train_dataset=text_dataset(), processing_class=tokenizer())
+    trainer.create_model_card(dataset_name="a/b")
+    card = Path("out/tuned/README.md").read_text()
+    assert f"This model is {origin} on the [a/b](https://huggingface.co/datasets/a/b) dataset." in card
+    assert 'pipeline("text-generation", model="tuned"' in card
+    assert "None" not in card
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from liger_trainer.tools.cli import (
     diagnose,
     doctor,
     inspect,
+    keys,
     merge,
     new,
     plan,
     recipes,
     train,
 )
-from liger_trainer.tools.cli.run_recipe import interrupted
+from liger_trainer.tools.cli.run_recipe import interrupted, quiet_bitsandbytes
 
 EXAMPLES = """examples:
   liger-trainer train quickstart                              train a small model on text that ships with Python
@@ -31,6 +32,7 @@ EXAMPLES = """examples:
   liger-trainer train my.yaml --learning_rate 2e-5            your own recipe, with one value changed
   liger-trainer train my.yaml --accelerate_config fsdp2       on all GPUs of this machine
   liger-trainer new my.yaml --model Qwen/Qwen3-0.6B           a commented recipe for your data, goal and card
+  liger-trainer keys grpo                                     the keys of a recipe, with types and defaults
   liger-trainer data my.jsonl --model Qwen/Qwen3-0.6B         rows as the model will see them: tokens and labels
   liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
   liger-trainer merge outputs/lora                            the adapters of a run in the weights of its model
@@ -53,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"liger-trainer {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    for command in (train, new, data, plan, compare, diagnose, inspect, merge, chat, bench, recipes):
+    for command in (train, new, keys, data, plan, compare, diagnose, inspect, merge, chat, bench, recipes):
         command.add_parser(commands)
     for known in commands.choices.values():
         known.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
@@ -73,6 +75,7 @@ def run(argv: Sequence[str]) -> int:
     diagnosed = getattr(arguments, "subject", None) is not None
     if rest and not (arguments.command in ("train", "data", "plan", "compare") or diagnosed):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    quiet_bitsandbytes()
     missing = next((name for name in ("packaging", "rich", "yaml") if importlib.util.find_spec(name) is None), None)
     try:
         if missing:

@@ -91,6 +91,7 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
     """
     try:
         prepare_environment()
+        quiet_bitsandbytes()
         from liger_trainer.tools.cli.doctor import unmet_requirement
 
         unmet = unmet_requirement()
@@ -119,6 +120,11 @@ def prepare_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def quiet_bitsandbytes() -> None:
+    """Silences the line of bitsandbytes, which PEFT imports, about a kernel for generation on a CPU."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def prepare_libraries(offline: bool = False) -> None:
@@ -184,10 +190,6 @@ def _how_to_go_on(recipe: Recipe | None) -> str:
 def quiet_libraries() -> None:
     """To be called before the first import of a library that reads environment variables."""
     prepare_libraries()
-    import torch
-
-    if not torch.accelerator.is_available():
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that is not used
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 

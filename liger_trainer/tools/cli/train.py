@@ -18,7 +18,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a recipe",
-        description="Trains a recipe. Every key of the recipe is also an option, which wins over the file.",
+        description="Trains a recipe. Every key of the recipe is also an option, which wins over the file; "
+        "`liger-trainer keys TRAINER` lists them.",
         usage="liger-trainer train RECIPE [--smoke] [--accelerate_config NAME] [--num_processes N] [--key value ...]",
         allow_abbrev=False,
     )

@@ -258,7 +258,7 @@ def test_no_warning_that_the_user_can_do_nothing_about(recipe, recwarn):
         ({"base_model": "x"}, "unknown key `base_model` for `trainer: causal_lm`; it is `model_name_or_path` here."),
         ({"beta": 0.1}, "unknown key `beta` for `trainer: causal_lm`; `beta` is a key of `trainer: dpo`."),
         ({"pref_beta": 0.1}, "`beta` is a key of `trainer: dpo`."),
-        ({"zzz": 1}, "unknown key `zzz` for `trainer: causal_lm`."),
+        ({"zzz": 1}, "unknown key `zzz` for `trainer: causal_lm`; `liger-trainer keys causal_lm` lists the keys."),
         (
             {"batch_size": 1, "max_stepz": 3, "zzz": 1},
             "unknown keys for `trainer: causal_lm`: `batch_size` (it is `per_device_train_batch_size` here), "

@@ -16,9 +16,11 @@ from liger_trainer.tools.cli.run_recipe import prepare_environment
 from tests.distributed.accelerate_launch import as_launched
 from tests.tools.cli.runs import MODEL, OPENMP, environment, message_of, state, waits_passively, write_recipe
 
+SILENCE = "TRL_EXPERIMENTAL_SILENCE"
+
 
 def in_a_process(folder, *arguments, **variables):
-    unset = ("OMP_NUM_THREADS", "PYTHONWARNINGS", "DS_ACCELERATOR", "RANK")
+    unset = ("OMP_NUM_THREADS", "PYTHONWARNINGS", "DS_ACCELERATOR", "RANK", SILENCE)
     inherited = {key: value for key, value in environment().items() if key not in unset}
     return subprocess.run(
         [sys.executable, "-m", "liger_trainer", *map(str, arguments)],
@@ -66,6 +68,25 @@ def test_each_thing_is_shown_once(recipe, tmp_path):
         assert noise not in done.stderr
     lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]
     assert max(len(line) for line in lines if not line.startswith("step ")) <= 80  # those of steps are whole in a file
+
+
+@pytest.mark.parametrize("command", ["train", "doctor", "plan"])
+def test_a_mistake_is_the_only_line(command, recipe, tmp_path):
+    """bitsandbytes and TRL's experimental trainers are imported by us, and what they say then is no user's concern."""
+    done = in_a_process(
+        tmp_path, command, recipe, *(["--gpus", "1"] if command == "plan" else []), "--attn_implementaton", "sdpa"
+    )
+    assert done.returncode == 2
+    assert message_of(done.stderr) == done.stderr.rstrip()
+
+
+@pytest.mark.parametrize("ours", ["LigerORPOConfig", "LigerCPOTrainer", "LigerGKDTrainer"])
+def test_our_import_of_an_experimental_trainer_warns_of_nothing(ours, tmp_path):
+    silent = {name: value for name, value in environment().items() if name not in ("PYTHONWARNINGS", SILENCE)}
+    command = [sys.executable, "-c", f"from liger_trainer import {ours}"]
+    done = subprocess.run(command, cwd=tmp_path, env=silent, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "trl.experimental" not in done.stderr
 
 
 @pytest.mark.parametrize("columns", [80, 100, 160])
