@@ -34,7 +34,7 @@ class Pass:
         work: "forward", "backward", or "both" for a forward that makes the gradients.
         module: Where the kernel is launched.
         table: The module's function that chooses the launch, which a sweep replaces.
-        configs: What it may return.
+        configs: The configurations that it may return.
     """
 
     operation: str
