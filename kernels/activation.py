@@ -154,13 +154,11 @@ class Activation(NamedTuple):
     """A row of the table.
 
     Args:
-        name: Name in kernels and operators, and in `moe_experts`.
+        name: Name in kernels and operators, in `moe_experts` and in `lora_mlp`.
         value: act(x) in plain torch.
         derivative: act'(x) in plain torch.
-        component: Which kernel of gated MLPs has it, ``"swiglu"`` or ``"geglu"``: the switch in `KernelConfig` and the
-            name in reports. None where only blocks of experts have it.
-        title: Name in messages about gated MLPs.
-        spelling: Name in `lora_mlp`, and for GELU as `approximate`.
+        component: The kernel of gated MLPs that has it, ``"swiglu"`` or ``"geglu"``: the switch in `KernelConfig` and
+            the name in reports. None where only blocks of experts have it.
         detail: The word that the report adds to `component`.
     """
 
@@ -168,14 +166,12 @@ class Activation(NamedTuple):
     value: Callable[[torch.Tensor], torch.Tensor]
     derivative: Callable[[torch.Tensor], torch.Tensor]
     component: str | None = None
-    title: str = ""
-    spelling: str = ""
     detail: str = ""
 
 
-SILU = Activation("silu", F.silu, _silu_derivative, "swiglu", "SiLU", "silu")
-GELU_TANH = Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, "geglu", "GELU", "tanh", "tanh")
-GELU = Activation("gelu", F.gelu, _gelu_derivative, "geglu", "GELU", "none", "exact")
+SILU = Activation("silu", F.silu, _silu_derivative, "swiglu")
+GELU_TANH = Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, "geglu", "tanh")
+GELU = Activation("gelu", F.gelu, _gelu_derivative, "geglu", "exact")
 
 _ROWS = (
     SILU,
@@ -191,8 +187,8 @@ ACTIVATIONS = {row.name: row for row in _ROWS}
 NAMES = sorted((name for name in ACTIVATIONS if name != IDENTITY), key=lambda name: (name != "silu", name))
 """What `moe_experts` takes: the default first."""
 
-GATED = {row.spelling: row for row in _ROWS if row.component is not None}
-"""Those of gated MLPs, by their spelling."""
+GATED = {row.name: row for row in _ROWS if row.component is not None}
+"""The activations of gated MLPs, by their names."""
 
 
 class GatedActivation(NamedTuple):

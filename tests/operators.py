@@ -247,7 +247,7 @@ OPERATORS: dict[str, Operator] = {
     ),
     "lora_mlp": Operator(_lora_mlp, (leaf(6, 16), *_WIDENED, *_WIDENED, *_NARROWED), "lora_mlp"),
     "lora_mlp, GELU": Operator(
-        partial(_lora_mlp, activation="tanh"), (leaf(6, 16), *_WIDENED, *_WIDENED, *_NARROWED), "lora_mlp"
+        partial(_lora_mlp, activation="gelu_tanh"), (leaf(6, 16), *_WIDENED, *_WIDENED, *_NARROWED), "lora_mlp"
     ),
     "lora_linear, 4 bits": Operator(
         lambda x, a, b, *parts: ops.lora_linear(x, _in_4_bits(24, 16, *parts), None, a, b),

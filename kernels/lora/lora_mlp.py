@@ -290,7 +290,7 @@ def lora_down(
         gate: (..., intermediate), or, with `up` None, a whole fused projection; see `swiglu_down`.
         up: Shaped as `gate`, or None.
         down: The down projection. All products are in `gate`'s dtype, under autocast in that of autocast.
-        activation: ``"silu"``, or ``"tanh"`` or ``"none"`` for GELU with and without the approximation.
+        activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, the last without the approximation.
         limit: See `swiglu`; only for SiLU.
         inplace_backward: Let the backward write the gradients over `gate` and `up`; see `swiglu`.
 
@@ -409,7 +409,5 @@ def _activation(activation: str, limit: float | None) -> Activation:
         *names, last = map(repr, GATED)
         raise ValueError(f"`activation` is {activation!r}; it must be {', '.join(names)} or {last}.")
     if limit is not None and row is not SILU:
-        raise ValueError(
-            f"`limit` is {limit!r}, but only 'silu' takes one; the activation is {row.title} ({activation!r})."
-        )
+        raise ValueError(f"`limit` is {limit!r}, but only 'silu' takes one; the activation is {activation!r}.")
     return row

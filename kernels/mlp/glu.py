@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.activation import GATED, SILU, Activation
+from liger_trainer.kernels.activation import GELU, GELU_TANH, SILU, Activation
 from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.kernels.mlp.gated_down import glu, glu_down, glu_down_reference, glu_reference
 from liger_trainer.kernels.runtime import reference_of
@@ -23,7 +23,7 @@ def gelu_of(approximate: str) -> Activation:
     """
     if approximate not in ("tanh", "none"):
         raise ValueError(f"`approximate` is {approximate!r}; it must be 'tanh' or, for the exact erf form, 'none'.")
-    return GATED[approximate]
+    return GELU_TANH if approximate == "tanh" else GELU
 
 
 def swiglu(

@@ -166,7 +166,7 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
         failures.append(agreement)
     children = _other_children(module, names).values()
     others = ", ".join(type(child).__name__ for child in children if not _is_known_activation(child, probe))
-    tried = " nor ".join(dict.fromkeys(f"{activation.title}(gate) * up" for activation in GATED.values()))
+    tried = " nor ".join(f"{name}(gate) * up" for name in GATED)
     return no_formula(failures, f"neither {tried}" + (f" ({others})" if others else ""))
 
 
@@ -295,7 +295,7 @@ def gated_mlp_forward(
         if lora and not variant.multipliers and type(down_proj) is not nn.Linear:
             (down,) = adapted_layers(gate if up is not None else gate.chunk(2, -1)[0], down_proj) or (None,)
             if down is not None:
-                return lora_down(gate, up, down, activation.spelling, **options)
+                return lora_down(gate, up, down, activation.name, **options)
         if recompute and torch.is_grad_enabled() and scale is None and is_plain_linear(down_proj, gate):
             fp8 = mode_for(down_proj, gate) if "forward" in down_proj.__dict__ else None
             return glu_down(gate, up, down_proj.weight, down_proj.bias, activation, fp8=fp8, **options)
@@ -315,7 +315,7 @@ def gated_mlp_forward(
             (down,) = (not variant.multipliers and adapted_layers(h, getattr(self, names[2]))) or (None,)
             if down is not None:
                 limit = getattr(self, variant.limit) if variant.limit else None
-                return lora_mlp(x, layers[0], layers[1], down, activation.spelling, limit=limit)
+                return lora_mlp(x, layers[0], layers[1], down, activation.name, limit=limit)
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
         gate, up = gate_proj(x), up_proj(x)

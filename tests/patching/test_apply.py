@@ -63,9 +63,9 @@ def test_unknown_family_with_a_known_formula_is_patched(module, kernel):
         (nn.RMSNorm((2, 8), eps=1e-5), "another formula than LayerNorm's"),
         (nn.RMSNorm((2, 2, 8), eps=1e-5), "neither of a row nor of heads"),
         (nn.LayerNorm((2, 8)), "normalises over 2 dimensions"),
-        (toys.ActOnUp(), "neither SiLU(gate) * up nor GELU(gate) * up"),
-        (toys.ClampedGate(), "neither SiLU"),
-        (toys.MLP(act=nn.ReLU()), "neither SiLU(gate) * up nor GELU(gate) * up (ReLU)"),
+        (toys.ActOnUp(), "neither silu(gate) * up nor gelu_tanh(gate) * up nor gelu(gate) * up"),
+        (toys.ClampedGate(), "neither silu"),
+        (toys.MLP(act=nn.ReLU()), "neither silu(gate) * up nor gelu_tanh(gate) * up nor gelu(gate) * up (ReLU)"),
         (toys.MLP(act=nn.PReLU()), "act_fn besides"),
         (
             toys.MLP(act=nn.Sequential(nn.SiLU(), nn.Dropout(0.5))).eval(),

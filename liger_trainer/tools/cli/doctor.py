@@ -137,7 +137,8 @@ def speeds(subject: str, capability: tuple[int, int]) -> Finding:
         return Finding(subject, "warning", text)
     fast = ["our Triton kernels", "fp16"] + (["bf16", "torch's flash attention"] if capability >= (8, 0) else [])
     slow = [] if capability >= (8, 0) else ["bf16 (emulated)", "attention (our kernels, no flash operator)"]
-    (fast if capability >= (9, 0) else slow).append("fp8" if capability >= (9, 0) else "fp8 (not used: from sm_90 on)")
+    fp8 = {(9, 0): "fp8"}.get(capability, "fp8 (not tried)" if capability > (9, 0) else "fp8 (not used: from sm_90 on)")
+    (fast if capability == (9, 0) else slow).append(fp8)
     if capability[0] in (9, 10):
         fast.append("torch's grouped matmul of experts")
     text = f"fast: {', '.join(fast)}" + (f"; not: {', '.join(slow)}" if slow else "")

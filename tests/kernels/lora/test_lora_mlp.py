@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.kernels.activation import GATED
 from liger_trainer.kernels.lora import lora_mlp as operators
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp, lora_mlp_reference
@@ -24,7 +25,7 @@ HIDDEN, INTERMEDIATE = 16, 24
 SHAPES = [(2, 5, HIDDEN)]
 for out, width, rank in ((INTERMEDIATE, HIDDEN, 2), (INTERMEDIATE, HIDDEN, 3), (HIDDEN, INTERMEDIATE, 4)):
     SHAPES += [(out, width), (rank, width), (out, rank)]
-ACTIVATIONS = [{}, {"limit": 0.5}, {"activation": "tanh"}, {"activation": "none"}]
+ACTIVATIONS = [{}, {"limit": 0.5}, *({"activation": name} for name in GATED if name != "silu")]
 
 
 def on_layers(mlp, masks=(None, None, None), **options):
@@ -68,7 +69,7 @@ def test_errors_name_the_argument():
     with pytest.raises(ValueError, match="`activation` is 'relu'"):
         lora_down(x, x, LoRALayer(torch.zeros(8, HIDDEN)), "relu")
     with pytest.raises(ValueError, match=r"`limit` is 1\.0"):
-        lora_down(x, x, LoRALayer(torch.zeros(8, HIDDEN)), "tanh", limit=1.0)
+        lora_down(x, x, LoRALayer(torch.zeros(8, HIDDEN)), "gelu", limit=1.0)
 
 
 @pytest.mark.kernel

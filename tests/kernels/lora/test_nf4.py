@@ -130,7 +130,7 @@ def test_layers_are_the_reference(nested):
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("activation", ["silu", "tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_an_mlp_is_the_reference(activation):
     x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
     shapes = ((24, 16), (24, 16), (16, 24))
