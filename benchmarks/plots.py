@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -61,11 +62,18 @@ def _axes(count: int, title: str, width: float = 5.5, rows: int = 1) -> tuple:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style: Any = {"axes.titlesize": 10, "figure.titlesize": 10, "legend.fontsize": 7, "savefig.dpi": 140}
-    plt.rcParams.update({**style, "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False})
+    style: Any = {"axes.titlesize": 10, "figure.titlesize": 10, "legend.fontsize": 7, "legend.frameon": False}
+    plt.rcParams.update({**style, "savefig.dpi": 140, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(rows, count // rows, figsize=(width * (count // rows), 4 * rows), squeeze=False)
     figure.suptitle(title)
     return figure, axes.ravel()
+
+
+def _ink() -> str:
+    """The colour of text, which depends on the style."""
+    import matplotlib.pyplot as plt
+
+    return plt.rcParams["text.color"]
 
 
 def _save(figure, file: Path) -> Path:
@@ -100,7 +108,7 @@ def over_tokens(records: Sequence[Record], file: Path, mode: str, device: str) -
     name = "floor" if mode == "both" else f"{mode}_floor"
     floors = sorted({(record.tokens, getattr(record, name)) for record in records if getattr(record, name)})
     if floors:
-        left.plot(*zip(*floors), color="black", linestyle="--", linewidth=1, label="floor")
+        left.plot(*zip(*floors), color=_ink(), linestyle="--", linewidth=1, label="floor")
     for axis, title in ((left, f"{mode}, ms" if mode != "both" else "forward and backward, ms"), (right, "peak, GiB")):
         axis.set_xscale("log", base=2)
         axis.set_xlabel("tokens")
@@ -123,24 +131,41 @@ def speed_and_memory(records: Sequence[Record], file: Path, mode: str, device: s
                 record.provider, (record.peak_gibibytes, time), (4, 4), textcoords="offset points", fontsize=6
             )
     if mode == "both" and first.floor:
-        axis.axhline(first.floor, color="black", linestyle="--", linewidth=1)
+        axis.axhline(first.floor, color=_ink(), linestyle="--", linewidth=1)
     axis.set_xlabel("peak above the inputs, GiB")
     axis.set_ylabel("ms")
     return _save(figure, file)
 
 
-def draw_training(tasks: Mapping[tuple, Sequence[TrainingRecord]], device: str, file: Path) -> Path:
-    """Tokens/s and peak memory of each model under the Trainer, one bar per provider."""
-    labels = {"hf": "Hugging Face", "liger-kernel": "+ Liger", "liger_trainer": "liger_trainer"}
-    firsts = {group: records[0] for group, records in tasks.items()}
-    shown = [
-        tasks[group]
-        for group, first in firsts.items()
-        if first.trainer == "causal_lm" and first.checkpointing and not (first.lora or first.accelerate_config)
-    ]
-    first = shown[0][0]
-    title = f"Full fine-tuning, batch {first.batch} × {first.length}, every layer checkpointed, one {device}"
-    return _draw_bars(shown, labels, title, file)
+def draw_gain(tasks: Sequence[Sequence[TrainingRecord]], device: str, file: Path) -> Path:
+    """Our speed relative to the fastest other library that was measured, a bar for each task, with the peak memory."""
+    from liger_trainer.benchmarks.training_tables import UNEVEN_LIBRARIES, task_title
+
+    titles = {"hf": "Hugging Face", "liger-kernel": "Liger", "unsloth": "Unsloth"}
+    found = []
+    for records in tasks:
+        measured = [record for record in records if record.tokens_per_second]
+        ours = [record for record in measured if family(record.provider) == "liger_trainer"]
+        others = [record for record in measured if family(record.provider) in titles]
+        if ours and others:
+            best, other = (max(each, key=lambda record: record.tokens_per_second or 0) for each in (ours, others))
+            name = (UNEVEN_LIBRARIES if best.lengths else titles)[family(other.provider)].removeprefix("+ ")
+            ratio = (best.tokens_per_second or 0) / (other.tokens_per_second or 1)
+            label = f"{ratio:.2f} × {name}, {best.peak_gibibytes:.0f} GiB for {other.peak_gibibytes:.0f}"
+            title, *rows = re.split(", (?:prompts|rows) of ", task_title(records[0]).replace("`", ""))
+            work = ["full fine-tuning"] if not best.lora and best.trainer == "causal_lm" else []
+            work += ["uneven lengths" if " to " in each else each.partition(", ")[2] for each in rows]
+            found.append((ratio, ", ".join([title, *work]), label))
+    found.sort()
+    figure, (axis,) = _axes(1, f"Training speed relative to the fastest other library measured, one {device}", 9)
+    bars = axis.barh(range(len(found)), [ratio for ratio, *_ in found], 0.7, color=_COLOURS["liger_trainer"])
+    axis.bar_label(bars, [label for *_, label in found], padding=4, fontsize=8)
+    axis.axvline(1.0, color="gray", linewidth=1)
+    axis.set_yticks(range(len(found)), [title for _, title, _ in found], fontsize=8)
+    axis.set_xlim(0, 1.55 * max(ratio for ratio, *_ in found))
+    axis.set_xticks([1.0], ["1 ×"])
+    axis.spines["bottom"].set_visible(False)
+    return _save(figure, file)
 
 
 def _draw_bars(
@@ -290,7 +315,7 @@ def draw_evidence(found: Evidence, file: Path) -> Path:
         _draw_steps(axis, found, measure, heading)
     for axis, name in zip(axes[len(measures) :], found.held_out):
         _draw_scores(axis, found, name)
-        axis.axhline(found.score(START, 0, name), color="black", linestyle="--", linewidth=1, label="at the start")
+        axis.axhline(found.score(START, 0, name), color=_ink(), linestyle="--", linewidth=1, label="at the start")
         axis.legend()
     axes[0].legend()
     return _save(figure, file)

@@ -24,6 +24,7 @@ from liger_trainer.benchmarks.training_tables import (
     lora_table,
     results_table,
     several_gpus_tables,
+    tasks_on_whole_models,
     training_table,
     uneven_table,
     uneven_table_and_source,
@@ -214,22 +215,32 @@ def render(text: str, results: Results) -> str:
 
 
 def main() -> None:
-    """Rewrites the documents in place, and draws the pictures."""
-    from liger_trainer.benchmarks.plots import draw_alignment, draw_evidence, draw_fp8, draw_pareto, draw_training
+    """Rewrites the documents in place, and draws the pictures for light and dark pages."""
+    import matplotlib.style
 
     load_operations()
     results = Results.read(_RESULTS)
     for name in DOCUMENTS:
         file = ROOT / name
         file.write_text(render(file.read_text(encoding="utf-8"), results), encoding="utf-8")
-    draw_training(results.tasks, results.runs[-1].machine.device, _IMAGES / "gain.png")
-    for draw, name in ((draw_pareto, "pareto.png"), (draw_alignment, "alignment.png")):
-        records = itertools.chain(*results.tasks.values())
-        draw(records, results.runs[-1].machine.device, _IMAGES / name)
+    _draw(results, ".png")
+    with matplotlib.style.context(["dark_background", {"savefig.transparent": True}]):
+        _draw(results, "-dark.png")
+
+
+def _draw(results: Results, ending: str) -> None:
+    """All pictures of the documents."""
+    from liger_trainer.benchmarks.plots import draw_alignment, draw_evidence, draw_fp8, draw_gain, draw_pareto
+
+    device = results.runs[-1].machine.device
+    draw_gain(tasks_on_whole_models(results), device, _IMAGES / f"gain{ending}")
+    records = [*itertools.chain(*results.tasks.values())]
+    draw_pareto(records, device, _IMAGES / f"pareto{ending}")
+    draw_alignment(records, device, _IMAGES / f"alignment{ending}")
     for file in _EVIDENCE.glob("*.csv"):
-        draw_evidence(Evidence.read(file), _IMAGES / f"evidence-{file.stem}.png")
+        draw_evidence(Evidence.read(file), _IMAGES / f"evidence-{file.stem}{ending}")
     found = Evidence.read(_FP8)
-    draw_fp8(found, fp8.last_steps(found.setting["steps"]), _IMAGES / "fp8.png")
+    draw_fp8(found, fp8.last_steps(found.setting["steps"]), _IMAGES / f"fp8{ending}")
 
 
 if __name__ == "__main__":

@@ -31,10 +31,18 @@ _LONGEST_IN_RESULTS = 4096  # tokens: longer sequences are in docs/performance.m
 
 def results_table(results: Results) -> str:
     """README's table: tokens/s / peak GiB of steps on one GPU with every layer checkpointed, without their sources."""
+    return _steps(results, _in_results(results), _cost)
+
+
+def tasks_on_whole_models(results: Results) -> Tasks:
+    """Those of README's tables that train all layers of a model."""
+    return [records for records in (*_in_results(results), *_uneven(results)) if not records[0].layers]
+
+
+def _in_results(results: Results) -> Tasks:
     tasks = [records for records in _on_one_gpu(results) if not _is_alignment(records) and records[0].checkpointing]
     tasks = [records for records in tasks if records[0].length <= _LONGEST_IN_RESULTS]
-    tasks.sort(key=lambda records: (bool(records[0].lora), records[0].quantize))
-    return _steps(results, tasks, _cost)
+    return sorted(tasks, key=lambda records: (bool(records[0].lora), records[0].quantize))
 
 
 def training_table(results: Results) -> str:
