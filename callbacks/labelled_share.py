@@ -83,10 +83,11 @@ logger = logging.getLogger("liger_trainer")
 class LabelledShareCallback(LoggedMetricsCallback):
     """Logs `labelled_share`: the share of the tokens, without padding, that have a label; between 0 and 1.
 
-    The first token of a row, which a loss of next tokens does not predict, is no label, and in a row with others no
-    token. The share is over the micro-batches of all processes since the last training log; `train_labelled_share`, at
-    the end, is over the whole run. Warns once of a micro-batch without a label, whose loss is 0. The Liger trainers
-    call [`count`].
+    A loss of next tokens never predicts the first token of a row: its label is not counted, and in a row with other
+    labels the token is not either. The share is over the micro-batches of all processes since the last training log;
+    `train_labelled_share`, at the end, is over the whole run. Warns once of a micro-batch without a label, whose loss
+    is 0. The Liger trainers call [`count`].
+
     Counts stay on the device and are read with a log, and once after the first step, which shows most mistakes.
     Nothing is counted for an encoder-decoder, whose labels do not belong to its `input_ids`.
     """

@@ -45,8 +45,8 @@ def divided_by(loss_type: str | None) -> str:
 def known_loss_types(config_class: Any) -> list[str]:
     """The loss types of a TRL configuration: its field's `choices`, or those that its help lists.
 
-    They are TRL's to add to, so this package has no list of them. None where there is no `loss_type`; where the field
-    states none, it warns, once.
+    They are TRL's to add to, so this package has no list of them. Empty where there is no `loss_type`; where
+    the field states no types, a warning says so, once.
     """
     field = {field.name: field for field in dataclasses.fields(config_class)}.get("loss_type")
     if field is None:

@@ -25,8 +25,8 @@ class PackingFlags(KernelFlags):
             they do where a small copy of the model is proved to compute the same; the report says why another does
             not. `False` leaves batches padded.
         tokens_per_micro_batch (`int`, *optional*):
-            The tokens of a forward at most, without padding. A batch of more runs as several forwards, all but the last
-            of which are computed again in the backward, one at a time. The loss is that of the whole batch. A single
+            At most this many tokens in a forward, without padding. A batch of more runs as several forwards, all but
+            the last of which are computed again in the backward, one at a time. The loss is that of the whole batch. A single
             sequence of more tokens is a forward of its own. Processes share the gradients of a batch once, so with FSDP
             and ZeRO each holds them whole between the forwards. By default a batch is one forward. Needs
             `padding_free`.
@@ -42,7 +42,9 @@ class PackingFlags(KernelFlags):
     )
     tokens_per_micro_batch: int | None = field(
         default=None,
-        metadata={"help": "The tokens of a forward at most; a batch of more runs as several. Needs `padding_free`."},
+        metadata={
+            "help": "At most this many tokens in a forward; a batch of more runs as several. Needs `padding_free`."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class AttentionPlan(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """That of the mask in whose place it stands: transformers' `generate` asks for it."""
+        """The number of dimensions of the mask that a plan replaces: transformers' `generate` asks for it."""
         return 4
 
     def contiguous(self) -> AttentionPlan:

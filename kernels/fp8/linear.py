@@ -10,9 +10,10 @@
     y = (X8 @ W8^T) * scales_x * scales_w + b     the scales of the rows of the result and of its columns
     db = sum dY
 
-A scale can be taken out of a sum if it is the same for all summands, so an operand has one for each row of what it
-gives, or one for all. The output is summed with Hopper's fast accumulation, which keeps some 14 bits of a partial sum
-(DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3.2); the gradients are summed in fp32.
+A scale can be taken out of a sum if it is the same for all summands, so an operand has one for each of its rows or
+columns that is not summed over, or one for all. The output is summed with Hopper's fast accumulation, which keeps some
+14 bits of a partial sum (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3.2); the gradients are summed in
+fp32.
 
 Operands are cast where they are used. For weights that is 3 % of a step of 16,384 tokens, and no memory. Saved for the
 backward: X and W in bf16, as by a linear layer. The recomputation of a checkpointed layer repeats its last product,

@@ -33,7 +33,7 @@ from liger_trainer.kernels.runtime import MAX_HIDDEN_SIZE, cdiv, on_device, tl, 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 MULTIPLE = 16
-"""Of which the sizes of a matmul in fp8 must be multiples, but for the rows of its first operand."""
+"""The sizes of an fp8 matmul must be multiples of this, except the rows of its first operand."""
 
 _LEAST = 1e-12  # magnitude that a row is scaled by, as in torchao: a row of zeros has codes of zero
 _TILE = 64

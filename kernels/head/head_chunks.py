@@ -44,7 +44,7 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Needs:
-        """The tensors that require one; none where gradients are disabled."""
+        """Which of the three tensors require a gradient; none where gradients are disabled."""
         if not torch.is_grad_enabled():
             return cls(False, False, False)
         return cls(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)

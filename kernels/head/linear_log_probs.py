@@ -154,7 +154,7 @@ def log_probs_of_head(
     retain_memory: int | None,
     expected_grad: float | torch.Tensor | None,
 ) -> torch.Tensor | LogProbsOutput:
-    """`linear_log_probs` behind its checks and casts, for arguments that are known to pass them."""
+    """`linear_log_probs` without its checks and casts, for arguments that are known to pass them."""
     flat, labels = hidden.reshape(-1, hidden.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     needs = Needs.of(hidden, weight, bias)
     asked = ("entropy" in outputs, "top1" in outputs, "mean_logit" in outputs, "sum_squared_probs" in outputs)

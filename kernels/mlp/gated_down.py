@@ -13,7 +13,7 @@ pass of the backward, which has gate and up in registers, writes h again, over d
 
 Elements moved per element of h, besides the matmuls: forward 3, backward 6 (three read, three written) instead of 5.
 With `inplace_backward` the gradients overwrite gate and up, and dh is all that the backward allocates of the size of h.
-A frozen W needs no h, so none is written. The formulas of the activations are in `gated_activation`.
+A frozen W needs no h, so none is written. The formulas of the activations are in `kernels/activation.py`.
 
 There are two operators, so that a checkpointed layer recomputes only the first. Under torch's non-reentrant checkpoint,
 recomputation stops after the last tensor that was saved, and an operator saves after it has run: a single operator

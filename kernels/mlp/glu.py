@@ -1,6 +1,6 @@
 """SwiGLU and GeGLU, ``act(gate) * up`` (arXiv 2002.05202), on separate projections and on one fused ``gate_up``.
 
-Each has a form with the down projection behind it. `gated_down` has what runs: `glu` and `glu_down`.
+Each also exists with its down projection. `gated_down` implements both, as `glu` and `glu_down`.
 
 Shapes: gate and up (..., intermediate), gate_up (..., 2 * intermediate).
 """

@@ -33,7 +33,7 @@ def _repeat_kernel(x_ptr, slots_ptr, out_ptr, columns, x_stride, TOP_K: tl.const
 
 
 def repeat_rows(x: torch.Tensor, rows: ExpertRows, top_k: int) -> torch.Tensor:
-    """The row of each choice's token, (R, K), of x (T, K)."""
+    """The row of each choice's token, (R, H), of x (T, H)."""
     out = x.new_empty(rows.order.shape[0], x.shape[1])
     if out.numel():
         block = min(next_power_of_2(x.shape[1]), _MAX_BLOCK)

@@ -154,7 +154,7 @@ def deferred_cross_entropy(
 
 
 def _observed(found: torch.Tensor | CrossEntropyOutput, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The loss `found`, of whose tokens the context's observer is told."""
+    """The loss in `found`, after its tokens were reported to the step's observer."""
     observe = current_step().observer
     if isinstance(found, torch.Tensor) or observe is None:
         assert isinstance(found, torch.Tensor)

@@ -235,7 +235,8 @@ def without_adapters(model: nn.Module) -> nn.Module:
 def adapts_tied_weight(model: nn.Module) -> bool:
     """Whether head and embedding of `model` share a weight, and PEFT's merge of the adapters on them changes too much.
 
-    Adapters on one of them do, and a LoRA on both. Rows that both train as one (`trainable_token_indices`) do not.
+    True for an adapter on one of the two, and for LoRA on both; not for rows that both train as one
+    (`trainable_token_indices`).
     """
     if "peft" not in sys.modules or not available(TIED_ADAPTERS):
         return False
@@ -288,7 +289,7 @@ def find_lm_heads(model: nn.Module) -> tuple[list[Any], str]:
 def output_embedding(model: Any) -> Any:
     """The module that computes the logits; None if there is none.
 
-    It is what the model names as its output embedding or, in a model that cannot be asked, such as LitGPT's, `lm_head`.
+    It is what `get_output_embeddings` gives or, in a model without that method, such as LitGPT's, `lm_head`.
     """
     get_output_embeddings = getattr(model, "get_output_embeddings", None)
     if callable(get_output_embeddings):

@@ -8,7 +8,7 @@ copy with other fields:
     with running(replace(current_step(), labelled=None)):
         outputs = teacher(**inputs)
 
-Threads and nested forwards do not share a context variable.
+A new thread begins with the default `Step`; a nested forward sees that of its caller.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ class Step:
             the result of `F.cross_entropy` and the tensor that `backward` is called on, ``1 / num_items`` for a sum
             divided afterwards, ``1 / accumulation_steps`` for a mean. A number, or a 0-d tensor, which is not read on
             the host. If another gradient arrives, one pass rescales what was computed, so the result is right for any
-            value. If None, the gradient is derived from the
-            `num_items_in_batch` of the model's forward.
+            value. If None, the gradient is derived from the `num_items_in_batch` of the model's forward.
         observer: Called for every loss of deferred logits.
         z_losses: A list to which every forward that computes a load-balancing loss with a gradient appends its router's
             z-loss, a scalar with a gradient. A forward that is compiled as one graph appends nothing.

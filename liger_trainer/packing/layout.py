@@ -20,10 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 _LEAST_SAVED = 0.05
-"""Of all tokens: sharing fewer, such as a first token that all rows have, costs more than it saves."""
+"""The least share of all tokens worth sharing: fewer, such as a first token that all rows have, cost more than they
+save."""
 
 _MOST_LEVELS = 40
-"""Of common beginnings inside each other; the search for the best groups goes through all pairs of levels."""
+"""The most common beginnings inside each other; the search for the best groups goes through all pairs of levels."""
 
 
 class Group(NamedTuple):

@@ -3,8 +3,8 @@
 The copy is of the model's class, with the kinds of layers of its config and random weights, on the CPU. The real model
 is not run. A padded batch with padding on both sides, shared beginnings, and a row inside another goes through the copy
 with transformers' own masks and attention, and as packed rows, with and without sharing. Logits (hidden states, without
-a head), the router's loss and the gradients of all parameters must agree. Of a reward model, so
-must the scores, each of the token that its class takes for the last one.
+a head), the router's loss and the gradients of all parameters must agree; so must the scores of a reward model, each
+taken at the token that its class treats as the last one.
 
 In the config of the copy, what decides how tokens are mixed stays: the kinds of layers, windows and chunks (shorter
 than the rows of a proof), the size of heads and how much of it is rotated, in which sections. Many sizes have to fit

@@ -196,7 +196,7 @@ def _check_strict(report_rows: list[KernelReportRow], explicit: set[str]) -> Non
         and row.count
         and not isinstance(row.reason, Choice)
         and row.share is None  # else no kernel is for it
-        and not (row.component == "fp8" and "fp8" in applied)  # it is not for every layer
+        and not (row.component == "fp8" and "fp8" in applied)  # which suits only some layers
     ]
     named = {problem.split(":")[0] for problem in problems}
     problems += [f"{key}: the model has nothing of the kind" for key in sorted(explicit - applied - named)]

@@ -111,8 +111,8 @@ def while_proved(forward: Callable) -> Callable:
 def is_as_proved(module: nn.Module) -> bool:
     """Whether `module` is what it was when it was recorded, so that our forward may run.
 
-    If something has been changed, this is said once. A module may run as it is without a word inside a transform of
-    `torch.func`, and where a hook waits for the call of a child that our forward does not call.
+    A change is said once. The result is False without a warning inside a transform of `torch.func`, and where a hook
+    waits for the call of a child that our forward does not call.
     """
     record = module.__dict__.get(RECORD)
     if record is None or torch._C._are_functorch_transforms_active():

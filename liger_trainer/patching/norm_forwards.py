@@ -128,7 +128,7 @@ def forward_awaiting(forward: Callable, names: tuple[str, str]) -> Callable:
 def _covers(x: torch.Tensor, others: Iterable[torch.Tensor | None], mixed: bool, precisions: Precisions) -> bool:
     """Whether the proof holds for `x` and these `others`, weights and biases of its last dimensions, or its gate.
 
-    Of DTensors, of another shape, and where one of them is missing, the original runs.
+    The original runs for DTensors, other shapes and a missing weight.
     """
     if is_dtensor(x) or not runs_ours(x, precisions):
         return False

@@ -64,18 +64,18 @@ ATTENTION_TIME = 1.1
 class Result:
     """A result that a layer computes again, or keeps."""
 
-    name: str  # name of the result
-    bytes: int  # bytes a token
-    time: float  # time a token that keeping it saves, in FLOP of matmuls
-    can_be_kept: bool = True  # whether it can be
+    name: str
+    bytes: int  # of a token
+    time: float  # of a token, which keeping it saves, in FLOP of matmuls
+    can_be_kept: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What is kept."""
+    """The results that layers keep."""
 
     layers: dict[str, int]  # for each result, in how many of the last layers
-    bytes: int  # bytes of all layers
+    bytes: int  # of all layers
     in_last: int  # bytes of the last layer
     saved: float  # fraction of the recomputation's time that is saved
 

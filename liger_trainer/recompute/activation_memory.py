@@ -234,7 +234,7 @@ class ActivationMemory:
         if not tried:
             return None
         record = proved(proving.record, tried, {one for _, failed, _ in found for one in failed})
-        # Fragments may be more where layers keep.
+        # Keeping activations may fragment memory, so the limit may be lower by now.
         self.phase = Keeping(record, min(proving.limit, *(limit for _, _, limit in found)))
         return self.summary()
 

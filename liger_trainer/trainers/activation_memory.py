@@ -113,7 +113,7 @@ class KeptActivationsCallback(LoggedMetricsCallback):
         self._kept = kept
 
     def metrics(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
-        """That of this process."""
+        """GiB of activations that this process keeps."""
         return {"kept_activations_gib": round(self._kept.kept / _GIB, 3)}
 
 

@@ -93,7 +93,7 @@ def _normalised_by_micro_batch(trainer: Any) -> str | None:
     return next((term for term, present in terms.items() if present), None)
 
 
-@functools.cache  # as the copies are that call it
+@functools.cache  # like the copies of `_prepare_inputs`, which call it
 def _grouping_shuffle(shuffle: Callable[[_Batch], _Batch], steps: int, together: int) -> Callable[[_Batch], _Batch]:
     """TRL's `shuffle`, and then `grouped` in every `together` of the `steps` micro-batches of a generation."""
 

@@ -231,7 +231,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     @classmethod
     @contextlib.contextmanager
     def _hidden_from_trl(cls, config: Any) -> Iterator[None]:
-        """Hides flags of which TRL would warn: `use_liger_kernel`, for it liger-kernel, and our `padding_free`."""
+        """Hides flags of which TRL would warn: `use_liger_kernel`, for want of liger-kernel, and our `padding_free`."""
         ours = {"use_liger_kernel": wants_kernels(config)}
         packs = issubclass(cls.config_class, PackingFlags) and wants_fused_head(config)
         if packs and getattr(config, PADDING_FREE, None):
