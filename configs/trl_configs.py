@@ -29,8 +29,11 @@ class PackingFlags(KernelFlags):
             the last of which are computed again in the backward, one at a time. The loss is that of the whole batch. A
             single sequence of more tokens is a forward of its own. Processes share the gradients of a batch once, so
             with FSDP and ZeRO each holds them whole between the forwards. By default a batch is one forward. Needs
-            `padding_free`. Raises: ValueError: for a flag that is not a boolean, a `tokens_per_micro_batch` that is not
-            a whole number above 0 or given with `padding_free=False`, and as [`KernelFlags`].
+            `padding_free`.
+
+    Raises:
+        ValueError: for a flag that is not a boolean, a `tokens_per_micro_batch` that is not a whole number above 0 or
+            given with `padding_free=False`, and as [`KernelFlags`].
     """
 
     padding_free: bool | None = field(
