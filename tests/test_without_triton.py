@@ -54,7 +54,7 @@ WITHOUT_POSIX = """
     from liger_trainer.tools.cli import doctor
     from tests.trainers.builders import causal, losses_and_norms
 
-    others = {"liger_trainer.integrations", "liger_trainer.benchmarks", "liger_trainer.hub_kernels"}
+    others = {"liger_trainer.integrations", "liger_trainer.benchmarks"}
     for module in pkgutil.walk_packages(liger_trainer.__path__, "liger_trainer."):
         apart = module.name.endswith("__main__") or "gluon" in module.name  # runs the command; Triton's own language
         if not apart and not any(module.name.startswith(name) for name in others):
