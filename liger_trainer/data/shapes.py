@@ -81,8 +81,8 @@ _MORE: dict[str, tuple[str, ...]] = {  # what it takes where it is there
     **dict.fromkeys(("preference", "unpaired"), ("turns", "prompt", *_AROUND)),
 }
 _LABELS = {
-    **dict.fromkeys(("true", "1", "good", "chosen", "desirable", "yes"), True),
-    **dict.fromkeys(("false", "0", "bad", "rejected", "undesirable", "no"), False),
+    **dict.fromkeys(("true", "1", "1.0", "good", "chosen", "desirable", "yes"), True),
+    **dict.fromkeys(("false", "0", "0.0", "bad", "rejected", "undesirable", "no"), False),
 }
 
 

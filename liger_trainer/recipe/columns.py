@@ -231,6 +231,8 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         for name in found:
             _check_column(rows, name, recipe.recipe.roles or {})
         _check_alike(rows, [name for name in found if name in SPOKEN])
+        if found == ("chosen", "rejected") and not recipe.kind.scores:
+            _check_common_prompt(rows)
         if "tools" in columns:
             _check_tools(rows)
 
@@ -312,3 +314,13 @@ def _check_alike(rows: Dataset, names: list[str]) -> None:
             f"The column `{text[0]}` holds text and `{turns[0]}` turns; both must hold the same kind. If the turns "
             "begin with the prompt, remove the column `prompt`."
         )
+
+
+def _check_common_prompt(rows: Dataset) -> None:
+    """Checks that pairs of conversations begin alike: TRL takes what they have in common for the prompt."""
+    for number, (chosen, rejected) in enumerate(zip(rows["chosen"], rows["rejected"], strict=True), 1):
+        if isinstance(chosen, list) and chosen[0] != rejected[0]:
+            raise RecipeError(
+                f"Row {number} of the data: `chosen` and `rejected` begin with different turns, so they answer no "
+                "common prompt; give both the same first turns, or the prompt in a column `prompt`."
+            )

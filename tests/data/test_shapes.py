@@ -154,6 +154,7 @@ def test_answers_that_begin_with_their_prompt():
     [
         ({"messages": [ASK, SAY], "label": True}, {"prompt": [ASK], "completion": [SAY], "label": True}),
         ({"conversations": SHAREGPT, "kto_tag": False}, {"prompt": [ASK], "completion": [SAY], "label": False}),
+        ({"messages": [ASK, SAY], "label": 0.0}, {"prompt": [ASK], "completion": [SAY], "label": False}),
         ({"question": "q", "answer": "a", "label": "bad"}, {"prompt": [ASK], "completion": [SAY], "label": False}),
         ({"instruction": "q", "output": "a", "kto_tag": 1}, {"prompt": [ASK], "completion": [SAY], "label": True}),
         ({"question": "q", "chosen": "good", "rejected": "bad"}, {"prompt": [ASK], "chosen": GOOD, "rejected": BAD}),

@@ -894,6 +894,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "data/test_response_labels::test_answers_of_templates_without_markers"),
         ("a field that the template leaves out is not seen", "_said", r"elif key == \"tool_calls\":", "elif False:",
          "data/test_reach::test_what_a_template_leaves_out", "row5"),
+        ("pairs without a common prompt pass", "_check_common_prompt", r"chosen\[0\] != rejected\[0\]", "False",
+         "bad_input_alignment::test_pairs_without_a_common_prompt"),
         ("an answer of weight 0 is learnt", "is_learnt", r"bool\(weight\) and ", "",
          "data/test_response_labels::test_an_answer_of_weight_0_is_not_learnt", "weight"),
         ("cells of text become numbers", "load_files", r"if is_text\(name\)", "if False",

@@ -105,6 +105,12 @@ def test_rows_of_two_kinds(aligned, capsys):
     assert "The column `label` holds [0, 1, 2]; it must hold true or false." in message
 
 
+def test_pairs_without_a_common_prompt(aligned, capsys):
+    pair = {name: [{"role": "user", "content": name}, *TURNS] for name in ("chosen", "rejected")}
+    message = refused(capsys, aligned("dpo", pair))
+    assert "Row 1 of the data: `chosen` and `rejected` begin with different turns" in message
+
+
 def test_evaluation_data_without_renamed_columns_is_read_as_it_is(aligned, capsys):
     Path("evaluated.jsonl").write_text(json.dumps(PAIR) + "\n")
     more = {"eval_data_files": "evaluated.jsonl", "eval_strategy": "steps"}
