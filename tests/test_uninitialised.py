@@ -9,7 +9,9 @@ NEW = {
     "empty": lambda x: torch.empty(3, dtype=x.dtype, device=x.device),
     "empty_like": torch.empty_like,
     "empty_strided": lambda x: torch.empty_strided((3,), (2,), dtype=x.dtype, device=x.device),
+    "empty_permuted": lambda x: torch.empty_permuted((3,), (0,), dtype=x.dtype, device=x.device),
     "new_empty": lambda x: x.new_empty(3),
+    "new_empty_strided": lambda x: x.new_empty_strided((3,), (2,)),
 }
 DTYPES = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int32, torch.uint8, torch.uint64)
 

@@ -31,6 +31,10 @@ def _filling(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 with torch.device("meta"):
     torch.empty(0)  # torch lists the constructors that follow a default device now, before they are replaced
 
-for owner, names in ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty",))):
+_NAMES = {
+    torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
+    torch.Tensor: ("new_empty", "new_empty_strided"),
+}
+for owner, names in _NAMES.items():
     for name in names:
         setattr(owner, name, _filling(getattr(owner, name)))
