@@ -156,6 +156,7 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     if pictures and config.get_text_config() is config:
         raise UserError(f"`--data` has images, but `--model` {model!r} reads text alone; give a model that sees them.")
     if goal == "grpo":
+        values |= _right_answers(columns) if local else {}
         return values | {
             "reward_funcs": ["liger_trainer.rewards:accuracy"],
             **{"num_generations": 8, "max_completion_length": min(1024, positions // 2), "beta": 0.0},
@@ -165,6 +166,24 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
         return values | {"beta": 0.1}
     values |= {"assistant_only_loss": True} if "messages" in columns else {}
     return values if pictures or not _may_pack(values, config) else {**values, "packing": True}
+
+
+def _right_answers(columns: Sequence[str]) -> dict[str, Any]:
+    """The key that gives the reward `accuracy` its column.
+
+    Raises:
+        UserError: if the data has no column of answers.
+    """
+    from liger_trainer.data.shapes import NAMES
+
+    found = next((name for name in ("solution", *NAMES["answer"]) if name in columns), None)
+    if found is None:
+        raise UserError(
+            f"`--data` has the columns {', '.join(columns)}; `--goal grpo` rewards answers that equal those in a "
+            "column such as `solution`. Add it, or begin with `liger-trainer recipes qwen3_0_6b_grpo_lora` and a reward "
+            "function of yours."
+        )
+    return {} if found in ("solution", "answer") else {"columns": {"solution": found}}
 
 
 def _may_pack(values: dict[str, Any], config: PreTrainedConfig) -> bool:

@@ -89,6 +89,16 @@ def test_prompts_and_rewards(capsys):
     assert main(["train", "mine.yaml", "--smoke", "--output_dir", "run"]) == 0
 
 
+def test_the_column_of_right_answers(capsys):
+    given = ["--model", "Qwen/Qwen3-0.6B", "--data", "data.jsonl", "--goal", "grpo", "--gpu_memory", "24GB"]
+    for name, columns in (("answer", None), ("response", {"solution": "response"})):
+        write("data.jsonl", {"question": "1+1", name: "2"})
+        assert written(f"{name}.yaml", *given).get("columns") == columns
+    write("data.jsonl", {"question": "1+1"})
+    assert main(["new", "mine.yaml", *given]) == 2
+    assert "`--data` has the columns question, prompt; `--goal grpo` rewards" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("goal", "key", "expected"),
     [("sft", "max_length", 512), ("grpo", "max_completion_length", 256)],
