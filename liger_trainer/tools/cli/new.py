@@ -180,8 +180,8 @@ def _right_answers(columns: Sequence[str]) -> dict[str, Any]:
     if found is None:
         raise UserError(
             f"`--data` has the columns {', '.join(columns)}; `--goal grpo` rewards answers that equal those in a "
-            "column such as `solution`. Add it, or begin with `liger-trainer recipes qwen3_0_6b_grpo_lora` and a reward "
-            "function of yours."
+            "column such as `solution`. Add it, or begin with `liger-trainer recipes qwen3_0_6b_grpo_lora` and a "
+            "reward function of yours."
         )
     return {} if found in ("solution", "answer") else {"columns": {"solution": found}}
 
