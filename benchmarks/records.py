@@ -340,10 +340,11 @@ class Results:
         return f" {found[-1]}" if found else ""
 
     def source(self, groups: Iterable[tuple]) -> str:
-        """Machine, versions and commands that the records of these groups come from, as HTML."""
+        """Machine, versions and commands that the records of these groups come from, folded."""
         runs = list({id(run): run for run in (self._run_of[group] for group in groups)}.values())
         lines = []
         for run in runs:
             known = ", ".join(f"{name} {run.versions[name]}" for name in _SHOWN_PACKAGES if name in run.versions)
             lines.append(f"{run.machine.device}, {known}: `{run.command}`")
-        return "<sub>" + "<br>".join(lines) + "</sub>"
+        folded = "<details markdown><summary>Commands and versions</summary>"
+        return f"{folded}\n\n<sub>{'<br>'.join(lines)}</sub>\n\n</details>"
