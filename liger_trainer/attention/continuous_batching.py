@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_trainer.attention.interface import AWAY, NAME, Away, default_implementation
+from liger_trainer.attention.config_names import AWAY, NAME, Away
+from liger_trainer.attention.interface import default_implementation
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import CONTINUOUS_BATCHING
 

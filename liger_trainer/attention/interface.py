@@ -1,12 +1,10 @@
 """Our functions in transformers' registries, of attention and of masks: what runs in a forward, and their name.
 
-`masks.py` says which masks have a plan, and makes it. Configs have our name, but for another one while continuous
-batching needs it.
+`masks.py` says which masks have a plan, and makes it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import weakref
@@ -20,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from liger_trainer.attention.config_names import NAME
 from liger_trainer.attention.masks import (
     Pattern,
     composed_pattern,
@@ -33,38 +32,9 @@ from liger_trainer.compat.torch import COMPILED_NAMES
 from liger_trainer.compat.transformers import DEFAULT_ATTENTION, PACKED_POSITIONS, RECOGNISED_MASKS
 from liger_trainer.head.lm_head import version_of
 from liger_trainer.head.step import current_step
-from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.kernels.runtime import TRITON_DEVICES, use_triton
-
-NAME = "liger_trainer"
-"""The name of our attention."""
-
-
-@dataclasses.dataclass(eq=False)
-class Away:
-    """A config, what it names without managers, and the managers, by id, for which it may name another attention."""
-
-    config: Any
-    name: str
-    managers: set[int]
-
-
-AWAY: dict[int, Away] = {}
-"""The configs for whose models a manager lives, by id."""
-
-
-def say_if_away(model: nn.Module) -> None:
-    """Warns, once, if `model` is trained while its attention is away."""
-    away = AWAY.get(id(getattr(model, "config", None))) if AWAY else None
-    if away is not None and away.name == NAME:
-        warn_once(
-            "attention away",
-            f"{type(model).__name__} is trained while a manager of continuous batching has its attention: it runs as "
-            "transformers' own, without our kernels. Call the manager's `stop()` before training.",
-        )
-
 
 require(DEFAULT_ATTENTION)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.attention.interface import say_if_away
+from liger_trainer.attention.config_names import say_if_away
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import GENERATION_STEPS, LOSS_OPTIONS
 from liger_trainer.head.forward import (

@@ -12,7 +12,7 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.attention.interface import AWAY, NAME
+from liger_trainer.attention.config_names import AWAY, NAME
 from liger_trainer.head import warn_once
 from tests.tiny_models import TINY_MODELS
 
