@@ -85,6 +85,8 @@ class HeadCall:
             return whole_parameter(head.weight, self.weight), bias
         import deepspeed
 
+        # To read a parameter in a forward tells ZeRO-3 to gather it for the backward of the module that runs, too.
+        _ = head.weight, head.bias
         # Parameters that are whole already are in use by ZeRO-3; they must not be gathered and released again.
         parameters: list[Any] = list(head.parameters())
         absent = [parameter for parameter in parameters if parameter.ds_status.name != "AVAILABLE"]
