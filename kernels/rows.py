@@ -45,10 +45,14 @@ class NormConfig(NamedTuple):
 
 
 class DeviceLimits(NamedTuple):
-    """What a program may use of a device: warps, and bytes of shared memory."""
+    """What a program may use of a device: warps, bytes of shared memory; and whether it is NVIDIA's before Ampere.
+
+    There, a program has 64 KiB of shared memory, and on all later ones 99 KiB or more.
+    """
 
     max_warps: int
     shared_memory: int
+    before_ampere: bool = False
 
 
 @functools.cache
@@ -58,7 +62,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
         return DeviceLimits(max_warps=16, shared_memory=48 * 1024)
     properties = torch.cuda.get_device_properties(device)
     warp_size = getattr(properties, "warp_size", 32)
-    return DeviceLimits(1024 // warp_size, getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
+    return DeviceLimits(1024 // warp_size, shared_memory, torch.version.cuda is not None and properties.major < 8)
 
 
 def forward_config(hidden_size: int) -> NormConfig:

@@ -32,8 +32,6 @@ class Tile(NamedTuple):
 
 _HOPPER = 227 * 1024
 """Bytes of shared memory that a program may have on Hopper and on B200."""
-_AMPERE = 99 * 1024
-"""Bytes that it may have on every NVIDIA GPU from Ampere on."""
 
 _TILES = {
     "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
@@ -47,7 +45,7 @@ _SMALL_TILES = {
     "key gradients": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 2)},
     "query gradients": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
 }
-"""The same for other devices: NVIDIA's, whose programs have `_AMPERE` or more, and AMD's."""
+"""The same for other devices: NVIDIA's from Ampere on, whose programs have 99 KiB or more, and AMD's."""
 
 _TURING_TILES = {
     "forward": {64: Tile(64, 32, 4, 1), 128: Tile(64, 32, 4, 1), 256: Tile(32, 16, 4, 1)},
@@ -64,9 +62,8 @@ def tile_for(kernel: str, q: torch.Tensor) -> Tile:
     """The tile of a kernel: ``"forward"``, ``"key gradients"`` or ``"query gradients"``."""
     if INTERPRETED:
         return Tile(32, 16, 4, 1)
-    memory = device_limits(q.device).shared_memory
-    turing = memory < _AMPERE and torch.version.hip is None
-    half = _TILES if memory >= _HOPPER else _TURING_TILES if turing else _SMALL_TILES
+    limits = device_limits(q.device)
+    half = _TURING_TILES if limits.before_ampere else _TILES if limits.shared_memory >= _HOPPER else _SMALL_TILES
     tiles = _FP32_TILES if q.dtype == torch.float32 else half[kernel]
     return next(tile for columns, tile in tiles.items() if q.shape[2] <= columns)
 

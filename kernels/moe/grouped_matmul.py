@@ -41,8 +41,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-_AMPERE = 99 * 1024  # bytes of shared memory that a program may have on every NVIDIA GPU from Ampere on
-_SMALL = Tile(64, 128, 32, 4, 2)  # of half precision, where it has less
+_TURING = Tile(64, 128, 32, 4, 2)  # of half precision, on NVIDIA GPUs before Ampere; chosen to fit, not measured
 _GROUP = 8  # tiles of rows that share the weights in L2
 _ADD_ROWS, _ADD_COLUMNS, _ADD_RANKS = 64, 128, 64
 
@@ -148,8 +147,8 @@ def _grouped_rows_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def rows_tile(dtype: torch.dtype, rows_an_expert: float, columns: int, shared_memory: int = _AMPERE) -> Tile:
-    """The tile for a dtype, a mean number of rows per expert, columns of the result and the device's shared memory.
+def rows_tile(dtype: torch.dtype, rows_an_expert: float, columns: int, before_ampere: bool = False) -> Tile:
+    """The tile for a dtype, a mean number of rows per expert, columns of the result and the generation of GPUs.
 
     A thin result, such as that of adapters, gets a thin tile.
     """
@@ -160,8 +159,8 @@ def rows_tile(dtype: torch.dtype, rows_an_expert: float, columns: int, shared_me
         return Tile(64, thin, 32, 4, 3) if dtype == torch.float32 else Tile(64, thin, 64, 4, 4)
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 3)
-    if shared_memory < _AMPERE:
-        return _SMALL
+    if before_ampere:
+        return _TURING
     if rows_an_expert < 96:
         return Tile(64, 128, 64, 4, 4)
     return Tile(128, 256, 64, 8, 3)
@@ -183,7 +182,7 @@ def launch_rows(
     if out.numel() == 0:
         return
     experts, depths = weight.shape[0], x.shape[1]
-    tile = tile or rows_tile(x.dtype, num_rows / experts, columns, device_limits(x.device).shared_memory)
+    tile = tile or rows_tile(x.dtype, num_rows / experts, columns, device_limits(x.device).before_ampere)
     y, v = (x, x) if extra is None else (extra[0].contiguous(), extra[1].to(x.dtype).contiguous())
     rank = 0 if extra is None else y.shape[1]
     row_tiles = cdiv(num_rows, tile.rows) + experts
@@ -395,15 +394,15 @@ def _grouped_weights_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_gradient)
 
 
-def weights_tile(dtype: torch.dtype, left_columns: int, shared_memory: int = _AMPERE) -> Tile:
-    """The tile for a dtype and the device's shared memory; a thin left operand, such as that of adapters, is thin."""
+def weights_tile(dtype: torch.dtype, left_columns: int, before_ampere: bool = False) -> Tile:
+    """The tile for a dtype and a generation of GPUs; a thin left operand, such as that of adapters, is thin."""
     if INTERPRETED:
         return Tile(16, 32, 16, 4, 1)
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 3)
     if left_columns <= 64:
         return Tile(max(16, next_power_of_2(left_columns)), 128, 64, 4, 3)
-    return Tile(128, 256, 64, 8, 3) if shared_memory >= _AMPERE else _SMALL
+    return _TURING if before_ampere else Tile(128, 256, 64, 8, 3)
 
 
 def launch_weights(
@@ -419,7 +418,7 @@ def launch_weights(
     experts, left_columns, right_columns = out.shape
     if out.numel() == 0:
         return
-    tile = tile or weights_tile(left.dtype, left_columns, device_limits(left.device).shared_memory)
+    tile = tile or weights_tile(left.dtype, left_columns, device_limits(left.device).before_ampere)
     with on_device(left):
         _grouped_weights_kernel[(experts * cdiv(left_columns, tile.rows) * cdiv(right_columns, tile.columns),)](
             left,
