@@ -148,8 +148,9 @@ def named_modules(path, modules):
         value = node.value.partition(":")[0] if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
         if value.startswith("liger_trainer.") and value in modules:
             yield value
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (name for name in ("liger_trainer",) if name in [getattr(x, "value", "") for x in node.args])
+        is_import = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
+        if is_import and "liger_trainer" in [getattr(argument, "value", "") for argument in node.args]:
+            yield "liger_trainer"
 
 
 BY_NAME = {("compat", "tools"), ("recipe", "a re-export")}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.attention.interface import NAME
+from liger_trainer.attention.config_names import NAME
 from liger_trainer.compat.private import available
 from liger_trainer.compat.rebound import forward_calling
 from liger_trainer.compat.transformers import ATTENTION

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import yaml
 
-from liger_trainer.attention.interface import NAME
+from liger_trainer.attention.config_names import NAME
 from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from liger_trainer.attention.interface import NAME
+from liger_trainer.attention.config_names import NAME
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 from liger_trainer.plan.activations import is_masked
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, estimate, host_bytes, kept, largest_activation_memory
