@@ -1,0 +1,118 @@
+"""Which tokens of a batch are a document, for operators whose tokens depend on those before them.
+
+A recurrence and a causal convolution begin anew with each document. Documents are numbered in the flattened batch, so
+those of a packed row and the rows of a padded batch are the same thing, and tokens of padding belong to none. Each
+document is cut into chunks of `CHUNK` tokens, the last of which may be shorter. Chunks begin with their document, so no
+kernel needs a mask between documents, and what a document gets depends on nothing else in its row.
+
+A document may continue another one, its parent: it begins with the parent's last state, as the completions of a prompt
+do. A parent continues none itself. Its gradient gets a term from each of its children, in their order.
+
+Shapes: D documents, C chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+FIRST, TOKENS, PARENT, FIRST_CHILD, CHILDREN, FIRST_CHUNK = range(6)
+"""Columns of `Documents.spans`."""
+
+
+class Documents(NamedTuple):
+    """The documents of a batch; `documents_of` makes them.
+
+    Attributes:
+        spans: int32 (D, 6), for each document its first token in the flattened batch, its number of tokens, its parent
+            (-1 for none), its first child, its number of children, and its first chunk. Those without a parent come
+            first, and the children of a document follow each other. None: each row of the batch is a document.
+        chunks: int32 (C, 3), for each chunk its document, its first token and its number of tokens, in the order of the
+            documents. None with `spans`.
+        roots: How many documents have no parent.
+        padding: Whether some tokens belong to no document. Results are 0 there.
+    """
+
+    spans: torch.Tensor | None = None
+    chunks: torch.Tensor | None = None
+    roots: int = 0
+    padding: bool = False
+
+
+ROWS = Documents()
+"""Each row of the batch is a document."""
+
+
+def documents_of(
+    lengths: Sequence[int],
+    firsts: Sequence[int] | None = None,
+    parents: Sequence[int] | None = None,
+    *,
+    tokens: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Documents:
+    """The documents of these lengths.
+
+    Args:
+        lengths: The tokens of each document; documents of 0 tokens are allowed.
+        firsts: The place of the first token of each in the flattened batch; one after another by default.
+        parents: The number of the document that each continues, -1 for none. By default none continues another.
+        tokens: The tokens of the flattened batch; by default those of the documents.
+        device: Where the tables will be.
+
+    Returns:
+        The documents, on `device`. They are renumbered: those without a parent first, then children in the order of
+        their parents; otherwise in the given order.
+
+    Raises:
+        ValueError: if a parent continues a document itself.
+    """
+    length = np.asarray(lengths, np.int32).reshape(-1)
+    first = (np.cumsum(length) - length if firsts is None else np.asarray(firsts)).astype(np.int32).reshape(-1)
+    parent = np.full_like(length, -1) if parents is None else np.asarray(parents, np.int32).reshape(-1)
+    continued = parent >= 0
+    if (parent[parent[continued]] >= 0).any():
+        raise ValueError("`parents` names a document that continues another one itself; no parent may have a parent.")
+    roots = np.flatnonzero(~continued)
+    number = np.full_like(length, -1)  # the new one of each root
+    number[roots] = np.arange(len(roots))
+    children = np.flatnonzero(continued)
+    children = children[np.argsort(number[parent[children]], kind="stable")]
+    order = np.concatenate([roots, children])
+    spans = np.zeros((len(order), 6), np.int32)
+    spans[:, FIRST], spans[:, TOKENS], spans[:, PARENT] = first[order], length[order], -1
+    counts = np.bincount(number[parent[children]], minlength=len(roots))
+    spans[len(roots) :, PARENT] = number[parent[children]]
+    spans[: len(roots), CHILDREN] = counts
+    spans[: len(roots), FIRST_CHILD] = len(roots) + np.cumsum(counts) - counts
+    of_document = -(-spans[:, TOKENS] // CHUNK)
+    spans[:, FIRST_CHUNK] = np.cumsum(of_document) - of_document
+    document = np.repeat(np.arange(len(order)), of_document)
+    begin = (np.arange(len(document)) - spans[document, FIRST_CHUNK]) * CHUNK
+    size = np.minimum(spans[document, TOKENS] - begin, CHUNK)
+    chunks = np.stack([document, spans[document, FIRST] + begin, size], 1).astype(np.int32)
+    padding = tokens is not None and tokens > int(length.sum())
+    return Documents(torch.from_numpy(spans).to(device), torch.from_numpy(chunks).to(device), len(roots), padding)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(batch: int, length: int, device: torch.device) -> Documents:
+    return documents_of([length] * batch, device=device)
+
+
+def resolved(documents: Documents, x: torch.Tensor) -> Documents:
+    """`documents`, with tables: those of the rows of `x`, (batch, tokens, ...), where it has none."""
+    return _rows(x.shape[0], x.shape[1], x.device) if documents.spans is None else documents
+
+
+def places(documents: Documents) -> list[tuple[int, int, int]]:
+    """The first token, the place behind the last, and the parent of each document, on the host; parents come first."""
+    assert documents.spans is not None
+    return [(first, first + tokens, parent) for first, tokens, parent, *_ in documents.spans.tolist()]

@@ -1,0 +1,51 @@
+"""The tables of documents: chunks, parents and their children."""
+
+import pytest
+import torch
+
+from liger_trainer.kernels.documents import (
+    CHILDREN,
+    CHUNK,
+    FIRST_CHILD,
+    FIRST_CHUNK,
+    ROWS,
+    documents_of,
+    places,
+    resolved,
+)
+
+
+def test_chunks_begin_with_their_document():
+    documents = documents_of([CHUNK + 1, 0, 3, 2 * CHUNK])
+    assert documents.chunks.tolist() == [
+        [0, 0, CHUNK],
+        [0, CHUNK, 1],
+        [2, CHUNK + 1, 3],
+        [3, CHUNK + 4, CHUNK],
+        [3, 2 * CHUNK + 4, CHUNK],
+    ]
+    assert documents.spans[:, FIRST_CHUNK].tolist() == [0, 2, 2, 3]
+    assert not documents.padding
+
+
+def test_documents_without_a_parent_come_first_and_children_follow_each_other():
+    documents = documents_of([4, 2, 3, 5, 6, 1], parents=[-1, 3, 0, -1, 0, 3])
+    assert places(documents) == [(0, 4, -1), (9, 14, -1), (6, 9, 0), (14, 20, 0), (4, 6, 1), (20, 21, 1)]
+    assert documents.roots == 2
+    assert documents.spans[:2, FIRST_CHILD].tolist() == [2, 4]
+    assert documents.spans[:, CHILDREN].tolist() == [2, 2, 0, 0, 0, 0]
+
+
+def test_tokens_of_no_document_are_padding():
+    documents = documents_of([3, 2], firsts=[1, 6], tokens=10)
+    assert documents.padding
+    assert places(documents) == [(1, 4, -1), (6, 8, -1)]
+
+
+def test_rows_are_documents():
+    assert places(resolved(ROWS, torch.zeros(2, 5, 3))) == [(0, 5, -1), (5, 10, -1)]
+
+
+def test_a_parent_with_a_parent_is_refused():
+    with pytest.raises(ValueError, match="`parents` names a document that continues another one itself"):
+        documents_of([1, 1, 1], parents=[-1, 0, 1])
