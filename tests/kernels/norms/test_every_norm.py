@@ -191,6 +191,7 @@ def as_on(monkeypatch):
     """Makes launchers believe in a GPU: its limits, and 132 multiprocessors."""
 
     def believe(target):
+        launch_module.fit_config.cache_clear()
         limits = launch_module.DeviceLimits(16 if target == "gfx942" else 32, SHARED_MEMORY[target])
         for module in (launch_module, group_norm_module):
             monkeypatch.setattr(module, "device_limits", lambda device: limits)
@@ -198,7 +199,8 @@ def as_on(monkeypatch):
             monkeypatch.setattr(module, "num_sms", lambda device: 132)
         return limits
 
-    return believe
+    yield believe
+    launch_module.fit_config.cache_clear()
 
 
 def launches(hidden_size, dtype):
