@@ -247,6 +247,14 @@ def test_install_names_the_declared_versions():
     }
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_this_package_comes_from_a_checkout_or_its_wheel(page):
+    """No index has it by its name; once it is installed, pip takes its extras alone."""
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"pip install [^\n`]*\bliger[-_]trainer(?![-_\[\w])", text)
+    assert set(re.findall(r"liger_trainer-([\w.]+)-py3-none-any\.whl", text)) <= {liger_trainer.__version__}
+
+
 def test_printed_report_is_what_the_code_before_it_prints(monkeypatch, capsys):
     guide = ROOT / "docs" / "guides" / "patching.md"
     monkeypatch.setenv("COLUMNS", "120")
