@@ -327,10 +327,10 @@ def _percent(shares: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
     found, file = command("optimizers", __doc__, (LARGE, SMALL), argv, compare, resume=False)
-    console, names = make_console(), list(dict.fromkeys(measure.split()[0] for measure in found.measures))
-    for task in names:
+    console = make_console()
+    for task in dict.fromkeys(measure.split()[0] for measure in found.measures):
         console.print(summary(found, task))
-    draw_if_installed(lambda image: draw_optimizers(found, names, image), file)
+    draw_if_installed(lambda image: draw_optimizers(found, image), file)
 
 
 if __name__ == "__main__":

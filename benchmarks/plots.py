@@ -269,11 +269,12 @@ def _setting(record: TrainingRecord) -> str:
     return setting if record.checkpointing else f"{setting} no checkpointing".strip()
 
 
-def draw_optimizers(found: Evidence, tasks: Sequence[str], file: Path) -> Path:
+def draw_optimizers(found: Evidence, file: Path) -> Path:
     """Held-out loss of each task over its steps, and the share of bf16 weights that changed; means over the seeds.
 
     A curve has the color of its optimizer's name.
     """
+    tasks = list(dict.fromkeys(measure.split()[0] for measure in found.measures))
     figure, axes = _axes(len(tasks) + 1, f"Fine-tuning from one bf16 checkpoint, {found.setting['device']}")
     names = found.variants
     for place, task in enumerate(tasks):

@@ -35,6 +35,7 @@ DOCUMENTS = ("README.md", "docs/performance.md", "docs/evidence.md", "docs/guide
 _RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 _EVIDENCE = _RESULTS / "evidence"
 _FP8 = _RESULTS / "fp8.csv"
+_OPTIMIZERS = _RESULTS / "optimizers.csv"
 _IMAGES = ROOT / "docs" / "images"
 _OURS = "liger_trainer"
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
@@ -230,7 +231,14 @@ def main() -> None:
 
 def _draw(results: Results, ending: str) -> None:
     """All pictures of the documents."""
-    from liger_trainer.benchmarks.plots import draw_alignment, draw_evidence, draw_fp8, draw_gain, draw_pareto
+    from liger_trainer.benchmarks.plots import (
+        draw_alignment,
+        draw_evidence,
+        draw_fp8,
+        draw_gain,
+        draw_optimizers,
+        draw_pareto,
+    )
 
     device = results.runs[-1].machine.device
     draw_gain(tasks_on_whole_models(results), device, _IMAGES / f"gain{ending}")
@@ -239,6 +247,7 @@ def _draw(results: Results, ending: str) -> None:
     draw_alignment(records, device, _IMAGES / f"alignment{ending}")
     for file in _EVIDENCE.glob("*.csv"):
         draw_evidence(Evidence.read(file), _IMAGES / f"evidence-{file.stem}{ending}")
+    draw_optimizers(Evidence.read(_OPTIMIZERS), _IMAGES / f"optimizers{ending}")
     found = Evidence.read(_FP8)
     draw_fp8(found, fp8.last_steps(found.setting["steps"]), _IMAGES / f"fp8{ending}")
 

@@ -36,14 +36,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Puts the help of a command in the place of `<!-- help: COMMAND -->`, and beside a picture its dark version."""
     markdown = re.sub(r"<!-- help(?:: (\w+))? -->", _help, markdown)
-    return re.sub(r"!\[([^]]*)\]\(([^)]*images/([\w-]+))\.png\)", _in_both_schemes, markdown)
+    return re.sub(r"!\[([^]]*)\]\(([^)]*images/[\w-]+)\.png\)", _in_both_schemes, markdown)
 
 
 def _in_both_schemes(found: re.Match[str]) -> str:
-    """The two versions of a picture, of which the theme shows one; the picture alone if it has no dark version."""
-    text, path, name = found.groups()
-    if not (ROOT / "docs" / "images" / f"{name}-dark.png").is_file():
-        return found[0]
+    """The two versions of a picture, of which the theme shows one; a version that is missing stops a strict build."""
+    text, path = found.groups()
     return f"![{text}]({path}.png#only-light)![{text}]({path}-dark.png#only-dark)"
 
 
