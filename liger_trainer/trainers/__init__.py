@@ -6,8 +6,8 @@
 - `fused_forward`: TRL's forward of token statistics, with our head
 - `choose_packing`, `tried_adapters`, `grouping`: rows without padding
 - `reference`, `same_rows`: that the reference is the policy when training starts
-- `evaluating`, `label_smoothing`, `adapter_methods`, `exact_sync`, `activation_memory`, `model_card`,
-  `samples` and `moe`: one feature each
+- `evaluating`, `label_smoothing`, `adapter_methods`, `exact_sync`, `activation_memory`, `samples` and `moe`: one
+  feature each
 - `checks`: what is refused before a run, and what a failure says
 - `checkpoints`: saving and resuming
 """

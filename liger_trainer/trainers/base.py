@@ -67,7 +67,6 @@ from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_s
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
-from liger_trainer.trainers.model_card import mend_card
 from liger_trainer.trainers.moe import check_experts_in_4_bits, check_router_losses, mean_z_loss, with_term
 from liger_trainer.trainers.step import (
     KnownBatches,
@@ -425,16 +424,10 @@ class LigerTrainerMixin(
             self._run_report.write(self.args, self.state, self.model)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes a draft of a model card; see [`~transformers.Trainer.create_model_card`]. Its tags have ours too.
-
-        Where TRL's says `None` in the place of a model or a folder, it gets the name.
-        """
+        """Writes a draft of a model card; see [`~transformers.Trainer.create_model_card`]. Its tags have ours too."""
         given = inspect.signature(super().create_model_card).bind(*args, **kwargs)
         folder = Path(str(self.args.output_dir)).resolve()
         given.arguments["model_name"] = given.arguments.get("model_name") or folder.name
         tags = given.arguments.get("tags") or []
         given.arguments["tags"] = [*([tags] if isinstance(tags, str) else tags), CARD_TAG]
         super().create_model_card(*given.args, **given.kwargs)
-        if self.is_world_process_zero():
-            base = getattr(getattr(self.model, "config", None), "name_or_path", None) or ""
-            mend_card(folder / "README.md", base, folder.name)

@@ -1,4 +1,7 @@
-"""Puts our fused LM head (`fused_forward.py`) where a trainer of TRL installs its own in its `__init__`."""
+"""What every trainer over TRL adds: our fused LM head (`fused_forward.py`), and names in its model card.
+
+The head is put where a trainer of TRL installs its own in its `__init__`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +46,7 @@ from liger_trainer.trainers.fused_forward import StatisticsOptions, fused_forwar
 
 _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
 _swapping = threading.RLock()
+_BUILT = "initial_model"  # the folder of a model that a recipe has built from its configuration
 _fused_over: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
 
@@ -180,6 +185,22 @@ class LigerTRLMixin(LigerTrainerMixin):
         """Evaluates; see [`~transformers.Trainer.evaluate`]."""
         with _older_names():
             return super().evaluate(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes a draft of a model card; see [`~transformers.Trainer.create_model_card`]. Its tags have ours too.
+
+        Where TRL's says `None` in the place of a model without a name on the Hub, it gets the name of the folder.
+        """
+        super().create_model_card(*args, **kwargs)
+        if not self.is_world_process_zero():
+            return
+        folder = Path(str(self.args.output_dir)).resolve()
+        base = Path(getattr(getattr(self.model, "config", None), "name_or_path", None) or "").name
+        origins = {"": "trained from a model without a name", _BUILT: "trained from scratch"}
+        origin = origins.get(base, f"a fine-tuned version of `{base}`")
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        text = text.replace("a fine-tuned version of [None](https://huggingface.co/None)", origin)
+        (folder / "README.md").write_text(text.replace('model="None"', f'model="{folder.name}"'), encoding="utf-8")
 
     def _own_fused_head(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
         """The context for TRL's `__init__`: ours in the place of TRL's fused head, if wanted and if TRL has one."""
