@@ -148,8 +148,9 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
     local = any(Path(name).exists() or any(sign in name for sign in "*?[") for name in data)
     if not local and (len(data) > 1 or suffix(data[0])):
         raise UserError(f"`--data` is {' '.join(data)}, which is not here; give files, or one dataset on the Hub.")
-    values |= {"data_files": list(data)} if local else {"dataset_name": data[0]}
-    columns = _columns(values) if local else ["messages"]  # those of the Hub are taken for conversations
+    values |= {"data_files": list(data)} if local else {"dataset_name": data[0], **_shipped(goal, data[0])}
+    # Those of the Hub are taken for conversations, unless a shipped recipe says otherwise.
+    columns = _columns(values) if local else [*values.get("columns", ["messages"])]
     config = config_of_values(values, _SOURCE, packaged=True)
     positions = positions_of(config) or 4096  # more have no embedding, or were not learnt
     pictures = bool({"image", "images"} & {*columns})
@@ -166,6 +167,18 @@ def _of_data(goal: str, model: str, data: Sequence[str]) -> dict[str, Any]:
         return values | {"beta": 0.1}
     values |= {"assistant_only_loss": True} if "messages" in columns else {}
     return values if pictures or not _may_pack(values, config) else {**values, "packing": True}
+
+
+def _shipped(goal: str, dataset: str) -> dict[str, Any]:
+    """What the shipped recipes say of a dataset on the Hub: its configuration, and how it is read for this goal."""
+    from liger_trainer.recipe.file import read_recipe, shipped_recipes
+
+    found: dict[str, Any] = {}
+    for recipe in map(read_recipe, shipped_recipes().values()):
+        if recipe.get("dataset_name") == dataset:
+            keys = ("dataset_config", *(("columns", "system_prompt") if recipe["trainer"] == goal else ()))
+            found |= {key: recipe[key] for key in keys if key in recipe}
+    return found
 
 
 def _right_answers(columns: Sequence[str]) -> dict[str, Any]:

@@ -89,6 +89,23 @@ def test_prompts_and_rewards(capsys):
     assert main(["train", "mine.yaml", "--smoke", "--output_dir", "run"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("goal", "data", "expected"),
+    [
+        ("grpo", "openai/gsm8k", {"dataset_config": "main", "columns": {"prompt": "question", "solution": "answer"}}),
+        ("sft", "openai/gsm8k", {"dataset_config": "main", "columns": {"prompt": "question", "completion": "answer"}}),
+        ("grpo", "someone/sums", {}),
+        ("sft", "someone/talks", {"assistant_only_loss": True}),
+    ],
+)
+def test_data_on_the_hub_that_a_shipped_recipe_reads(goal, data, expected):
+    given = ["--model", "Qwen/Qwen3-0.6B", "--data", data, "--goal", goal, "--gpu_memory", "24GB"]
+    values = written("mine.yaml", *given)
+    keys = ("dataset_config", "columns", "assistant_only_loss")
+    assert {key: values[key] for key in keys if key in values} == expected
+    assert ("system_prompt" in values) is (goal == "grpo" and bool(expected))
+
+
 def test_the_column_of_right_answers(capsys):
     given = ["--model", "Qwen/Qwen3-0.6B", "--data", "data.jsonl", "--goal", "grpo", "--gpu_memory", "24GB"]
     for name, columns in (("answer", None), ("response", {"solution": "response"})):
