@@ -55,6 +55,7 @@ class Case:
         device: Whether it takes an accelerator.
         evaluated: Whether the trained model is evaluated, with metrics of its logits.
         sampled: Whether the model answers prompts while it trains.
+        switched: Whether the stock trainer trains with our kernels, by `use_kernels=True`, in place of our trainer.
     """
 
     trainer: str
@@ -64,6 +65,7 @@ class Case:
     device: bool = False
     evaluated: bool = False
     sampled: bool = False
+    switched: bool = False
 
     @property
     def of_wrapping(self) -> bool:
@@ -105,6 +107,9 @@ CASES: dict[str, Case] = {
     "evaluated": Case("trainer", evaluated=True),
     "sampled": Case("trainer", sampled=True),
     "sampled, lora": Case("sft", "lora", options=_with(**_CHECKPOINTED), sampled=True),
+    "use_kernels": Case("trainer", switched=True),
+    "use_kernels, lora": Case("trainer", "lora", options=_with(**_CHECKPOINTED), switched=True),
+    "use_kernels, dpo": Case("dpo", switched=True),
     "bf16": Case("sft", options=_with(bf16=True), device=True),
     "fp16": Case("sft", options=_with(fp16=True), device=True),
     "offloaded": Case("sft", options=_with(activation_offloading=True, **_CHECKPOINTED), device=True),

@@ -2,9 +2,9 @@
 
     accelerate launch ... -m tests.distributed.accelerate_worker FOLDER CASE...
 
-A case is trained by our trainer; by the stock one too, where its result depends on the wrapping; by the stock one
-alone, on one process. FOLDER gets `CASE.json` (losses, gradient norms, or the failure) and `CASE.pt` (trained weights).
-The models lie in FOLDER's neighbour `models`.
+A case is trained by our trainer, or by the stock one with `use_kernels=True`; by the stock one as it is, where the
+result depends on the wrapping; by that one alone, on one process. FOLDER gets `CASE.json` (losses, gradient norms, or
+the failure) and `CASE.pt` (trained weights). The models lie in FOLDER's neighbour `models`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import liger_trainer
+from liger_trainer.stock_trainer import stock_trainer_report
 from liger_trainer.trainers.samples import SamplesCallback
 from tests.distributed.accelerate_cases import BATCH, CASES, IGNORE, STEPS, VOCAB, Case, collate, rows_of
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, gathers_of_head, spare_compilation, split_everything
@@ -47,12 +48,13 @@ def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {**ARGUMENTS, "per_device_train_batch_size": BATCH // world, **dict(case.options), **more}
     settings.setdefault("output_dir", str(folder / "output"))
+    switched, ours = ours and case.switched, ours and not case.switched
     if ours:
         settings["kernel_report"] = False
     if case.evaluated:
         settings["per_device_eval_batch_size"] = BATCH // world
     if case.trainer in ("dpo", "grpo"):
-        return _alignment(case, ours, folder, settings)
+        return _alignment(case, ours, switched, folder, settings)
     rows: Any = rows_of(case, alone=world == 1)
     if case.trainer == "sft" and ours:
         args: Any = liger_trainer.LigerSFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
@@ -68,7 +70,7 @@ def build_trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
     more = {"train_dataset": rows, "data_collator": collate, "processing_class": parity.tokenizer()}
     if case.evaluated:
         more |= {"compute_metrics": _means, "preprocess_logits_for_metrics": _of_labels, "eval_dataset": rows[:BATCH]}
-    return trainer(_loaded(case, folder), args, **more)
+    return trainer(_loaded(case, switched, folder), args, **more)
 
 
 def _of_labels(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,18 +90,22 @@ def _source(case: Case, folder: Path) -> Any:
     return str(path) if path.exists() else build_model(case.parameters, vocab_size=VOCAB)
 
 
-def _loaded(case: Case, folder: Path) -> Any:
+def _loaded(case: Case, switched: bool, folder: Path) -> Any:
     source = _source(case, folder)
-    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) if isinstance(source, str) else source
+    if isinstance(source, str):
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_kernels=switched)
+    if switched:
+        source.get_base_model().set_use_kernels(True)
+    return source
 
 
-def _alignment(case: Case, ours: bool, folder: Path, settings: dict[str, Any]) -> Any:
+def _alignment(case: Case, ours: bool, switched: bool, folder: Path, settings: dict[str, Any]) -> Any:
     output = settings.pop("output_dir")
     if case.trainer == "grpo":
         settings |= {"num_generations": 2, "max_completion_length": 6}
     source = _source(case, folder)
     if isinstance(source, str):  # under FSDP TRL would put it, and the reference, on the GPU with the most room
-        settings["model_init_kwargs"] = {"device_map": None}
+        settings["model_init_kwargs"] = {"device_map": None, "use_kernels": switched}
     naive = not ours and case.parameters == "lora with head"  # which TRL's head refuses
     return parity.build(case.trainer.upper(), ours, output, source, naive=naive, **settings)
 
@@ -127,6 +133,11 @@ def train(case: Case, ours: bool, folder: Path) -> Found:
     if case.sampled:
         trainer.add_callback(SamplesCallback(trainer, parity.WORDS[:2], steps=1, max_new_tokens=5))
     trainer.train()
+    if ours and case.switched:
+        applied = {row.component for row in stock_trainer_report(trainer.model).applied}
+        assert applied >= {"rope", "swiglu", "rms_norm", "attention"} | (
+            {"lora"} if "lora" in case.parameters else set()
+        )
     if ours and "activation_memory" in dict(case.options):
         assert trainer._kept.kept > 0
     logs = [log for log in trainer.state.log_history if "loss" in log]

@@ -47,7 +47,7 @@ LEFT_OUT = {
 }
 
 ON_CPU: dict[str, tuple[str, ...]] = {
-    "ddp": (),
+    "ddp": ("use_kernels", "use_kernels, lora"),
     "fsdp1": (
         *("trainer, tied token rows", "trainer, full", "sft, tied head", "dpo, full", "grpo, lora", "short last"),
         *("checkpointed", "evaluated", "sampled"),
@@ -56,6 +56,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
         *("sft, full", "sft, lora", "sft, lora with head", "trainer, lora with head", "dpo, lora", "grpo, full"),
         *("accumulated", "a rank without labels", "clipped", "checkpointed, reentrant", "sft, dora with head"),
         *("sft, modules to save", "sft, token rows", "trainer, frozen head", "kept", "evaluated", "sampled, lora"),
+        *("use_kernels", "use_kernels, lora", "use_kernels, dpo"),
     ),
     "fsdp2 kept": (),
     "hsdp": (),
