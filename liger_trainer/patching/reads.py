@@ -238,6 +238,7 @@ class Inside:
 
         Of decorators that are not the user's, these are the functions that they call in their own files.
         """
+        function = _function_of(function)
         while isinstance(function, types.FunctionType) and id(function) not in self._seen and not self.is_full:
             self._seen[id(function)] = function
             inner, users = getattr(function, "__wrapped__", None), _is_users(function)
@@ -251,13 +252,14 @@ class Inside:
                 for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
                     self._attribute(cell, "cell_contents", name, found_at(cell, "cell_contents"))
             for name, value in used_globals(function).items():
-                of_file = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+                called = _function_of(value)
+                of_file = called is not None and called.__globals__ is function.__globals__
                 if not (of_file or users or inner is None):
                     continue
                 if not isinstance(value, types.ModuleType):
                     self.globals.append((function, name, value))
                 if of_file:
-                    self.add_function(value)
+                    self.add_function(called)
                 else:
                     self.add(name, value)
             function = inner
@@ -322,6 +324,14 @@ def _copied(value: Any) -> Any:
         return dict(dict.items(value))  # a subclass may make what it is asked for
     kind = next((each for each in CONTAINERS if isinstance(value, each)), None)
     return value if kind is None else kind(kind.__iter__(value))
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """A function, or the one that the `kernels` library has made a module of, whose forward has it in its closure."""
+    if not isinstance(value, nn.Module):
+        return value if isinstance(value, types.FunctionType) else None
+    held = (found_at(cell, "cell_contents") for cell in getattr(type(value).forward, "__closure__", None) or ())
+    return next((each for each in held if isinstance(each, types.FunctionType)), None)
 
 
 def found_at(owner: Any, name: str) -> Any:

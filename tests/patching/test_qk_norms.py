@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers.utils import is_kernels_available
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.kernels.norms.rms_norm import rms_norm
@@ -116,6 +117,14 @@ def test_copies_use_their_own_weights(fused_calls):
     assert not torch.equal(other(**batch).loss, first)
     assert torch.equal(model(**batch).loss, first)
     assert len(fused_calls) == 6
+
+
+@pytest.mark.skipif(is_kernels_available(), reason="with the `kernels` library, no model of transformers has a pickle")
+def test_a_stored_model_computes_the_same():
+    model = TINY_MODELS["qwen3"]()
+    batch = tiny_batch("qwen3", model)
+    apply_liger_kernel(model, LAYERS)
+    first = model(**batch).loss
     stored = io.BytesIO()
     torch.save(model, stored)
     stored.seek(0)

@@ -6,6 +6,7 @@ The library is replaced by a stand-in, or where it is installed in a version tha
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import pickle
 import types
@@ -244,6 +245,26 @@ def test_a_model_that_has_the_librarys_already(library):
     before = bound(model)
     model.eval().train()
     assert bound(model) == before
+
+
+def test_a_function_in_a_module_of_the_library_is_followed(library, monkeypatch):
+    """It wraps the rotary function in a module without parameters; what that function calls still counts."""
+    rotary = modeling_llama.apply_rotary_pos_emb
+    if isinstance(rotary, types.FunctionType):  # with the stand-in
+
+        class Func(torch.nn.Module):
+            def forward(self, *args, **kwargs):
+                return rotary(*args, **kwargs)
+
+        given = inspect.signature(rotary).parameters.values()
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        Func.__module__, Func.forward.__signature__ = "kernels.layer", inspect.Signature([own, *given])
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", Func())
+    stock, model = TINY_MODELS["llama"](), TINY_MODELS["llama"]()
+    assert "rope" in {row.component for row in apply_liger_kernel(model).applied}
+    monkeypatch.setattr(modeling_llama, "rotate_half", torch.neg)
+    for ours, theirs in zip(loss_and_gradients(model), loss_and_gradients(stock)):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_an_error_of_the_library_takes_nothing_away(library, monkeypatch):
