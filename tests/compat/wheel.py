@@ -1,4 +1,4 @@
-"""Installs a wheel alone, and beside the transformers that other frameworks pin, and runs a few lines."""
+"""Installs a wheel alone, and beside the transformers and PEFT that other frameworks pin, and runs a few lines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 
 from tests.compat.versions import OLDEST_TO_PATCH
 
-PINS: dict[str, tuple[str, ...]] = {
+PINS: dict[str, tuple[str, ...]] = {  # the newest that each allows
     "torch alone": (),
     "the oldest transformers": (OLDEST_TO_PATCH,),
-    "LLaMA-Factory": ("transformers==5.8.1",),
-    "oumi": ("transformers==5.9.0",),
-    "axolotl": ("transformers==5.14.1",),
-    "ms-swift": ("transformers==5.16.1",),
+    "LLaMA-Factory 0.9.5": ("transformers==5.6.0", "peft==0.18.1"),
+    "verl 0.9.1": ("transformers==5.10.4",),
+    "oumi 0.9": ("transformers==5.16.1", "peft==0.19.1"),
+    "axolotl 0.19.0": ("transformers==5.16.1", "peft==0.20.0"),
+    "ms-swift 4.6.0": ("transformers==5.19.0", "peft==0.20.0"),
 }
 TORCH_ALONE = """
 import torch
@@ -44,6 +45,14 @@ names = {"rms_norm", "rope", "swiglu", "attention", "linear_cross_entropy"}
 assert {row.component for row in report.applied} >= names, report
 revert_liger_kernel(model)
 """
+WITH_PEFT = """
+from peft import LoraConfig, get_peft_model
+adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+expected = adapted(input_ids=ids, labels=ids).loss
+report = apply_liger_kernel(adapted)
+torch.testing.assert_close(adapted(input_ids=ids, labels=ids).loss, expected)
+assert "lora" in {row.component for row in report.applied}, report
+"""
 
 
 def try_in(folder: Path, wheel: Path, pins: tuple[str, ...], torch: str) -> None:
@@ -55,7 +64,8 @@ def try_in(folder: Path, wheel: Path, pins: tuple[str, ...], torch: str) -> None
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
     subprocess.run([python, "-m", "pip", "install", "--quiet", torch, *pins, str(wheel)], check=True)
-    code = TORCH_ALONE + (WITH_TRANSFORMERS if pins else "")
+    adapters = any(pin.startswith("peft") for pin in pins)
+    code = TORCH_ALONE + (WITH_TRANSFORMERS if pins else "") + (WITH_PEFT if adapters else "")
     subprocess.run([python, "-W", "ignore", "-c", code], check=True, cwd=folder)
     subprocess.run([python, "-m", "pip", "check"], check=True, stdout=subprocess.DEVNULL)
 
