@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 """Ends that may follow those in `KINDS`."""
 
+PICTURES = ("image", "images")
+"""The columns of pictures, which TRL puts before the text of the first turn of the user."""
+
+_MARK = "<image>"  # of LLaVA and LLaMA-Factory, for the place of a picture
+_NO_PATH = ("http://", "https://", "data:")
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # with a byte order mark
 
 
@@ -72,13 +78,16 @@ def find_files(given: Sequence[str], key: str) -> list[str]:
 def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -> Dataset:
     """The rows of all files that `given` stands for, as one dataset.
 
+    Paths of pictures are found from the working directory, or from the folder of a file.
+
     Args:
         given: As in `find_files`.
         key: The key of the recipe, for errors.
         is_text: Whether a column of this name holds text, though the cells of a table may look like numbers.
 
     Raises:
-        FileError: for files that are missing, empty, of several kinds or with several columns, or cannot be read.
+        FileError: for files that are missing, empty, of several kinds or with several columns, or cannot be read; for
+            pictures that are missing, or whose place is marked in the text.
     """
     files = find_files(given, key)
     empty = [file for file in files if Path(file).stat().st_size == 0]
@@ -108,7 +117,38 @@ def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         hint = " Save the text as UTF-8." if "utf" in reason.lower() else ""
         raise FileError(f"`{key}`: {files} cannot be read: {reason}{hint}") from error
-    return loaded
+    pictures = [name for name in PICTURES if name in loaded.column_names]
+    folders = [str(folder) for folder in dict.fromkeys([Path.cwd(), *(Path(file).resolve().parent for file in files)])]
+    find = functools.partial(_with_pictures, columns=pictures, folders=folders, key=key)
+    return loaded.map(find, with_indices=True) if pictures else loaded
+
+
+def _with_pictures(
+    row: Mapping[str, Any], index: int, columns: Sequence[str], folders: Sequence[str], key: str
+) -> dict[str, Any]:
+    """The columns of pictures, with paths that lead to files."""
+    if any(_MARK in str(value) for name, value in row.items() if name not in columns):
+        raise FileError(
+            f"`{key}`: row {index + 1} marks the place of a picture by '{_MARK}' in its text, which the model would "
+            "read as text; the pictures come before the text of the first turn, so leave the mark out."
+        )
+    found = {}
+    for name in columns:
+        value = row[name]
+        listed = isinstance(value, list)
+        paths = [_path_of(each, folders, f"`{key}`: row {index + 1}") for each in (value if listed else [value])]
+        found[name] = paths if listed else paths[0]
+    return found
+
+
+def _path_of(picture: Any, folders: Sequence[str], where: str) -> Any:
+    """A picture's file, from the first of `folders` that has it; what is no path stays as it is."""
+    if not isinstance(picture, str) or picture.startswith(_NO_PATH) or len(picture) > 1024:  # base64
+        return picture
+    file = next((path for folder in folders if (path := Path(folder, picture)).is_file()), None)
+    if file is None:
+        raise FileError(f"{where} has the picture {picture!r}, which is not in {' or in '.join(folders)}.")
+    return str(file)
 
 
 def _cell(text: str) -> str | None:

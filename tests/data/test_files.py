@@ -36,6 +36,26 @@ def write(folder, name):
     return path
 
 
+def test_pictures_are_found_beside_the_data_or_here(tmp_path, monkeypatch):
+    there, here = tmp_path / "data", tmp_path / "here"
+    for folder, name in ((there, "a.png"), (there, "b.png"), (here, "b.png")):
+        folder.mkdir(exist_ok=True)
+        (folder / name).touch()
+    monkeypatch.chdir(here)
+    file = there / "seen.jsonl"
+    rows = [{"images": ["a.png", "https://x.org/y.png"], "text": "one"}, {"images": ["b.png"], "text": "two"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = load_files([str(file)], "data_files", bool)
+    assert found["images"][:] == [[str(there / "a.png"), "https://x.org/y.png"], [str(here / "b.png")]]
+    assert found["text"][:] == ["one", "two"]
+    file.write_text(json.dumps({"image": "c.png", "text": "one"}))
+    with pytest.raises(FileError, match=r"`data_files`: row 1 has the picture 'c.png', which is not in .*here or in"):
+        load_files([str(file)], "data_files", bool)
+    file.write_text(json.dumps({"image": "a.png", "messages": [{"role": "user", "content": "<image>What?"}]}))
+    with pytest.raises(FileError, match="row 1 marks the place of a picture by '<image>' in its text"):
+        load_files([str(file)], "data_files", bool)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -153,6 +153,7 @@ def test_newer_models(model, size, packed):
 
 def test_data_with_images():
     picture = {"prompt": [{"role": "user", "content": "What is it?"}], "images": ["cat.png"]}
+    Path("cat.png").touch()
     write("seen.jsonl", {**picture, "completion": [{"role": "assistant", "content": "A cat."}]})
     given = ["--data", "seen.jsonl", "--goal", "sft", "--gpu_memory", "24GB"]
     values = written("mine.yaml", "--model", "Qwen/Qwen3-VL-4B-Instruct", *given)
