@@ -92,6 +92,9 @@ class SamplesCallback(TrainerCallback):
         model: Any = self.trainer.model
         with _left_as_it_was(model, args.device), torch.no_grad():
             answers = [self._text(ids) for ids in self._answers(model, args.device)]
+        release = getattr(self.trainer.model_wrapped, "empty_partition_cache", None)
+        if release is not None:  # ZeRO-3 keeps the head's weight, whole, until a backward or a step
+            release()
         samples = list(zip(self._names, answers, strict=True))
         history: list[Any] = state.log_history
         history.append({"step": state.global_step, "samples": samples})

@@ -64,6 +64,8 @@ class _Gathers(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         head = self.trainer.accelerator.unwrap_model(self.trainer.model).get_output_embeddings()
         self.weight, self.now = getattr(head, "base_layer", head).weight, 0
+        status = getattr(self.weight, "ds_status", None)  # of ZeRO-3 alone
+        assert status is None or status.name == "NOT_AVAILABLE", "the head's weight is whole between two steps"
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.counted.append(self.now)
