@@ -18,6 +18,9 @@ from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert,
 from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
+from liger_trainer.kernels.recurrence.decayed_attention import decayed_attention
+from liger_trainer.kernels.recurrence.delta_rule import delta_rule
+from liger_trainer.kernels.recurrence.state_space import state_space
 from liger_trainer.kernels.rope.layouts import rope_complex, rope_multimodal, rope_vision
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
@@ -54,6 +57,8 @@ __all__ = [
     "RouterLosses",
     "clamped_swiglu",
     "cross_entropy",
+    "decayed_attention",
+    "delta_rule",
     "dyt",
     "embedding",
     "embedding_backward_",
@@ -100,6 +105,7 @@ __all__ = [
     "softmax",
     "sort_by_expert",
     "sparsemax",
+    "state_space",
     "swiglu",
     "swiglu_down",
     "swiglu_fused",
