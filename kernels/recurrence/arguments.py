@@ -49,9 +49,15 @@ def check_heads(function: str, few: str, few_heads: int, many: str, heads: int) 
 
 
 def check_initial_state(
-    function: str, initial_state: torch.Tensor | None, documents: Documents, heads: int, rows: int, columns: int
+    function: str,
+    initial_state: torch.Tensor | None,
+    documents: Documents,
+    batch: int,
+    heads: int,
+    rows: int,
+    columns: int,
 ) -> None:
     """Raises ValueError if there is an `initial_state` that is not (roots, heads, rows, columns)."""
     if initial_state is not None:
-        shape = (documents.roots, heads, rows, columns)
+        shape = (batch if documents.spans is None else documents.roots, heads, rows, columns)
         check_shape(function, "initial_state", initial_state, shape, "(documents without a parent, heads, K, V)")

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.documents import ROWS, Documents, resolved
+from liger_trainer.kernels.documents import ROWS, Documents
 from liger_trainer.kernels.recurrence.arguments import check_heads, check_initial_state, check_shape, check_tensors
-from liger_trainer.kernels.recurrence.chunked import chunked_recurrence
-from liger_trainer.kernels.recurrence.recurrence import recurrence
+from liger_trainer.kernels.recurrence.recurrence import recurrence, recurrence_reference
 from liger_trainer.kernels.runtime import reference_of
 
 
@@ -60,11 +59,9 @@ def decayed_attention(
     check_shape(name, "k", k, (batch, tokens, key_heads, rows), "(batch, tokens, key_heads, K)")
     check_shape(name, "q", q, (batch, tokens, key_heads, rows), "the shape of `k`")
     check_shape(name, "slope", slope, (heads,), "(heads,)")
-    documents = resolved(documents, v)
-    check_initial_state(name, initial_state, documents, heads, rows, columns)
+    check_initial_state(name, initial_state, documents, batch, heads, rows, columns)
     g = -slope.to(torch.promote_types(v.dtype, torch.float32)).expand(batch, tokens, heads)
-    o, states = recurrence(q, k, v, g, None, None, initial_state, 1.0, False, documents)
-    return (o, states) if final_state else o
+    return recurrence(q, k, v, g, None, None, initial_state, 1.0, False, documents, final_state)
 
 
-decayed_attention_reference = reference_of(decayed_attention, recurrence=chunked_recurrence)
+decayed_attention_reference = reference_of(decayed_attention, recurrence=recurrence_reference)

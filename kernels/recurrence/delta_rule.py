@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.documents import ROWS, Documents, resolved
+from liger_trainer.kernels.documents import ROWS, Documents
 from liger_trainer.kernels.recurrence.arguments import check_heads, check_initial_state, check_shape, check_tensors
-from liger_trainer.kernels.recurrence.chunked import chunked_recurrence
-from liger_trainer.kernels.recurrence.recurrence import recurrence
+from liger_trainer.kernels.recurrence.recurrence import recurrence, recurrence_reference
 from liger_trainer.kernels.runtime import reference_of
 
 
@@ -67,11 +66,9 @@ def delta_rule(
     by_channel = (rows,) if g.dim() == 4 else ()
     check_shape(name, "g", g, (batch, tokens, heads, *by_channel), "(batch, tokens, value_heads), or with K behind it")
     check_shape(name, "beta", beta, (batch, tokens, heads), "(batch, tokens, value_heads)")
-    documents = resolved(documents, v)
-    check_initial_state(name, initial_state, documents, heads, rows, columns)
+    check_initial_state(name, initial_state, documents, batch, heads, rows, columns)
     scale = rows**-0.5 if scale is None else scale
-    o, states = recurrence(q, k, v, g, beta, None, initial_state, scale, True, documents)
-    return (o, states) if final_state else o
+    return recurrence(q, k, v, g, beta, None, initial_state, scale, True, documents, final_state)
 
 
-delta_rule_reference = reference_of(delta_rule, recurrence=chunked_recurrence)
+delta_rule_reference = reference_of(delta_rule, recurrence=recurrence_reference)

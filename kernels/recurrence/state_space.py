@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.documents import ROWS, Documents, resolved
+from liger_trainer.kernels.documents import ROWS, Documents
 from liger_trainer.kernels.recurrence.arguments import check_heads, check_initial_state, check_shape, check_tensors
-from liger_trainer.kernels.recurrence.chunked import chunked_recurrence
-from liger_trainer.kernels.recurrence.recurrence import recurrence
+from liger_trainer.kernels.recurrence.recurrence import recurrence, recurrence_reference
 from liger_trainer.kernels.runtime import reference_of
 
 
@@ -74,14 +73,12 @@ def state_space(
     for argument, parameter in (("A", A), ("D", D), ("dt_bias", dt_bias)):
         if parameter is not None:
             check_shape(name, argument, parameter, (heads,), "(heads,)")
-    documents = resolved(documents, x)
-    check_initial_state(name, initial_state, documents, heads, rows, columns)
+    check_initial_state(name, initial_state, documents, batch, heads, rows, columns)
     compute = torch.promote_types(x.dtype, torch.float32)
     steps = dt.to(compute) if dt_bias is None else dt.to(compute) + dt_bias.to(compute)
     steps = torch.nn.functional.softplus(steps).clamp(*dt_limit)
     g = steps * A.to(compute)
-    o, states = recurrence(C, B, x, g, steps, D, initial_state, 1.0, False, documents)
-    return (o, states) if final_state else o
+    return recurrence(C, B, x, g, steps, D, initial_state, 1.0, False, documents, final_state)
 
 
-state_space_reference = reference_of(state_space, recurrence=chunked_recurrence)
+state_space_reference = reference_of(state_space, recurrence=recurrence_reference)
