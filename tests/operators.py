@@ -12,6 +12,7 @@ import torch
 
 from liger_trainer import functional as ops
 from liger_trainer.kernels.copied_rows import copied_rows, copies_of
+from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear
 from liger_trainer.kernels.head.token_statistics import LOG_PROBS_OUTPUTS
@@ -176,6 +177,19 @@ _ON_EXPERTS = (leaf(3, 2, 16), leaf(3, 48, 2), leaf(3, 3, 24), leaf(3, 16, 3))
 _ROUTERS = (leaf(6, 5), leaf(6, 5))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
+_TOKEN_STATES = (leaf(1, 6, 1, 16), leaf(1, 6, 1, 16), leaf(1, 6, 1, 16), leaf(1, 6, 1), leaf(1, 6, 1))
+
+
+_FORK = documents_of([3, 2], [1, 4], [-1, 0], tokens=6)
+
+
+def _forked(q: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta rule of a document that another one continues, behind a token of padding, and their last states."""
+    k, v, g, beta, initial, spans, chunks = rest
+    options = {"initial_state": initial.float(), "documents": Documents(spans, chunks, 1, True), "final_state": True}
+    return ops.delta_rule(q, k, v, -g.float().square(), beta, **options)
+
+
 OPERATORS: dict[str, Operator] = {
     "rms_norm": Operator(ops.rms_norm, (leaf(6, 32), leaf(32)), "rms_norm"),
     "fused_add_rms_norm": Operator(ops.fused_add_rms_norm, (leaf(6, 32), leaf(6, 32), leaf(32)), "fused_add_rms_norm"),
@@ -190,6 +204,24 @@ OPERATORS: dict[str, Operator] = {
         "gated_rms_norm",
     ),
     "rope": Operator(ops.rope, (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))),
+    "delta_rule": Operator(
+        lambda q, k, v, g, beta: ops.delta_rule(q, k, v, -g.float().square(), beta),
+        (leaf(2, 5, 1, 16), leaf(2, 5, 1, 16), leaf(2, 5, 2, 16), leaf(2, 5, 2), leaf(2, 5, 2)),
+        "delta_rule",
+    ),
+    "delta_rule, states": Operator(
+        _forked,
+        (*_TOKEN_STATES, leaf(1, 1, 16, 16), lambda *_: _FORK.spans, lambda *_: _FORK.chunks),
+        "delta_rule",
+    ),
+    "state_space": Operator(
+        lambda x, dt, A, B, C, D: ops.state_space(x, dt, -A.square(), B, C, D=D),
+        (leaf(1, 5, 2, 16), leaf(1, 5, 2), leaf(2), leaf(1, 5, 1, 16), leaf(1, 5, 1, 16), leaf(2)),
+        "state_space",
+    ),
+    "decayed_attention": Operator(
+        ops.decayed_attention, (leaf(1, 5, 2, 16), leaf(1, 5, 2, 16), leaf(1, 5, 2, 16), table(2)), "decayed_attention"
+    ),
     "swiglu": Operator(ops.swiglu, (leaf(6, 24), leaf(6, 24)), "swiglu"),
     "swiglu_fused": Operator(ops.swiglu_fused, (leaf(6, 48),), "swiglu"),
     "geglu": Operator(ops.geglu, (leaf(6, 24), leaf(6, 24)), "geglu"),

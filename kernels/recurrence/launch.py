@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.kernels.documents import Documents
-from liger_trainer.kernels.recurrence.chunk_gradients import chunk_gradients_kernel
+from liger_trainer.kernels.documents import CHUNK, Documents
+from liger_trainer.kernels.recurrence.chunk_gradients import (
+    gate_gradients_kernel,
+    key_gradients_kernel,
+    pair_gradients_kernel,
+)
 from liger_trainer.kernels.recurrence.chunk_inverse import chunk_inverse_kernel
 from liger_trainer.kernels.recurrence.chunk_scan import chunk_scan_kernel, reverse_scan_kernel
 from liger_trainer.kernels.rows import device_limits
@@ -19,7 +23,11 @@ from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
 _HEADS_OF_PROGRAM = 16
 """Value heads that one program of the gradients adds up at most."""
 
-_INVERSE: dict[str, int] = {"num_warps": 1, "num_stages": 1}
+MAX_WIDTH = 256
+"""The most rows and columns of a state that the kernels take."""
+
+_KEY_BLOCK = 64
+"""Rows of a state in a program of the gradients of queries and keys."""
 
 
 class Inputs(NamedTuple):
@@ -71,44 +79,67 @@ _HOPPER = 227 * 1024
 
 # Keyed by the rows of a state, padded; the columns of a program are at most those of the state.
 _TILES = {
-    "scan": {64: Tile(64, 4, 2), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2)},
-    "reverse scan": {64: Tile(64, 4, 2), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2)},
-    "gradients": {64: Tile(64, 4, 2), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
+    "scan": {128: Tile(64, 4, 2), 256: Tile(32, 4, 2)},
+    "states": {128: Tile(64, 4, 3), 256: Tile(32, 4, 2)},
+    "reverse scan": {128: Tile(64, 4, 2), 256: Tile(32, 4, 2)},
+    "pair gradients": {128: Tile(64, 4, 2), 256: Tile(64, 8, 2)},
+    "key gradients": {256: Tile(64, 4, 2)},
+    "key gradients of the delta rule": {256: Tile(32, 4, 3)},
 }
-"""Tiles of half precision where a program has `_HOPPER`."""
+"""Tiles of half precision where a program has `_HOPPER`, measured on an H200 with 128 rows. Loops of one stage are
+compiled wrongly for Hopper by Triton 3.6: some read memory that is not theirs."""
 
 _SMALL_TILES = {
     "scan": {64: Tile(32, 4, 2), 128: Tile(32, 4, 1), 256: Tile(16, 4, 1)},
+    "states": {64: Tile(32, 4, 2), 128: Tile(32, 4, 1), 256: Tile(16, 4, 1)},
     "reverse scan": {64: Tile(32, 4, 2), 128: Tile(32, 4, 1), 256: Tile(16, 4, 1)},
-    "gradients": {64: Tile(32, 4, 2), 128: Tile(32, 8, 1), 256: Tile(16, 8, 1)},
+    "pair gradients": {64: Tile(32, 8, 2), 128: Tile(32, 8, 2), 256: Tile(16, 8, 1)},
+    "key gradients": {256: Tile(32, 4, 2)},
+    "key gradients of the delta rule": {256: Tile(32, 4, 2)},
 }
 """The same for other devices: NVIDIA's from Ampere on, whose programs have 99 KiB or more, and AMD's; not measured."""
 
-_TURING_TILES = {
-    "scan": {64: Tile(32, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 4, 1)},
-    "reverse scan": {64: Tile(32, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 4, 1)},
-    "gradients": {64: Tile(16, 4, 1), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
-}
-"""The same for NVIDIA's devices before Ampere, whose programs have 64 KiB; chosen to fit, not measured."""
-
 _FP32_TILES = {
-    "scan": {64: Tile(32, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 8, 1)},
-    "reverse scan": {64: Tile(32, 4, 1), 128: Tile(16, 4, 1), 256: Tile(16, 8, 1)},
-    "gradients": {64: Tile(16, 8, 1), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
+    "scan": Tile(16, 4, 1),
+    "states": Tile(16, 4, 1),
+    "reverse scan": Tile(16, 4, 1),
+    "pair gradients": Tile(16, 8, 1),
+    "key gradients": Tile(16, 4, 1),
+    "key gradients of the delta rule": Tile(16, 4, 1),
 }
 """Tiles of fp32; chosen to fit, not measured."""
 
+MAX_FP32_ROWS = 128
+"""The most rows of a state that the kernels take in fp32."""
+
+
+def takes(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are kernels for states of so many rows and columns, and arguments of this dtype.
+
+    Before Ampere, Triton multiplies without tensor cores. For Hopper, Triton 3.6 compiles some kernels of fp32 to reads
+    of memory that is not theirs. Torch runs those.
+    """
+    limits = device_limits(device)
+    if limits.before_ampere and not INTERPRETED:
+        return False
+    if dtype == torch.float32:
+        large = not INTERPRETED and limits.shared_memory >= _HOPPER
+        return rows <= MAX_FP32_ROWS and columns <= MAX_WIDTH and not large
+    return rows <= MAX_WIDTH and columns <= MAX_WIDTH
+
 
 def tile_for(kernel: str, inputs: Inputs) -> Tile:
-    """The tile of a kernel: ``"scan"``, ``"reverse scan"`` or ``"gradients"``."""
+    """The tile of a kernel, a key of `_TILES`."""
     block_k, block_v = _padded(inputs.k.shape[2]), _padded(inputs.v.shape[2])
     if INTERPRETED:
         return Tile(min(block_v, 32), 4, 1)
     limits = device_limits(inputs.v.device)
-    half = _TURING_TILES if limits.before_ampere else _TILES if limits.shared_memory >= _HOPPER else _SMALL_TILES
-    tiles = _FP32_TILES if inputs.v.dtype == torch.float32 else half
-    tile = next(tile for rows, tile in tiles[kernel].items() if block_k <= rows)
-    return tile._replace(columns=min(tile.columns, block_v))
+    if inputs.v.dtype == torch.float32:
+        tile = _FP32_TILES[kernel]
+    else:
+        half = _TILES if limits.shared_memory >= _HOPPER else _SMALL_TILES
+        tile = next(tile for rows, tile in half[kernel].items() if block_k <= rows)
+    return tile._replace(columns=min(tile.columns, max(block_v, 32)))  # 16 were not tried
 
 
 def _padded(width: int) -> int:
@@ -137,7 +168,8 @@ def chunk_inverse(inputs: Inputs, documents: Documents, out: torch.Tensor) -> No
         out,
         *inputs.strides("k", "g", "beta"),
         BLOCK_K=min(32, _padded(inputs.k.shape[2])),
-        **_INVERSE,
+        num_warps=1,
+        num_stages=1,
         **_constants(inputs),
     )
 
@@ -175,7 +207,7 @@ def scan(
     """
     assert documents.spans is not None
     columns = inputs.v.shape[2]
-    tile = tile_for("scan", inputs)
+    tile = tile_for("scan" if states is None else "states", inputs)
     for first, count, continues in _levels(documents):
         chunk_scan_kernel[(count * inputs.v.shape[1] * cdiv(columns, tile.columns),)](
             inputs.q,
@@ -292,8 +324,19 @@ def chunk_gradients(
     if parts > 1:
         make = dq.new_zeros if documents.padding else dq.new_empty
         dq, dk = (make(parts, *dq.shape, dtype=torch.float32) for _ in range(2))
-    tile = tile_for("gradients", inputs)
-    chunk_gradients_kernel[(len(documents.chunks) * key_heads * parts,)](
+    chunks, heads = len(documents.chunks), inputs.v.shape[1]
+    key_gradients = "key gradients of the delta rule" if inputs.delta else "key gradients"
+    pair_tile, key_tile = tile_for("pair gradients", inputs), tile_for(key_gradients, inputs)
+    rows = inputs.k.shape[2]
+    block_k = min(_padded(rows), _KEY_BLOCK)
+    blocks = cdiv(rows, block_k)
+    # The terms of dG and dbeta: those of pairs, then those of each block of rows of the state.
+    dtotal, dbeta = (inputs.v.new_empty(blocks + 1, chunks, heads, CHUNK, dtype=torch.float32) for _ in range(2))
+    dlast = inputs.v.new_empty(blocks, chunks, heads, dtype=torch.float32)
+    dp = inputs.v.new_empty(chunks * key_heads * parts, CHUNK, CHUNK)
+    dm = torch.empty_like(dp) if inputs.delta else None
+    common = {"OF_PROGRAM": of_program, "V": inputs.v.shape[2], "DELTA": inputs.delta, **_constants(inputs)}
+    pair_gradients_kernel[(len(dp),)](
         inputs.q,
         inputs.k,
         inputs.v,
@@ -301,30 +344,69 @@ def chunk_gradients(
         inputs.beta,
         inputs.skip,
         do,
+        u,
+        y,
+        documents.chunks,
+        out.v,
+        dp,
+        dm,
+        dtotal,
+        dbeta,
+        out.skip,
+        inputs.scale,
+        *inputs.strides("q", "k", "v", "g", "beta"),
+        *do.stride()[:2],
+        BLOCK_K=_padded(rows),
+        BLOCK_V=pair_tile.columns,
+        num_warps=pair_tile.warps,
+        num_stages=pair_tile.stages,
+        **common,
+    )
+    key_gradients_kernel[(len(dp) * blocks,)](
+        inputs.q,
+        inputs.k,
+        inputs.g,
+        inputs.beta,
+        do,
+        inputs.v,
         states,
         dstates,
         u,
         y,
+        dp,
+        dm,
         documents.chunks,
         dq,
         dk,
-        out.v,
-        out.g,
-        out.beta,
-        out.skip,
+        dtotal[1:],
+        dbeta[1:],
+        dlast,
         inputs.scale,
         out.q.numel(),
-        *inputs.strides("q", "k", "v", "g", "beta"),
+        dtotal[0].numel(),
+        *inputs.strides("q", "k", "g", "beta"),
         *do.stride()[:2],
-        OF_PROGRAM=of_program,
-        V=inputs.v.shape[2],
-        BLOCK_K=_padded(inputs.k.shape[2]),
-        BLOCK_V=tile.columns,
-        DELTA=inputs.delta,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **_constants(inputs),
+        *inputs.strides("v"),
+        BLOCK_K=block_k,
+        BLOCK_V=key_tile.columns,
+        num_warps=key_tile.warps,
+        num_stages=key_tile.stages,
+        **common,
     )
+    if out.g is not None or out.beta is not None:
+        gate_gradients_kernel[(chunks * heads,)](
+            dtotal,
+            dbeta,
+            dlast,
+            documents.chunks,
+            out.g,
+            out.beta,
+            dtotal[0].numel(),
+            BLOCKS=blocks,
+            HEADS=heads,
+            DELTA=inputs.delta,
+            num_warps=1,
+        )
     if parts > 1:
         out.q.copy_(dq.sum(0))
         out.k.copy_(dk.sum(0))

@@ -21,9 +21,6 @@ from liger_trainer.kernels.recurrence import launch
 from liger_trainer.kernels.recurrence.chunked import chunked_recurrence
 from liger_trainer.kernels.runtime import cdiv, has_elements, on_device, reference_of, use_triton
 
-MAX_WIDTH = 256
-"""The most rows and columns of a state that the kernels take."""
-
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """(batch, tokens, ...) as (T, ...), whose last stride is 1: a view where strides allow it, else a copy."""
@@ -186,9 +183,9 @@ def recurrence(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The result, and the final states with `final_state`; arguments and results are those of `chunked_recurrence`."""
     tensors = [x for x in (q, k, v, g, beta, skip, initial_state) if x is not None]
-    fits = max(k.shape[3], v.shape[3]) <= MAX_WIDTH and g.dim() == 3 and v.numel() > 0
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    fits = launch.takes(k.shape[3], v.shape[3], dtype, v.device) and g.dim() == 3 and v.numel() > 0
     if all(map(use_triton, tensors)) and fits:
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         o, states, _ = _recurrence(
             q.to(dtype), k.to(dtype), v.to(dtype), g, beta, skip, initial_state, documents, scale, delta, final_state
         )

@@ -37,6 +37,12 @@ def _attention(heads, kv_heads, dim, window=16, softcap=None):
     return Operator(partial(attention, plan=AttentionPlan(window, offsets, 40), softcap=softcap), arguments)
 
 
+def _delta_rule(key_heads, heads, rows, columns):
+    gates = leaf(1, 64, heads), leaf(1, 64, heads)
+    keys = leaf(1, 64, key_heads, rows)
+    return _real("delta_rule", keys, keys, leaf(1, 64, heads, columns), *gates)
+
+
 def _step(*weights):
     """A step of the optimizer on weights of bf16 and fp32, as an operator that has no gradient."""
     parameters = [torch.nn.Parameter(weight.detach().to(dtype)) for weight in weights for dtype in _TRAINED]
@@ -120,6 +126,16 @@ CASES = {
     "attention, 64": _attention(8, 2, 64),
     "attention, 128": _attention(8, 2, 128, softcap=30.0),
     "attention, 256": _attention(8, 2, 256, softcap=30.0),
+    "delta_rule": _delta_rule(2, 4, 128, 128),
+    "delta_rule, 96 and 192": _delta_rule(2, 2, 96, 192),
+    "delta_rule, 256": _delta_rule(1, 1, 256, 256),
+    "state_space": Operator(
+        lambda x, dt, A, B, C, D: ops.state_space(x, dt, -A.square(), B, C, D=D),
+        (leaf(1, 64, 32, 64), leaf(1, 64, 32), leaf(32), leaf(1, 64, 1, 128), leaf(1, 64, 1, 128), leaf(32)),
+    ),
+    "decayed_attention": _real(
+        "decayed_attention", leaf(1, 64, 2, 128), leaf(1, 64, 2, 128), leaf(1, 64, 2, 128), table(2)
+    ),
     "LigerAdamW": Operator(_step, (leaf(512, 512),)),
 }
 
