@@ -189,6 +189,16 @@ OPERATORS: dict[str, Operator] = {
         (leaf(6, 32), leaf(6, 32), leaf(32)),
         "gated_rms_norm",
     ),
+    "short_conv": Operator(
+        partial(ops.short_conv, activation="silu"), (leaf(2, 9, 6), leaf(6, 4), leaf(6)), "short_conv"
+    ),
+    "gated_short_conv": Operator(ops.gated_short_conv, (leaf(2, 9, 18), leaf(6, 3)), "gated_short_conv"),
+    "delta_inputs": Operator(
+        partial(ops.delta_inputs, key_heads=2, value_heads=4, key_dim=3, value_dim=5),
+        (leaf(2, 9, 32), leaf(32, 4)),
+        "delta_inputs",
+    ),
+    "delta_gates": Operator(ops.delta_gates, (leaf(2, 9, 3), leaf(2, 9, 3), leaf(3), leaf(3)), "delta_gates"),
     "rope": Operator(ops.rope, (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))),
     "swiglu": Operator(ops.swiglu, (leaf(6, 24), leaf(6, 24)), "swiglu"),
     "swiglu_fused": Operator(ops.swiglu_fused, (leaf(6, 48),), "swiglu"),
