@@ -1,6 +1,10 @@
 """The inputs of a gated delta rule: a short convolution with SiLU, and queries and keys of length 1.
 
 Formula, for a head u of the convolution's result: q and k are ``u * rsqrt(sum(u^2) + eps)``, v is u.
+With r that factor, the gradient of u is ``r * (dq - q * sum(dq * q))``.
+
+One pass each way: forward reads the projection and writes q, k and v (4 bytes per element in bf16); backward reads it
+and dq, dk and dv and writes its gradient (6 bytes). Saved for backward: the projection alone.
 
 Shapes: qkv (batch, tokens, 2 key_heads key_dim + value_heads value_dim), the heads of q, then of k, then of v.
 """
@@ -9,9 +13,74 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
+from liger_trainer.kernels.conv.conv_kernels import Conv, empty_result, launch_backward, launch_forward, save, saved
 from liger_trainer.kernels.conv.short_conv import check_conv_arguments, short_conv_reference
 from liger_trainer.kernels.documents import ROWS, Documents
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import reference_of
+
+
+@operator("liger_trainer::delta_inputs")
+def _delta_inputs(
+    qkv: torch.Tensor, weight: torch.Tensor, documents: Documents, key_width: int, key_dim: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    results = []
+    for start, stop, conv in _parts(len(weight), key_width, key_dim, eps):
+        result = empty_result(qkv, stop - start, documents)
+        launch_forward(qkv[..., start:stop], weight[start:stop], None, None, result, documents, conv)
+        results.append(result)
+    q, k, v = results
+    return q, k, v
+
+
+@operator("liger_trainer::delta_inputs_backward")
+def _delta_inputs_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    qkv: torch.Tensor,
+    weight: torch.Tensor,
+    documents: Documents,
+    key_width: int,
+    key_dim: int,
+    eps: float,
+    needed: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dqkv = empty_result(qkv, len(weight), documents)
+    of_weight = []
+    for (start, stop, conv), dy in zip(_parts(len(weight), key_width, key_dim, eps), (dq, dk, dv)):
+        given = dy, qkv[..., start:stop], weight[start:stop], None, None, dqkv[..., start:stop]
+        of_weight.append(launch_backward(*given, documents, conv, (needed[1], False, False))[0])
+    return dqkv, torch.cat(of_weight)
+
+
+def _parts(width: int, key_width: int, key_dim: int, eps: float) -> list[tuple[int, int, Conv]]:
+    """The columns of q, k and v, and what is done to them."""
+    normed = Conv(silu=True, head=key_dim, eps=eps)
+    return [
+        (0, key_width, normed),
+        (key_width, 2 * key_width, normed),
+        (2 * key_width, width, Conv(silu=True)),
+    ]
+
+
+refuse_second_derivative(_delta_inputs_backward, "delta_inputs")
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, documents, ctx.key_width, ctx.key_dim, ctx.eps = inputs
+    save(ctx, documents, *tensors)
+
+
+def _backward(ctx, dq, dk, dv):
+    tensors, documents = saved(ctx)
+    needed = list(ctx.needs_input_grad[:2])
+    gradients = _delta_inputs_backward(dq, dk, dv, *tensors, documents, ctx.key_width, ctx.key_dim, ctx.eps, needed)
+    return input_gradients(ctx, *where_needed(needed, *gradients))
+
+
+_delta_inputs.register_autograd(_backward, setup_context=_setup_context, materialize_grads=True)
 
 
 def delta_inputs(
@@ -48,13 +117,18 @@ def delta_inputs(
         ValueError: If the heads are not the channels of `qkv`, a shape, dtype or device does not fit it, or there are
             fewer than 2 taps or more than 8.
     """
-    check_conv_arguments("delta_inputs", qkv, weight, None)
+    on_triton = check_conv_arguments("delta_inputs", qkv, weight, None)
     widths = key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
     if sum(widths) != qkv.shape[-1]:
         raise ValueError(
             f"`qkv` of delta_inputs has {qkv.shape[-1]} channels, but {key_heads} heads of {key_dim} for q and for k "
             f"and {value_heads} of {value_dim} for v have {sum(widths)}."
         )
+    if on_triton:
+        q, k, v = _delta_inputs(qkv, weight, documents, widths[0], key_dim, eps)
+        heads = (key_heads, key_dim), (key_heads, key_dim), (value_heads, value_dim)
+        q, k, v = (each.unflatten(-1, shape) for each, shape in zip((q, k, v), heads))
+        return q, k, v
     wide = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
     mixed = short_conv_reference(wide, weight, activation="silu", documents=documents)
     assert isinstance(mixed, torch.Tensor)

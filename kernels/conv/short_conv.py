@@ -8,6 +8,9 @@ and, with g = dy * act'(pre),
 
     dx[t] = sum over s of w[K - 1 - s] * g[t + s]  (+ dy[t])     dw[K - 1 - s] = sum over t of g[t] * x[t - s]
 
+Forward reads x and writes y (4 bytes per element in bf16); backward reads x and dy and writes dx (6 bytes). Saved for
+backward: x alone, as pre is computed again.
+
 Shapes: x (batch, tokens, channels).
 """
 
@@ -15,11 +18,64 @@ from __future__ import annotations
 
 import torch
 
+from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
+from liger_trainer.kernels.conv.conv_kernels import Conv, empty_result, launch_backward, launch_forward, save, saved
 from liger_trainer.kernels.conv.sources import last_inputs, sources
 from liger_trainer.kernels.documents import ROWS, Documents, resolved
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import check_all_dtensors, reference_of, use_triton
 
 MAX_TAPS = 8
+
+
+@operator("liger_trainer::short_conv")
+def _short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor | None,
+    documents: Documents,
+    silu: bool,
+    residual: bool,
+) -> torch.Tensor:
+    y = empty_result(x, x.shape[-1], documents)
+    launch_forward(x, weight, bias, state, y, documents, Conv(silu, residual))
+    return y
+
+
+@operator("liger_trainer::short_conv_backward")
+def _short_conv_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor | None,
+    documents: Documents,
+    silu: bool,
+    residual: bool,
+    needed: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx = empty_result(x, x.shape[-1], documents)
+    given = dy, x, weight, bias, state
+    return dx, *launch_backward(*given, dx, documents, Conv(silu, residual), needed[1:])
+
+
+refuse_second_derivative(_short_conv_backward, "short_conv")
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, documents, ctx.silu, ctx.residual = inputs
+    save(ctx, documents, *tensors)
+
+
+def _backward(ctx, dy):
+    tensors, documents = saved(ctx)
+    needed = list(ctx.needs_input_grad[:4])
+    gradients = _short_conv_backward(dy, *tensors, documents, ctx.silu, ctx.residual, needed)
+    return input_gradients(ctx, *where_needed(needed, *gradients))
+
+
+_short_conv.register_autograd(_backward, setup_context=_setup_context)
 
 
 def short_conv(
@@ -58,32 +114,37 @@ def short_conv(
     """
     if activation not in (None, "silu"):
         raise ValueError(f'`activation` of short_conv is {activation!r}; it must be None or "silu".')
-    check_conv_arguments("short_conv", x, weight, bias)
-    documents = resolved(documents, x)
-    halo = weight.shape[1] - 1
-    if initial_state is not None and initial_state.shape != (documents.roots, halo, x.shape[-1]):
+    on_triton = check_conv_arguments("short_conv", x, weight, bias)
+    halo, roots = weight.shape[1] - 1, x.shape[0] if documents.spans is None else documents.roots
+    if initial_state is not None and initial_state.shape != (roots, halo, x.shape[-1]):
         raise ValueError(
             f"`initial_state` of short_conv has shape {tuple(initial_state.shape)}; give {halo} rows of "
-            f"{x.shape[-1]} for each of the {documents.roots} documents without a parent."
+            f"{x.shape[-1]} for each of the {roots} documents without a parent."
         )
-    states = 0 if initial_state is None else documents.roots
-    rows = x.flatten(0, 1)
+    on_triton = on_triton and (initial_state is None or use_triton(initial_state))
+    if on_triton:
+        y = _short_conv(x, weight, bias, initial_state, documents, activation == "silu", residual)
+        if not final_state:
+            return y
+    tables, states, rows = resolved(documents, x), 0 if initial_state is None else roots, x.flatten(0, 1)
     before = [rows.new_zeros(1, x.shape[-1]), *([] if initial_state is None else [initial_state.flatten(0, 1)])]
     inputs = torch.cat([*(each.to(x.dtype) for each in before), rows])
-    compute = torch.promote_types(x.dtype, torch.float32)
-    table = sources(documents, len(rows), halo, states)
-    y = sum(inputs[table[:, tap]].to(compute) * weight[:, tap].to(compute) for tap in range(halo + 1))
-    assert isinstance(y, torch.Tensor)
-    if bias is not None:
-        y = y + bias.to(compute)
-    if activation == "silu":
-        y = torch.nn.functional.silu(y)
-    if residual:
-        y = y + rows.to(compute)
-    if documents.padding:
-        y = y.where(table[:, -1:] > 0, 0.0)
-    y = y.to(x.dtype).view_as(x)
-    return (y, inputs[last_inputs(documents, halo, states)]) if final_state else y
+    if not on_triton:
+        taps = weight.to(torch.promote_types(x.dtype, torch.float32))
+        table = sources(tables, len(rows), halo, states)
+        y = inputs[table[:, 0]].to(taps.dtype) * taps[:, 0]
+        for tap in range(1, halo + 1):
+            y = y + inputs[table[:, tap]].to(taps.dtype) * taps[:, tap]
+        if bias is not None:
+            y = y + bias.to(taps.dtype)
+        if activation == "silu":
+            y = torch.nn.functional.silu(y)
+        if residual:
+            y = y + rows.to(taps.dtype)
+        if documents.padding:
+            y = y.where(table[:, -1:] > 0, 0.0)
+        y = y.to(x.dtype).view_as(x)
+    return (y, inputs[last_inputs(tables, halo, states)]) if final_state else y
 
 
 def check_conv_arguments(
