@@ -72,10 +72,10 @@ def _row(ptr, place, stride, columns, mask):
 @triton.jit
 def _input_row(x_ptr, place, stride, columns, mask, C: tl.constexpr, GATED: tl.constexpr):
     """A row of the convolution's input."""
+    row = _row(x_ptr, place, stride, columns + (2 * C if GATED else 0), mask)
     if GATED:
-        before = _row(x_ptr, place, stride, columns, mask).to(tl.float32)
-        return before * _row(x_ptr, place, stride, columns + 2 * C, mask).to(tl.float32)
-    return _row(x_ptr, place, stride, columns, mask)
+        row = row.to(tl.float32) * _row(x_ptr, place, stride, columns, mask).to(tl.float32)
+    return row
 
 
 @triton.jit
@@ -330,6 +330,43 @@ def _halo_kernel(
             tl.store(place, tl.load(place, mask=mask, other=0.0) + total[i], mask=mask)
 
 
+@triton.jit
+def _store_dx(
+    dx_ptr,
+    dy_ptr,
+    x_ptr,
+    tail_ptr,
+    dx,
+    place,
+    tail,
+    dx_stride,
+    dy_stride,
+    x_stride,
+    columns,
+    lane,
+    exists,
+    in_tail,
+    C: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Stores the gradient of one token, with what its children and a residual add to it."""
+    mask = _mask(columns, lane, exists, C, HEAD, D)
+    if RESIDUAL:
+        dx += _row(dy_ptr, place, dy_stride, columns, mask).to(tl.float32)
+    if tail_ptr is not None:
+        dx += _row(tail_ptr, tail, C, columns, _mask(columns, lane, exists & in_tail, C, HEAD, D))
+    out = dx_ptr + place.to(tl.int64) * dx_stride + columns
+    if GATED:
+        before = _row(x_ptr, place, x_stride, columns, mask).to(tl.float32)
+        x = _row(x_ptr, place, x_stride, columns + 2 * C, mask).to(tl.float32)
+        tl.store(out + 2 * C, (dx * before).to(dx_ptr.dtype.element_ty), mask=mask)
+        dx *= x
+    tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_chunks"])
 def _backward_kernel(
     dy_ptr,
@@ -361,71 +398,83 @@ def _backward_kernel(
     CHUNKS: tl.constexpr,
 ):
     """A block of channels of dx of CHUNKS chunks, and this program's share of the gradients of taps and bias."""
+    HALO: tl.constexpr = TAPS - 1
+    SUMS: tl.constexpr = TAPS if bias_ptr is None else TAPS + 1
     columns, lane = _columns(tl.program_id(0) % BLOCKS, HEADS, HEAD, D)
     program = tl.program_id(0) // BLOCKS
     weights, bias = _parameters(weight_ptr, bias_ptr, columns, lane, C, TAPS, HEAD, D)
-    sums = _zeros(columns, TAPS + 1)
+    sums = _zeros(columns, SUMS)
     for chunk in range(program * CHUNKS, tl.minimum(program * CHUNKS + CHUNKS, num_chunks)):
         document = tl.load(chunks_ptr + chunk * 3)
         first, tokens = tl.load(chunks_ptr + chunk * 3 + 1), tl.load(chunks_ptr + chunk * 3 + 2)
         position = first - tl.load(spans_ptr + document * 6 + _FIRST)
         after = tl.load(spans_ptr + document * 6 + _TOKENS) - position  # tokens of the document from here on
-        behind = tl.minimum(tokens + TAPS - 1, after)
-        continued = tl.load(spans_ptr + document * 6 + _CHILDREN) > 0
+        first_of_tail = after - HALO
+        if tail_ptr is not None:
+            first_of_tail = tl.where(tl.load(spans_ptr + document * 6 + _CHILDREN) > 0, first_of_tail, after)
+        first_tail = document * HALO - (after - HALO)
         window = _inputs_before(
             x_ptr, state_ptr, spans_ptr, document, position, x_stride, columns, lane, C, TAPS, HEAD, D, GATED
         )
-        gradients = _zeros(columns, TAPS - 1)
-        for start in range(0, tokens + TAPS - 1, GROUP):
+        gradients = _zeros(columns, HALO)
+        for start in range(0, tokens, GROUP):
             rows = ()
             dys = ()
             for i in tl.static_range(GROUP):
-                mask = _mask(columns, lane, start + i < behind, C, HEAD, D)
+                mask = _mask(columns, lane, start + i < tokens, C, HEAD, D)
                 rows = _and(rows, _input_row(x_ptr, first + start + i, x_stride, columns, mask, C, GATED))
                 dys = _and(dys, _row(dy_ptr, first + start + i, dy_stride, columns, mask))
             for i in tl.static_range(GROUP):
-                at = start + i
+                place = first + start + i
+                mask = _mask(columns, lane, start + i < tokens, C, HEAD, D)
                 window = _and(window, rows[i].to(tl.float32))
                 dy = dys[i].to(tl.float32)
                 pre = _convolved(window, weights, bias, TAPS)
                 if GATED:
-                    gate = _row(x_ptr, first + at, x_stride, columns + C, _mask(columns, lane, at < behind, C, HEAD, D))
-                    place = dx_ptr + (first + at).to(tl.int64) * dx_stride + columns + C
-                    mask = _mask(columns, lane, at < tokens, C, HEAD, D)
-                    tl.store(place, (dy * pre).to(dx_ptr.dtype.element_ty), mask=mask)
-                    dy *= gate.to(tl.float32)
-                g = tl.where(at < behind, _before_activation(pre, dy, eps, SILU, NORM), 0.0)
+                    out = dx_ptr + place.to(tl.int64) * dx_stride + columns + C
+                    tl.store(out, (dy * pre).to(dx_ptr.dtype.element_ty), mask=mask)
+                    dy *= _row(x_ptr, place, x_stride, columns + C, mask).to(tl.float32)
+                g = _before_activation(pre, dy, eps, SILU, NORM)
                 gradients = _and(gradients, g)
                 if partial_ptr is not None:
-                    own = tl.where(at < tokens, g, 0.0)
                     added = ()
                     for tap in tl.static_range(TAPS):
-                        added = _and(added, sums[tap] + own * window[tap])
-                    sums = _and(added, sums[TAPS] + own)
-                at -= TAPS - 1  # whose gradient is complete
+                        added = _and(added, sums[tap] + g * window[tap])
+                    if SUMS > TAPS:
+                        added = _and(added, sums[TAPS] + g)
+                    sums = added
+                at = start + i - HALO  # whose gradient is complete
                 dx = _correlated(gradients, weights, TAPS)
-                written = (at >= 0) & (at < tokens)
-                mask = _mask(columns, lane, written, C, HEAD, D)
-                place = first + at
-                if RESIDUAL:
-                    dx += _row(dy_ptr, place, dy_stride, columns, mask).to(tl.float32)
-                if tail_ptr is not None:
-                    last = at - after + (TAPS - 1)  # the place among the last tokens of the document
-                    tail = document * (TAPS - 1) + last
-                    of_parent = _mask(columns, lane, written & continued & (last >= 0), C, HEAD, D)
-                    dx += _row(tail_ptr, tail, C, columns, of_parent)
-                out = dx_ptr + place.to(tl.int64) * dx_stride + columns
-                if GATED:
-                    before = _row(x_ptr, place, x_stride, columns, mask).to(tl.float32)
-                    x = _row(x_ptr, place, x_stride, columns + 2 * C, mask).to(tl.float32)
-                    tl.store(out + 2 * C, (dx * before).to(dx_ptr.dtype.element_ty), mask=mask)
-                    dx *= x
-                tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                _store_dx(
+                    *(dx_ptr, dy_ptr, x_ptr, tail_ptr, dx, first + at, first_tail + at),
+                    *(dx_stride, dy_stride, x_stride, columns, lane, at >= 0, at >= first_of_tail),
+                    *(C, RESIDUAL, GATED, HEAD, D),
+                )
                 window = window[1:]
                 gradients = gradients[1:]
+        # The last tokens need the gradients of those behind the chunk. Only a full chunk has some in its document.
+        end = tl.cdiv(tokens, GROUP) * GROUP
+        for i in tl.static_range(HALO):
+            place = first + end + i
+            mask = _mask(columns, lane, end + i < after, C, HEAD, D)
+            window = _and(window, _input_row(x_ptr, place, x_stride, columns, mask, C, GATED).to(tl.float32))
+            dy = _row(dy_ptr, place, dy_stride, columns, mask).to(tl.float32)
+            if GATED:
+                dy *= _row(x_ptr, place, x_stride, columns + C, mask).to(tl.float32)
+            g = _before_activation(_convolved(window, weights, bias, TAPS), dy, eps, SILU, NORM)
+            gradients = _and(gradients, tl.where(end + i < after, g, 0.0))
+            at = end + i - HALO
+            dx = _correlated(gradients, weights, TAPS)
+            _store_dx(
+                *(dx_ptr, dy_ptr, x_ptr, tail_ptr, dx, first + at, first_tail + at),
+                *(dx_stride, dy_stride, x_stride, columns, lane, (at >= 0) & (at < tokens), at >= first_of_tail),
+                *(C, RESIDUAL, GATED, HEAD, D),
+            )
+            window = window[1:]
+            gradients = gradients[1:]
     if partial_ptr is not None:
         mask = _mask(columns, lane, True, C, HEAD, D)
-        for i in tl.static_range(TAPS + 1):
+        for i in tl.static_range(SUMS):
             row = i * (tl.num_programs(0) // BLOCKS) + program
             tl.store(partial_ptr + row.to(tl.int64) * C + columns, sums[i], mask=mask)
 
@@ -568,7 +617,7 @@ def launch_backward(
     def sums(count: int, *shape: int) -> torch.Tensor:
         return x.new_empty(count, *shape, channels, dtype=torch.float32)
 
-    partial = None if of_weight is None and of_bias is None else sums(taps + 1, programs)
+    partial = None if of_weight is None and of_bias is None else sums(taps + (bias is not None), programs)
     tail = sums(documents.roots, taps - 1) if len(spans) > documents.roots else None
     before = None if of_state is None else sums(documents.roots, taps - 1)
     given = dy_rows, rows, *map(_contiguous, (weight, bias, state))

@@ -102,7 +102,7 @@ def _delta_gates_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes da and db of every num_programs-th tile of ROWS tokens, and this program's share of the parameters' gradients."""
+    """Computes da and db of every num_programs-th tile of ROWS tokens, and a share of the parameters' gradients."""
     cols = tl.arange(0, BLOCK)
     rate = tl.exp(tl.load(rate_ptr + cols, mask=cols < H, other=0.0).to(tl.float32))[None, :]
     bias = tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
