@@ -26,9 +26,10 @@ def _delta_inputs(
     qkv: torch.Tensor, weight: torch.Tensor, documents: Documents, key_width: int, key_dim: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     results = []
-    for start, stop, conv in _parts(len(weight), key_width, key_dim, eps):
-        result = empty_result(qkv, stop - start, documents)
-        launch_forward(qkv[..., start:stop], weight[start:stop], None, None, result, documents, conv)
+    for part, conv in _parts(key_width, key_dim, eps):
+        taps = weight[part]
+        result = empty_result(qkv, len(taps), documents)
+        launch_forward(qkv[..., part], taps, None, None, result, documents, conv)
         results.append(result)
     q, k, v = results
     return q, k, v
@@ -48,21 +49,15 @@ def _delta_inputs_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dqkv = empty_result(qkv, len(weight), documents)
-    of_weight = []
-    for (start, stop, conv), dy in zip(_parts(len(weight), key_width, key_dim, eps), (dq, dk, dv)):
-        given = dy, qkv[..., start:stop], weight[start:stop], None, None, dqkv[..., start:stop]
-        of_weight.append(launch_backward(*given, documents, conv, (needed[1], False, False))[0])
-    return dqkv, torch.cat(of_weight)
+    parts, needed = _parts(key_width, key_dim, eps), [needed[1], False, False]
+    return dqkv, launch_backward([dq, dk, dv], qkv, weight, None, None, dqkv, documents, parts, needed)[0]
 
 
-def _parts(width: int, key_width: int, key_dim: int, eps: float) -> list[tuple[int, int, Conv]]:
-    """The columns of q, k and v, and what is done to them."""
+def _parts(key_width: int, key_dim: int, eps: float) -> list[tuple[slice, Conv]]:
+    """The channels of q, k and v, and what is done to them."""
     normed = Conv(silu=True, head=key_dim, eps=eps)
-    return [
-        (0, key_width, normed),
-        (key_width, 2 * key_width, normed),
-        (2 * key_width, width, Conv(silu=True)),
-    ]
+    q, k, v = slice(key_width), slice(key_width, 2 * key_width), slice(2 * key_width, None)
+    return [(q, normed), (k, normed), (v, Conv(silu=True))]
 
 
 refuse_second_derivative(_delta_inputs_backward, "delta_inputs")

@@ -41,8 +41,8 @@ def _gated_short_conv_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dbcx = empty_result(bcx, bcx.shape[-1], documents)
-    given = dy, bcx, weight, bias, None
-    return dbcx, *launch_backward(*given, dbcx, documents, Conv(gated=True), (*needed[1:], False))[:2]
+    parts, needed = [(slice(None), Conv(gated=True))], [*needed[1:], False]
+    return dbcx, *launch_backward([dy], bcx, weight, bias, None, dbcx, documents, parts, needed)[:2]
 
 
 refuse_second_derivative(_gated_short_conv_backward, "gated_short_conv")

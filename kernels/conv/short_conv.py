@@ -56,8 +56,8 @@ def _short_conv_backward(
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dx = empty_result(x, x.shape[-1], documents)
-    given = dy, x, weight, bias, state
-    return dx, *launch_backward(*given, dx, documents, Conv(silu, residual), needed[1:])
+    parts = [(slice(None), Conv(silu, residual))]
+    return dx, *launch_backward([dy], x, weight, bias, state, dx, documents, parts, needed[1:])
 
 
 refuse_second_derivative(_short_conv_backward, "short_conv")
