@@ -1,5 +1,10 @@
 """The operators as plain functions, the way `torch.nn.functional` offers its own."""
 
+from liger_trainer.kernels.conv.delta_gates import delta_gates
+from liger_trainer.kernels.conv.delta_inputs import delta_inputs
+from liger_trainer.kernels.conv.gated_short_conv import gated_short_conv
+from liger_trainer.kernels.conv.short_conv import short_conv
+from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
@@ -46,6 +51,7 @@ from liger_trainer.tiling.tiled_mlp import tiled_mlp
 __all__ = [
     "CrossEntropyOutput",
     "DivergenceOutput",
+    "Documents",
     "ExpertLoRA",
     "ExpertRows",
     "GRPOLossOutput",
@@ -58,7 +64,10 @@ __all__ = [
     "clamped_swiglu",
     "cross_entropy",
     "decayed_attention",
+    "delta_gates",
+    "delta_inputs",
     "delta_rule",
+    "documents_of",
     "dyt",
     "embedding",
     "embedding_backward_",
@@ -66,6 +75,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_ce_tvd",
     "gated_rms_norm",
+    "gated_short_conv",
     "geglu",
     "geglu_down",
     "geglu_fused",
@@ -102,6 +112,7 @@ __all__ = [
     "rope_vision",
     "router_losses",
     "router_z_loss",
+    "short_conv",
     "softmax",
     "sort_by_expert",
     "sparsemax",

@@ -203,6 +203,16 @@ OPERATORS: dict[str, Operator] = {
         (leaf(6, 32), leaf(6, 32), leaf(32)),
         "gated_rms_norm",
     ),
+    "short_conv": Operator(
+        partial(ops.short_conv, activation="silu"), (leaf(2, 9, 6), leaf(6, 4), leaf(6)), "short_conv"
+    ),
+    "gated_short_conv": Operator(ops.gated_short_conv, (leaf(2, 9, 18), leaf(6, 3)), "gated_short_conv"),
+    "delta_inputs": Operator(
+        partial(ops.delta_inputs, key_heads=2, value_heads=4, key_dim=3, value_dim=5),
+        (leaf(2, 9, 32), leaf(32, 4)),
+        "delta_inputs",
+    ),
+    "delta_gates": Operator(ops.delta_gates, (leaf(2, 9, 3), leaf(2, 9, 3), leaf(3), leaf(3)), "delta_gates"),
     "rope": Operator(ops.rope, (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))),
     "delta_rule": Operator(
         lambda q, k, v, g, beta: ops.delta_rule(q, k, v, -g.float().square(), beta),
@@ -421,6 +431,12 @@ def _copied(x: torch.Tensor) -> torch.Tensor:
     return copied_rows(x, type(copies)(*(part.to(x.device) for part in copies)))
 
 
+def _conv_of_documents(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, state: torch.Tensor):
+    """With a child, a document of no tokens, padding, and states."""
+    documents = ops.documents_of([3, 5, 0], parents=[-1, 0, -1], tokens=9, device=x.device)
+    return ops.short_conv(x, weight, bias, residual=True, documents=documents, initial_state=state, final_state=True)
+
+
 _NORMS: dict[str, Callable[..., Any]] = {
     "rms_norm": ops.rms_norm,
     "fused_add_rms_norm": lambda x, weight: ops.fused_add_rms_norm(x, x.detach() * 2, weight)[0],
@@ -473,6 +489,8 @@ VARIANTS: dict[str, Operator] = {
         lambda *given: torch.autograd.grad(ops.embedding(*given).square().sum(), given[1], create_graph=True)[0],
         (ids(5, 3, 4), leaf(5, 6)),
     ),
+    "short_conv, documents": Operator(_conv_of_documents, (leaf(1, 9, 6), leaf(6, 4), leaf(6), leaf(2, 3, 6))),
+    "short_conv, taps": Operator(ops.short_conv, (table(1, 9, 6), leaf(6, 4))),
     "copied_rows": Operator(_copied, (leaf(8, 3, 4),)),
     "copied_rows, transposed": Operator(lambda x: _copied(x.transpose(0, 2)), (leaf(4, 3, 8),)),
     "relu_squared, in place": Operator(_of_activations(ops.relu_squared, inplace_backward=True), (leaf(3, 7),)),
