@@ -29,6 +29,7 @@ from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.packing.packing import NOT_OURS
 from liger_trainer.patching.probe import Agreement
+from liger_trainer.patching.recurrent.find import mixers_patched, reason_against_mixers
 
 _HEADS, _HIDDEN = 4, 32
 _EXPERTS, _EXPERTS_A_TOKEN = 4, 2
@@ -161,7 +162,9 @@ TOLERANCE = 1e-4
 # Some models magnify rounding: theirs may differ as much as from another rounding of their weights, up to a limit.
 _MOST_NOISE, _TIMES_NOISE = 1e-3, 4.0
 
-_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_KNOWN_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention", "hybrid", "mlp", "moe"}
+)
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 _LENGTH = 14
 
@@ -217,7 +220,7 @@ def _reason_against(model: Any) -> str:
         return f"it has layers of the type {', '.join(unknown)}"
     if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT:
         return "its rotary embedding depends on the length of the longest row"
-    return "" if has_our_attention(model) else NOT_OURS
+    return reason_against_mixers(model) if has_our_attention(model) else NOT_OURS
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
@@ -294,7 +297,8 @@ def _agreement(model: Any, padded: Callable[[], _Outputs], packed: Callable[[boo
     wanted = _results(model, values, outputs, weights)
     own = model.config.get_text_config()._attn_implementation
     model.config.get_text_config()._attn_implementation = {"": NAME}
-    error = max(_difference(wanted, _results(model, *packed(share), weights)) for share in (False, True))
+    with mixers_patched(model):
+        error = max(_difference(wanted, _results(model, *packed(share), weights)) for share in (False, True))
     if TOLERANCE < error <= _MOST_NOISE:
         model.config.get_text_config()._attn_implementation = {"": own}
         with torch.no_grad():

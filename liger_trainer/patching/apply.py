@@ -29,6 +29,9 @@ from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.recurrent.documents import carry_documents
+from liger_trainer.patching.recurrent.find import find_mixer
+from liger_trainer.patching.recurrent.mixers import MIXERS
 from liger_trainer.patching.report import Choice, Finding, KernelReport, KernelReportRow, rows, unserved
 from liger_trainer.patching.rope import find_rope, fuse_qk_norms
 from liger_trainer.patching.use_kernels import forget
@@ -88,6 +91,7 @@ def apply_liger_kernel(
     for finding in findings:
         if finding.forward is not None:
             finding.bind(finding.module, finding.forward)
+    carry_documents(model, [each.module for each in findings if each.component in MIXERS and each.forward is not None])
     try:
         if parsed.linear_cross_entropy or parsed.cross_entropy:
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
@@ -142,6 +146,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             find_lora(module, enabled, probe)
             or find_litgpt_lora(module, enabled, probe)
             or find_adapted_parameter(module, enabled, probe)
+            or find_mixer(module, enabled, probe)
             or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)
             or find_relu_squared_mlp(module, enabled, probe)
