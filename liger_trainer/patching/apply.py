@@ -84,7 +84,8 @@ def apply_liger_kernel(
         if _has_parts_of_transformers(model):
             from liger_trainer.patching.attention import find_attention
 
-            findings += find_attention(model, parsed.attention, probe)
+            mixers = [each.module for each in findings if each.component in MIXERS]
+            findings += find_attention(model, parsed.attention, probe, mixers)
         findings += find_fp8(model, parsed.fp8, parsed.fp8_all_layers, probe.device)
         findings = cast_in_norms(findings, model, parsed.fp8, probe)
     report_rows, without_kernel = rows(findings), unserved(model, findings)

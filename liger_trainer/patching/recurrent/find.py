@@ -12,16 +12,25 @@ from torch import nn
 from liger_trainer.patching.as_written import is_as_proved, is_bound_by_us
 from liger_trainer.patching.binding import unbind_forward
 from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.recurrent.channel_delta import find_channel_delta
 from liger_trainer.patching.recurrent.delta import find_delta_net
 from liger_trainer.patching.recurrent.documents import carries_documents, carry_documents, owners
+from liger_trainer.patching.recurrent.lightning import find_lightning
 from liger_trainer.patching.recurrent.mixers import is_depthwise
 from liger_trainer.patching.recurrent.short_conv import find_short_conv
+from liger_trainer.patching.recurrent.state_space import find_state_space
 from liger_trainer.patching.report import Finding
 
 
 def find_mixer(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
     """The finding for `module` if it mixes tokens by a recurrence or a short convolution, else None."""
-    return find_short_conv(module, enabled, probe) or find_delta_net(module, enabled, probe)
+    return (
+        find_short_conv(module, enabled, probe)
+        or find_delta_net(module, enabled, probe)
+        or find_channel_delta(module, enabled, probe)
+        or find_state_space(module, enabled, probe)
+        or find_lightning(module, enabled, probe)
+    )
 
 
 def mixers_of(model: Any) -> list[nn.Module]:
@@ -35,7 +44,11 @@ def mixers_of(model: Any) -> list[nn.Module]:
 
 
 def _is_mixer(module: nn.Module) -> bool:
-    return "A_log" in module._parameters or any(map(is_depthwise, module._modules.values()))
+    return (
+        any(map(is_depthwise, module._modules.values()))
+        or ("A_log" in module._parameters and "D" in module._parameters)
+        or "slope_rate" in module._buffers
+    )
 
 
 def reason_against_mixers(model: Any) -> str:

@@ -25,7 +25,7 @@ from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.model_forward import CACHE_NAMES
 from liger_trainer.patching.recurrent.documents import KEYWORD
 
-Compute = Callable[[Any, torch.Tensor, "torch.Tensor | None", Documents], torch.Tensor]
+Compute = Callable[[Any, torch.Tensor, "torch.Tensor | None", Documents], Any]
 """What a kind of layer computes of itself, the hidden states (batch, length, size), the padding mask (batch, length) if
 there is one, and the documents."""
 

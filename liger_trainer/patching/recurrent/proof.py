@@ -6,6 +6,7 @@ Both run on a dummy of the layer, with small projections and with its own heads:
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions
 from liger_trainer.patching.inputs import SEQUENCES
+from liger_trainer.patching.norms import eps_name
 from liger_trainer.patching.probe import (
     Probe,
     Proof,
@@ -45,8 +47,9 @@ def key_of(module: nn.Module) -> tuple[Any, ...]:
 
     biased = tuple(name for name, child in module.named_children() if getattr(child, "bias", None) is not None)
     taps = tuple(child.kernel_size for child in module.children() if isinstance(child, nn.Conv1d))
-    kept = tuple(plain(child) for child in module.children() if not isinstance(child, (nn.Linear, nn.Conv1d)))
-    return plain(module), biased, taps, tuple(each for each in kept if "Norm" in each[0].__name__)
+    others = (child for child in module.children() if not {*child._parameters} <= {"weight", "bias"})
+    norms = (child for child in module.children() if eps_name(child))
+    return plain(module), biased, taps, tuple(map(plain, (*norms, *others)))
 
 
 def prove(
@@ -56,6 +59,7 @@ def prove(
     candidates: Sequence[tuple[str, Compute]],
     what: str,
     slack: Slack = OF_RECURRENCES,
+    buffers: Mapping[str, torch.Tensor] = types.MappingProxyType({}),
 ) -> Proof:
     """The proof of the first of `candidates` that equals the layer.
 
@@ -70,6 +74,7 @@ def prove(
         candidates: The names of kernels, and what the layer computes by them.
         what: The formula in the reason of the report if the layer computes none of the candidates.
         slack: How far ours may be from the layer.
+        buffers: Those of the layer.
     """
     original, theirs = type(module).forward, torch_forward(module)
     if theirs is None or arguments(original)[2:3] != ("attention_mask",):
@@ -77,7 +82,7 @@ def prove(
     conv = next((name for name, child in module.named_children() if is_depthwise(child)), None)
     proof = refused("")
     for _ in range(_DRAWS):
-        proof = _proof(module, probe, draw(), (original, theirs), conv, candidates, what, slack)
+        proof = _proof(module, probe, draw(), (original, theirs), conv, candidates, what, slack, buffers)
         if proof.forward is not None or proof.agreement.error > slack.gradients:
             break
     return proof
@@ -92,6 +97,7 @@ def _proof(
     candidates: Sequence[tuple[str, Compute]],
     what: str,
     slack: Slack,
+    buffers: Mapping[str, torch.Tensor],
 ) -> Proof:
     """As [`prove`], with these values; `forwards` are the class's, and that with torch's own functions."""
     original, theirs = forwards
@@ -101,7 +107,9 @@ def _proof(
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, *given: torch.Tensor, training: bool = True) -> torch.Tensor:
             dummy = _dummy(module, dict(zip(values, given)), training)
-            return run_part(forward, dummy, x, None, given[-1])
+            dummy._buffers.update({name: each.to(x.dtype) for name, each in buffers.items()})
+            result = run_part(forward, dummy, x, None, given[-1])
+            return result[0] if isinstance(result, tuple) else result
 
         return computation
 
@@ -124,19 +132,20 @@ def _with_mask(computation: Callable, mask: torch.Tensor, *given: torch.Tensor) 
 
 
 def _dummy(module: nn.Module, values: Mapping[str, torch.Tensor], training: bool) -> nn.Module:
+    """A dummy of `module` whose parameters are `values`, by their names."""
     children = {}
     for name, child in module._modules.items():
-        held = {each.partition(".")[2]: value for each, value in values.items() if each.startswith(f"{name}.")}
+        held = {each.removeprefix(f"{name}."): value for each, value in values.items() if each.startswith(f"{name}.")}
         if child is None:
             continue
         if not held:
             children[name] = dummy_child(child, training)
-        elif held["weight"].dim() == 2:
+        elif "weight" in held and held["weight"].dim() == 2:
             children[name] = projection(held["weight"], nn.Linear, held.get("bias"))
         else:
-            children[name] = dummy_module(child, {"bias": None, **held}, {}, training)
+            children[name] = _dummy(child, held, training)
     own = {name: value for name, value in values.items() if "." not in name}
-    return dummy_module(module, own, children, training)
+    return dummy_module(module, {**dict.fromkeys(module._parameters), **own}, children, training)
 
 
 def values_of(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], probe: Probe) -> dict[str, torch.Tensor]:
@@ -148,6 +157,6 @@ def values_of(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], probe: P
     for name, (rows, *others) in shapes.items():
         columns = max(others, default=1)
         values[f"{name}.weight"] = probe.randn(rows, *others) / 2 ** round(max(columns.bit_length() - 1, 0) / 2)
-        if getattr(module._modules[name], "bias", None) is not None:
+        if getattr(module.get_submodule(name), "bias", None) is not None:
             values[f"{name}.bias"] = probe.randn(rows)
     return values
