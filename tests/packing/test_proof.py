@@ -30,6 +30,21 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_LAYERS = ["linear_attention"] * 5 + ["full_attention"]
+MIXING = {  # layers that mix tokens by a recurrence or a convolution
+    **{name: {} for name in ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "zamba2")},
+    "nemotron_h": {
+        **{"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"] * 3, "mamba_num_heads": 64},
+        "n_routed_experts": 128,
+    },
+    "granitemoehybrid": {"layer_types": _LAYERS, "num_hidden_layers": 6, "mamba_n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 4096, "mamba_n_heads": 64, "mamba_d_head": 64},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "lfm2": {"full_attn_idxs": [2, 5]},
+    "lfm2_moe": {"layer_types": ["conv"] * 2 + ["full_attention"] + ["conv"] * 29},
+    "lfm3": {},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 16},
+}
 REAL = {  # sizes that differ from the defaults of transformers
     "llama": {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8,
@@ -42,16 +57,14 @@ REAL = {  # sizes that differ from the defaults of transformers
     },
     "granite": {"hidden_size": 4096, "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0},
     "llama4_text": {"attn_temperature_tuning": False},
+    **MIXING,
     **{name: {} for name in ("mixtral", "gpt_oss", "cohere2", "olmo3", "phi3", "gemma2", "gpt2", "glm4_moe")},
 }  # fmt: skip
 ROW = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "num_attention_heads": 4, "pad_token_id": 0}
 REFUSED = {
-    "qwen3_next": "it has layers of the type linear_attention",
-    "jamba": "it has layers of the type linear_attention",
-    "falcon_h1": "it has layers of the type hybrid",
-    "bamba": "it has layers of the type linear_attention",
-    "recurrent_gemma": "it has layers of the type linear_attention",
-    "lfm2": "it has layers of the type conv",
+    "jamba": "its JambaMambaMixer is not ours",
+    "falcon_mamba": "its attention is not ours",
+    "recurrent_gemma": "its RecurrentGemmaRecurrentBlock is not ours",
     "bloom": "its attention is not ours",
     "t5": "its attention is not ours",
     "dynamic": "its rotary embedding depends on the length of the longest row",
@@ -106,7 +119,7 @@ def test_others_are_refused_with_the_reason(name):
         config = AutoConfig.for_model("llama", **COMMON, **OF_LLAMA[name])
         model = AutoModelForCausalLM.from_config(config)
     else:
-        more = {"lfm2": {"full_attn_idxs": [1, 3]}, "recurrent_gemma": {"num_hidden_layers": 3}}.get(name, {})
+        more = {"recurrent_gemma": {"num_hidden_layers": 3}}.get(name, {})
         config = AutoConfig.for_model(name, **{**({} if name == "t5" else ROW), **more})
         with torch.device("meta"):
             model = (AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM).from_config(config)

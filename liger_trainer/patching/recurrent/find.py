@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,11 +54,16 @@ def _is_mixer(module: nn.Module) -> bool:
 def reason_against_mixers(model: Any) -> str:
     """Why layers of a transformers model would mix the documents of a packed row; empty if they would not."""
     mixers = mixers_of(model)
+    if not all(map(carries_documents, owners(model, mixers).values())):
+        return reason_against(mixers) or "its forward does not tell its layers of documents"
+    return reason_against(mixers)
+
+
+def reason_against(mixers: Iterable[nn.Module]) -> str:
+    """Which of a model's layers that mix tokens is not ours; empty if all are."""
     for module in mixers:
         if not is_bound_by_us(module) or not is_as_proved(module):
             return f"its {type(module).__name__} is not ours"
-    if not all(map(carries_documents, owners(model, mixers).values())):
-        return "its forward does not tell its layers of documents"
     return ""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.accelerate import OFFLOADED_WEIGHTS
 from liger_trainer.compat.private import available
 from liger_trainer.compat.rebound import without_packages
 from liger_trainer.compat.transformers import CONVOLUTIONS
@@ -90,7 +91,7 @@ def _reason_to_step_aside(
     held = [*module._parameters.values()]
     if conv is not None:
         convolution: Any = getattr(module, conv)
-        if hasattr(convolution, "_hf_hook"):
+        if available(OFFLOADED_WEIGHTS) and hasattr(convolution, "_hf_hook"):
             return "the weights of its convolution are offloaded"
         held += [convolution.weight, convolution.bias]
     if any(is_dtensor(each) for each in held if each is not None):
