@@ -254,7 +254,7 @@ def _reason_against(model: Any) -> str:
         return f"it has layers of the type {', '.join(unknown)}"
     if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT:
         return "its rotary embedding depends on the length of the longest row"
-    return reason_against_mixers(model) if has_our_attention(model) else NOT_OURS
+    return reason_against_mixers(model) or ("" if has_our_attention(model) else NOT_OURS)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

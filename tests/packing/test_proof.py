@@ -17,13 +17,17 @@ from transformers import (
 )
 
 from liger_trainer.attention.interface import NAME
+from liger_trainer.kernels.documents import documents_of, places
 from liger_trainer.packing import packed_row
 from liger_trainer.packing.layout import Layout
 from liger_trainer.packing.packed_row import PackedRow
 from liger_trainer.packing.proof import TOLERANCE, prove_packing, small_config
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.binding import unbind_forward
+from liger_trainer.patching.recurrent import proof as proof_of_mixers
 from liger_trainer.recipe.model import published_config
 from tests.attention.families import TAKEN, build
+from tests.patching.comparisons import LAYERS
 from tests.tiny_models import COMMON
 
 LLAMA3_ROPE = {
@@ -57,7 +61,6 @@ REAL = {  # sizes that differ from the defaults of transformers
     },
     "granite": {"hidden_size": 4096, "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0},
     "llama4_text": {"attn_temperature_tuning": False},
-    **MIXING,
     **{name: {} for name in ("mixtral", "gpt_oss", "cohere2", "olmo3", "phi3", "gemma2", "gpt2", "glm4_moe")},
 }  # fmt: skip
 ROW = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "num_attention_heads": 4, "pad_token_id": 0}
@@ -111,6 +114,30 @@ def test_models_of_real_sizes_are_proved_on_small_ones(name):
     assert sum(each.numel() for each in small.parameters()) < 4e6  # four heads of 128 make it 512 wide
     kinds = set(getattr(model.config, "layer_types", None) or ())
     assert set(getattr(small.config, "layer_types", None) or ()) == kinds
+
+
+def mixing_model(name):
+    """With our layers, and the kinds of layers of the config, in small: a proof of the real sizes needs a GPU."""
+    config = AutoConfig.for_model(name, **MIXING[name])
+    small = small_config(config)
+    assert set(getattr(small, "layer_types", None) or ()) == set(getattr(config, "layer_types", None) or ())
+    model = AutoModelForCausalLM.from_config(small)
+    apply_liger_kernel(model, LAYERS)
+    return model
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_models_that_mix_tokens_by_layers_of_ours_are_proved(name):
+    agreement = prove_packing(mixing_model(name))
+    assert agreement.equal, agreement.reason
+
+
+def test_a_layer_that_is_no_longer_ours_is_refused():
+    model = mixing_model("lfm2")
+    layer = next(module for module in model.modules() if type(module).__name__ == "Lfm2ShortConv")
+    unbind_forward(layer)
+    assert prove_packing(model).reason == "its Lfm2ShortConv is not ours"
+    assert prove_packing(meta_model("lfm2", **MIXING["lfm2"])).reason == "its Lfm2ShortConv is not ours"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -230,7 +257,25 @@ def counted_once(batch, layout, labels, made=packed_row._packed_row):
     return row
 
 
+def without_parents(self, documents=PackedRow.documents):
+    found = documents(self)
+    return documents_of([behind - first for first, behind, _ in places(found)], [first for first, *_ in places(found)])
+
+
+def masked_by_counts(original, compute, conv, precisions, made=proof_of_mixers.mixer_forward):
+    def counting(self, x, mask, documents):
+        shared = x.new_ones(x.shape[:2])
+        if documents.spans is not None and documents.roots < len(documents.spans):
+            for first, behind, parent in places(documents):
+                shared[0, first:behind] = 1 if parent >= 0 else 2
+        return compute(self, x * shared[..., None], mask, documents)
+
+    return made(original, counting, conv, precisions)
+
+
 FAULTS = {
+    "parents": (PackedRow, "documents", without_parents, ("lfm3", "qwen3_5_text", "falcon_h1", "minimax")),
+    "counts": (proof_of_mixers, "mixer_forward", masked_by_counts, ("lfm2", "qwen3_next")),
     "windows and chunks": (PackedRow, "plan", wider, ("gemma3_text", "llama4_text")),
     "keys": (Layout, "documents", without_first_key, ("hrm_text", "llama", "gemma3_text", "granite")),
     "positions": (packed_row, "_packed_row", later, ("hrm_text", "llama", "gemma3_text", "phi3", "granite")),
@@ -243,7 +288,7 @@ def test_faults_are_seen(fault, monkeypatch):
     """With the small weights with which transformers begins."""
     where, name, faulty, families = FAULTS[fault]
     for family in families:
-        model = meta_model(family, **REAL.get(family, {}))
+        model = mixing_model(family) if family in MIXING else meta_model(family, **REAL.get(family, {}))
         assert prove_packing(model).equal
         with monkeypatch.context() as patch:
             patch.setattr(where, name, faulty)
