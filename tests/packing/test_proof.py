@@ -66,7 +66,7 @@ REAL = {  # sizes that differ from the defaults of transformers
 ROW = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "num_attention_heads": 4, "pad_token_id": 0}
 REFUSED = {
     "jamba": "its JambaMambaMixer is not ours",
-    "falcon_mamba": "its attention is not ours",
+    "falcon_mamba": "its FalconMambaMixer is not ours",
     "recurrent_gemma": "its RecurrentGemmaRecurrentBlock is not ours",
     "bloom": "its attention is not ours",
     "t5": "its attention is not ours",

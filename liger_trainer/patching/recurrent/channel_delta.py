@@ -20,6 +20,7 @@ from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "forget_gate", "o_norm", "o_proj"}
+_HEADS = 2  # in a proof
 _GATES: tuple[set[str], ...] = ({"g_proj"}, {"g_a_proj", "g_b_proj"})
 
 
@@ -43,6 +44,7 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     heads, head_dim = (int(size) for size in sizes if size is not None)
     if head_dim > 256:
         return refused(f"its heads are {head_dim} by {head_dim}, and the kernels' at most 256")
+    heads = min(heads, _HEADS)
     inner = heads * head_dim
     taps = layer.conv1d.kernel_size[0]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (inner, HIDDEN))
@@ -54,13 +56,16 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     if {*gate._parameters} != {"A_log", "dt_bias"}:
         return refused("its decays are not of the kind that we know")
 
+    shape = [heads if size > 1 else 1 for size in full_shape(gate.A_log)]
+
     def draw() -> dict[str, torch.Tensor]:
-        decays = torch.linspace(-4.0, 1.0, heads, device=probe.device).view(full_shape(gate.A_log))
+        decays = torch.linspace(-4.0, 1.0, heads, device=probe.device).view(shape)
         own = {"forget_gate.A_log": decays, "forget_gate.dt_bias": probe.randn(inner)}
         return {**values_of(module, shapes, probe), **own}
 
     candidates = [(f"delta_rule (a decay for each channel, {taps} taps)", _channel_delta)]
-    return prove(module, probe, draw, candidates, "another function than the delta rule with decays by channel")
+    what = "another function than the delta rule with decays by channel"
+    return prove(module, probe, draw, candidates, what, sizes={"num_heads": heads, "qkv_dim": inner})
 
 
 def _chain(prefix: str, inner: int, between: int, module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, m
 from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values_of
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
+_HEADS = 2  # of queries and keys, in a proof
 _SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 _Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values (batch, length, channels), the gate z (batch, length, value channels), and a and b, (batch,
@@ -93,6 +94,7 @@ def _prove(module: nn.Module, structure: _Structure, probe: Probe) -> Proof:
     key_heads, heads, rows, columns = (int(getattr(layer, name)) for name in _SIZES)
     if max(rows, columns) > 256:
         return refused(f"its heads are {rows} by {columns}, and the kernels' at most 256")
+    key_heads, heads = min(key_heads, _HEADS), min(key_heads, _HEADS) * (heads // key_heads)
     key_width, value_width = key_heads * rows, heads * columns
     shapes: dict[str, tuple[int, ...]] = {
         name: (queries * key_width + values * value_width + numbers * heads, HIDDEN)
@@ -111,7 +113,9 @@ def _prove(module: nn.Module, structure: _Structure, probe: Probe) -> Proof:
         twice = "" if scale == 1.0 else ", steps up to 2"
         compute = functools.partial(_delta_net, structure, scale)
         candidates.append((f"delta_rule (one decay a head, {taps} taps{twice})", compute))
-    return prove(module, probe, draw, candidates, "another function than the gated delta rule")
+    sizes = {"num_k_heads": key_heads, "num_v_heads": heads, "key_dim": key_width, "value_dim": value_width}
+    sizes["conv_dim"] = 2 * key_width + value_width
+    return prove(module, probe, draw, candidates, "another function than the gated delta rule", sizes=sizes)
 
 
 def _delta_net(

@@ -15,6 +15,7 @@ from liger_trainer.patching.recurrent.mixers import masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values_of
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
+_HEADS = 4  # in a proof
 _BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
@@ -38,6 +39,7 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     heads, head_dim = (int(size) for size in sizes if size is not None)
     if head_dim > 256:
         return refused(f"its heads are {head_dim} by {head_dim}, and the kernels' at most 256")
+    heads = min(heads, _HEADS)
     inner = heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "qkv_proj": (3 * inner, HIDDEN),
@@ -49,7 +51,9 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     buffers = dict(zip(_BUFFERS, (slopes, *layer.decay_factors(slopes))))
     what = "another function than attention with constant decays"
     candidates = [("decayed_attention", _lightning)]
-    return prove(module, probe, lambda: values_of(module, shapes, probe), candidates, what, buffers=buffers)
+    return prove(
+        module, probe, lambda: values_of(module, shapes, probe), candidates, what, buffers=buffers, sizes=sizes
+    )
 
 
 def _lightning(

@@ -1,6 +1,6 @@
 """The proof of a layer that mixes tokens: its class's forward, with torch's own functions, against each of ours.
 
-Both run on a dummy of the layer, with small projections and with its own heads: two rows of a chunk and a half.
+Both run on a dummy of the layer, with small projections and few of its heads: two rows of a chunk and a half.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HIDDEN = 16
 """The size of the hidden states in a proof."""
 
 _ROWS, _LENGTH = 2, 96
-_DRAWS = 4
+_DRAWS, _ROUNDING = 4, 1e-3  # what differs by more is no rounding
 _OF_PLACES = ("layer_idx", "layer_type")
 
 
@@ -60,11 +60,12 @@ def prove(
     what: str,
     slack: Slack = OF_RECURRENCES,
     buffers: Mapping[str, torch.Tensor] = types.MappingProxyType({}),
+    sizes: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Proof:
     """The proof of the first of `candidates` that equals the layer.
 
-    In a small layer a few numbers make most of the rounding error, so the quotient of two errors scatters. If one is
-    too large, others are drawn.
+    In a small layer a few numbers make most of the rounding error, so errors and their quotients scatter. If one is a
+    little too large, others are drawn.
 
     Args:
         module: The layer.
@@ -75,6 +76,7 @@ def prove(
         what: The formula in the reason of the report if the layer computes none of the candidates.
         slack: How far ours may be from the layer.
         buffers: Those of the layer.
+        sizes: Attributes of the layer and its children in the proof, which needs few heads.
     """
     original, theirs = type(module).forward, torch_forward(module)
     if theirs is None or arguments(original)[2:3] != ("attention_mask",):
@@ -82,8 +84,8 @@ def prove(
     conv = next((name for name, child in module.named_children() if is_depthwise(child)), None)
     proof = refused("")
     for _ in range(_DRAWS):
-        proof = _proof(module, probe, draw(), (original, theirs), conv, candidates, what, slack, buffers)
-        if proof.forward is not None or proof.agreement.error > slack.gradients:
+        proof = _proof(module, probe, draw(), (original, theirs), conv, candidates, what, slack, buffers, sizes)
+        if proof.forward is not None or proof.agreement.error > _ROUNDING:
             break
     return proof
 
@@ -98,6 +100,7 @@ def _proof(
     what: str,
     slack: Slack,
     buffers: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
 ) -> Proof:
     """As [`prove`], with these values; `forwards` are the class's, and that with torch's own functions."""
     original, theirs = forwards
@@ -106,7 +109,7 @@ def _proof(
 
     def on(forward: Callable) -> Callable:
         def computation(x: torch.Tensor, *given: torch.Tensor, training: bool = True) -> torch.Tensor:
-            dummy = _dummy(module, dict(zip(values, given)), training)
+            dummy = _dummy(module, dict(zip(values, given)), training, sizes)
             dummy._buffers.update({name: each.to(x.dtype) for name, each in buffers.items()})
             result = run_part(forward, dummy, x, None, given[-1])
             return result[0] if isinstance(result, tuple) else result
@@ -131,8 +134,10 @@ def _with_mask(computation: Callable, mask: torch.Tensor, *given: torch.Tensor) 
     return computation(*given, mask)
 
 
-def _dummy(module: nn.Module, values: Mapping[str, torch.Tensor], training: bool) -> nn.Module:
-    """A dummy of `module` whose parameters are `values`, by their names."""
+def _dummy(
+    module: nn.Module, values: Mapping[str, torch.Tensor], training: bool, sizes: Mapping[str, int]
+) -> nn.Module:
+    """A dummy of `module` whose parameters are `values`, by their names, and whose attributes are `sizes`."""
     children = {}
     for name, child in module._modules.items():
         held = {each.removeprefix(f"{name}."): value for each, value in values.items() if each.startswith(f"{name}.")}
@@ -143,9 +148,11 @@ def _dummy(module: nn.Module, values: Mapping[str, torch.Tensor], training: bool
         elif "weight" in held and held["weight"].dim() == 2:
             children[name] = projection(held["weight"], nn.Linear, held.get("bias"))
         else:
-            children[name] = _dummy(child, held, training)
+            children[name] = _dummy(child, held, training, sizes)
     own = {name: value for name, value in values.items() if "." not in name}
-    return dummy_module(module, {**dict.fromkeys(module._parameters), **own}, children, training)
+    dummy = dummy_module(module, {**dict.fromkeys(module._parameters), **own}, children, training)
+    dummy.__dict__.update({name: size for name, size in sizes.items() if name in dummy.__dict__})
+    return dummy
 
 
 def values_of(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], probe: Probe) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
 _SIZES = ("intermediate_size", "conv_dim", "num_heads", "head_dim", "n_groups", "ssm_state_size")
+_GROUPS, _HEADS = 2, 4  # in a proof, and heads of a group
 _IN, _OUT = "ssm_in_multiplier", "mup_vector"
 
 
@@ -43,7 +44,13 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     layer: Any = module
     if not all(isinstance(getattr(layer, name, None), int) for name in _SIZES) or not is_depthwise(layer.conv1d):
         return refused("its sizes are not named as we know them")
-    inner, channels, heads, head_dim, groups, states = (int(getattr(layer, name)) for name in _SIZES)
+    heads, head_dim, groups, states = (int(getattr(layer, name)) for name in _SIZES[2:])
+    few = min(groups, _GROUPS)
+    heads = few * min(heads // groups, _HEADS)
+    sizes = {"n_groups": few, "num_heads": heads, "intermediate_size": heads * head_dim}
+    sizes["group_size"] = heads * head_dim // few  # of the norm
+    sizes["conv_dim"] = channels = heads * head_dim + 2 * few * states
+    inner = heads * head_dim
     if max(head_dim, states) > 256:
         return refused(f"its heads are {states} by {head_dim}, and the kernels' at most 256")
     shapes: dict[str, tuple[int, ...]] = {
@@ -60,7 +67,7 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
         return values | ({_OUT: 1 + probe.randn(1, 1, inner + channels + heads) / 4} if hasattr(layer, _OUT) else {})
 
     named = f"state_space ({groups} group{'s' if groups > 1 else ''})"
-    return prove(module, probe, draw, [(named, _mamba2)], "another function than Mamba 2's")
+    return prove(module, probe, draw, [(named, _mamba2)], "another function than Mamba 2's", sizes=sizes)
 
 
 def _mamba2(self: Any, hidden_states: torch.Tensor, mask: torch.Tensor | None, documents: Documents) -> torch.Tensor:
