@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +52,8 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     buffers = dict(zip(_BUFFERS, (slopes, *layer.decay_factors(slopes))))
     what = "another function than attention with constant decays"
     candidates = [("decayed_attention", _lightning)]
-    return prove(
-        module, probe, lambda: values_of(module, shapes, probe), candidates, what, buffers=buffers, sizes=sizes
-    )
+    draw = functools.partial(values_of, module, shapes, probe)
+    return prove(module, probe, draw, candidates, what, buffers=buffers, sizes={"num_attention_heads": heads})
 
 
 def _lightning(
