@@ -108,8 +108,9 @@ class KernelFlags:
     liger_kernel_config: KernelSwitches | None = field(
         default=None,
         metadata={
-            "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: attention, rope, "
-            "rms_norm, layer_norm, swiglu, geglu, relu_squared, lora, router, experts, load_balancing_loss, "
+            "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: attention, "
+            "recurrence, short_conv, rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, lora, router, experts, "
+            "load_balancing_loss, "
             "cross_entropy, linear_cross_entropy. All are on by default."
         },
     )

@@ -38,6 +38,8 @@ class KernelConfig:
 
     Args:
         attention: Causal attention without masks: windows, packed and padded rows, soft-caps, sinks.
+        recurrence: Layers that mix tokens by a recurrence: gated delta rule, Mamba2, decayed attention.
+        short_conv: Layers that mix tokens by a short convolution alone.
         rope: Rotary position embedding.
         rms_norm: RMSNorm in all its variants, also with a gate.
         layer_norm: ``nn.LayerNorm``, and LayerNorm as models write it.
@@ -67,6 +69,8 @@ class KernelConfig:
     """
 
     attention: bool = True
+    recurrence: bool = True
+    short_conv: bool = True
     rope: bool = True
     rms_norm: bool = True
     layer_norm: bool = True

@@ -1,5 +1,10 @@
 """The operators as plain functions, the way `torch.nn.functional` offers its own."""
 
+from liger_trainer.kernels.conv.delta_gates import delta_gates
+from liger_trainer.kernels.conv.delta_inputs import delta_inputs
+from liger_trainer.kernels.conv.gated_short_conv import gated_short_conv
+from liger_trainer.kernels.conv.short_conv import short_conv
+from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.kernels.head.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_trainer.kernels.head.elementwise_divergence import jsd, kl_div, tvd
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
@@ -18,6 +23,9 @@ from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert,
 from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
+from liger_trainer.kernels.recurrence.decayed_attention import decayed_attention
+from liger_trainer.kernels.recurrence.delta_rule import delta_rule
+from liger_trainer.kernels.recurrence.state_space import state_space
 from liger_trainer.kernels.rope.layouts import rope_complex, rope_multimodal, rope_vision
 from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
@@ -43,6 +51,7 @@ from liger_trainer.tiling.tiled_mlp import tiled_mlp
 __all__ = [
     "CrossEntropyOutput",
     "DivergenceOutput",
+    "Documents",
     "ExpertLoRA",
     "ExpertRows",
     "GRPOLossOutput",
@@ -54,6 +63,11 @@ __all__ = [
     "RouterLosses",
     "clamped_swiglu",
     "cross_entropy",
+    "decayed_attention",
+    "delta_gates",
+    "delta_inputs",
+    "delta_rule",
+    "documents_of",
     "dyt",
     "embedding",
     "embedding_backward_",
@@ -61,6 +75,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_ce_tvd",
     "gated_rms_norm",
+    "gated_short_conv",
     "geglu",
     "geglu_down",
     "geglu_fused",
@@ -97,9 +112,11 @@ __all__ = [
     "rope_vision",
     "router_losses",
     "router_z_loss",
+    "short_conv",
     "softmax",
     "sort_by_expert",
     "sparsemax",
+    "state_space",
     "swiglu",
     "swiglu_down",
     "swiglu_fused",

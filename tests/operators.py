@@ -12,6 +12,7 @@ import torch
 
 from liger_trainer import functional as ops
 from liger_trainer.kernels.copied_rows import copied_rows, copies_of
+from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear
 from liger_trainer.kernels.head.token_statistics import LOG_PROBS_OUTPUTS
@@ -176,6 +177,19 @@ _ON_EXPERTS = (leaf(3, 2, 16), leaf(3, 48, 2), leaf(3, 3, 24), leaf(3, 16, 3))
 _ROUTERS = (leaf(6, 5), leaf(6, 5))
 _VISION = (leaf(6, 4, 8), leaf(6, 2, 8), table(6, 8), table(6, 8))
 
+_TOKEN_STATES = (leaf(1, 6, 1, 16), leaf(1, 6, 1, 16), leaf(1, 6, 1, 16), leaf(1, 6, 1), leaf(1, 6, 1))
+
+
+_FORK = documents_of([3, 2], [1, 4], [-1, 0], tokens=6)
+
+
+def _forked(q: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta rule of a document that another one continues, behind a token of padding, and their last states."""
+    k, v, g, beta, initial, spans, chunks = rest
+    options = {"initial_state": initial.float(), "documents": Documents(spans, chunks, 1, True), "final_state": True}
+    return ops.delta_rule(q, k, v, -g.float().square(), beta, **options)
+
+
 OPERATORS: dict[str, Operator] = {
     "rms_norm": Operator(ops.rms_norm, (leaf(6, 32), leaf(32)), "rms_norm"),
     "fused_add_rms_norm": Operator(ops.fused_add_rms_norm, (leaf(6, 32), leaf(6, 32), leaf(32)), "fused_add_rms_norm"),
@@ -189,7 +203,35 @@ OPERATORS: dict[str, Operator] = {
         (leaf(6, 32), leaf(6, 32), leaf(32)),
         "gated_rms_norm",
     ),
+    "short_conv": Operator(
+        partial(ops.short_conv, activation="silu"), (leaf(2, 9, 6), leaf(6, 4), leaf(6)), "short_conv"
+    ),
+    "gated_short_conv": Operator(ops.gated_short_conv, (leaf(2, 9, 18), leaf(6, 3)), "gated_short_conv"),
+    "delta_inputs": Operator(
+        partial(ops.delta_inputs, key_heads=2, value_heads=4, key_dim=3, value_dim=5),
+        (leaf(2, 9, 32), leaf(32, 4)),
+        "delta_inputs",
+    ),
+    "delta_gates": Operator(ops.delta_gates, (leaf(2, 9, 3), leaf(2, 9, 3), leaf(3), leaf(3)), "delta_gates"),
     "rope": Operator(ops.rope, (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(1, 3, 8), table(1, 3, 8))),
+    "delta_rule": Operator(
+        lambda q, k, v, g, beta: ops.delta_rule(q, k, v, -g.float().square(), beta),
+        (leaf(2, 5, 1, 16), leaf(2, 5, 1, 16), leaf(2, 5, 2, 16), leaf(2, 5, 2), leaf(2, 5, 2)),
+        "delta_rule",
+    ),
+    "delta_rule, states": Operator(
+        _forked,
+        (*_TOKEN_STATES, leaf(1, 1, 16, 16), lambda *_: _FORK.spans, lambda *_: _FORK.chunks),
+        "delta_rule",
+    ),
+    "state_space": Operator(
+        lambda x, dt, A, B, C, D: ops.state_space(x, dt, -A.square(), B, C, D=D),
+        (leaf(1, 5, 2, 16), leaf(1, 5, 2), leaf(2), leaf(1, 5, 1, 16), leaf(1, 5, 1, 16), leaf(2)),
+        "state_space",
+    ),
+    "decayed_attention": Operator(
+        ops.decayed_attention, (leaf(1, 5, 2, 16), leaf(1, 5, 2, 16), leaf(1, 5, 2, 16), table(2)), "decayed_attention"
+    ),
     "swiglu": Operator(ops.swiglu, (leaf(6, 24), leaf(6, 24)), "swiglu"),
     "swiglu_fused": Operator(ops.swiglu_fused, (leaf(6, 48),), "swiglu"),
     "geglu": Operator(ops.geglu, (leaf(6, 24), leaf(6, 24)), "geglu"),
@@ -389,6 +431,12 @@ def _copied(x: torch.Tensor) -> torch.Tensor:
     return copied_rows(x, type(copies)(*(part.to(x.device) for part in copies)))
 
 
+def _conv_of_documents(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, state: torch.Tensor):
+    """With a child, a document of no tokens, padding, and states."""
+    documents = ops.documents_of([3, 5, 0], parents=[-1, 0, -1], tokens=9, device=x.device)
+    return ops.short_conv(x, weight, bias, residual=True, documents=documents, initial_state=state, final_state=True)
+
+
 _NORMS: dict[str, Callable[..., Any]] = {
     "rms_norm": ops.rms_norm,
     "fused_add_rms_norm": lambda x, weight: ops.fused_add_rms_norm(x, x.detach() * 2, weight)[0],
@@ -441,6 +489,8 @@ VARIANTS: dict[str, Operator] = {
         lambda *given: torch.autograd.grad(ops.embedding(*given).square().sum(), given[1], create_graph=True)[0],
         (ids(5, 3, 4), leaf(5, 6)),
     ),
+    "short_conv, documents": Operator(_conv_of_documents, (leaf(1, 9, 6), leaf(6, 4), leaf(6), leaf(2, 3, 6))),
+    "short_conv, taps": Operator(ops.short_conv, (table(1, 9, 6), leaf(6, 4))),
     "copied_rows": Operator(_copied, (leaf(8, 3, 4),)),
     "copied_rows, transposed": Operator(lambda x: _copied(x.transpose(0, 2)), (leaf(4, 3, 8),)),
     "relu_squared, in place": Operator(_of_activations(ops.relu_squared, inplace_backward=True), (leaf(3, 7),)),

@@ -18,3 +18,9 @@ AUTOCAST_FORWARD = Feature(
     "continuous batching with mixed precision, without the forward that returns fp32",
     Private("accelerate:Accelerator.prepare_model", uses="_original_forward, convert_outputs_to_fp32"),
 )
+
+OFFLOADED_WEIGHTS = Feature(
+    "layers with a short convolution whose weights are offloaded",
+    Private("accelerate.hooks:add_hook_to_module", uses="_hf_hook"),
+    needed=False,
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import itertools
 import types
 import weakref
@@ -110,6 +111,20 @@ def forward_calling(forward: Callable, name: str, function: Callable) -> Callabl
         inner = copied
     if inner is not None:
         copy.__wrapped__ = inner  # type: ignore[attr-defined]
+    return copy
+
+
+@functools.cache
+def without_packages(forward: Callable) -> Callable | None:
+    """A copy of `forward` that calls the torch functions that decorated functions of its module wrap.
+
+    None if one is out of reach.
+    """
+    copy: Callable | None = forward
+    inner = inspect.unwrap(forward)
+    for name, value in used_globals(inner).items() if isinstance(inner, types.FunctionType) else ():
+        if hasattr(value, "__wrapped__") and copy is not None:
+            copy = forward_calling(copy, name, inspect.unwrap(value))
     return copy
 
 

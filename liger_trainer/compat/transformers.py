@@ -312,6 +312,18 @@ CHECKPOINTED_LAYERS = Feature(
     canary="liger_trainer.tools.canaries:checkpointed_layer",
 )
 
+CONVOLUTIONS = Feature(
+    "layers that mix tokens by a recurrence or a short convolution",
+    Private(
+        "transformers.integrations.hub_kernels:use_kernel_func_from_hub_with_fallback",
+        "func_name, package, ...",
+        uses="torch_function",
+    ),
+    Private("transformers.models.lfm2.modeling_lfm2:Lfm2ShortConv.forward", uses="causal_conv1d_fn"),
+    needed=False,
+    canary="liger_trainer.tools.canaries:torch_convolution",
+)
+
 STACKED_EXPERTS = Feature(
     "the experts of a mixture of experts as one operator",
     Private("transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward", "self, hidden_states, ..."),

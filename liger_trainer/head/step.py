@@ -21,6 +21,7 @@ from contextvars import ContextVar
 import torch
 
 from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.kernels.documents import Documents
 
 Bounds = Sequence[tuple[int, int]]
 """The first token of each row, and the one after the last; (0, 0) for a row of padding."""
@@ -115,6 +116,7 @@ class Step:
         forward: The forward that lets its head defer the logits.
         rows: The rows that its masks are for.
         plan_of: Makes the attention plans of a packed row; None for any other forward.
+        documents: Makes the documents of a packed row, for layers that mix tokens without attention.
         computation: First or second time, for a forward that runs twice; None for a forward that runs once.
         generates: Whether the forward computes the next token of a generation: with a cache, and without gradients.
     """
@@ -129,6 +131,7 @@ class Step:
     forward: Forward | None = None
     rows: Rows | None = None
     plan_of: PlanOf | None = None
+    documents: Callable[[], Documents] | None = None
     computation: Pass | None = None
     generates: bool = False
 

@@ -16,6 +16,7 @@ from liger_trainer.head.deferred_logits import build, recordable
 from liger_trainer.head.step import Pass, current_step, running
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
+from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
 
@@ -71,10 +72,26 @@ class PackedRow:
     inputs: dict[str, torch.Tensor]
     scored: Scored
     _plans: dict[tuple[int, int], AttentionPlan] = dataclasses.field(default_factory=dict)
+    _documents: Documents | None = None
 
     def attended(self) -> contextlib.AbstractContextManager[None]:
         """Around the model's forward: attention sees of each row what it saw in the batch."""
-        return running(dataclasses.replace(current_step(), plan_of=self.plan))
+        return running(dataclasses.replace(current_step(), plan_of=self.plan, documents=self.documents))
+
+    def documents(self) -> Documents:
+        """Each segment of the row, which continues the one before it in a row; for recurrences and convolutions."""
+        if self._documents is None:
+            segments = self.layout.segments
+            numbers = {(each.begin, each.end): place for place, each in enumerate(segments)}
+            made = documents_of(
+                [each.end - each.begin for each in segments],
+                [each.begin for each in segments],
+                [numbers.get(each.prefix, -1) for each in segments],
+                device=self.inputs["input_ids"].device,
+            )
+            object.__setattr__(self, "_documents", made)
+        assert self._documents is not None
+        return self._documents
 
     def plan(self, window: int, chunk: int) -> AttentionPlan:
         """The plan of attention that sees `window` keys, in chunks of `chunk` tokens; 0 for all."""

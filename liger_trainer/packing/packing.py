@@ -18,6 +18,7 @@ from liger_trainer.head.lm_head import sharding_of, version_of
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.packing.packed_row import PackedRow, Padded, packed_rows
+from liger_trainer.patching.recurrent.find import mixers_of, reason_against
 
 NOT_OURS = "its attention is not ours"
 
@@ -48,6 +49,9 @@ class Packing:
     executed: int = 0
     _last: tuple[list[Any], list[Any], list[PackedRow]] | None = None  # what they are of, its tensors, and the rows
     _dropping: weakref.WeakKeyDictionary[nn.Module, bool] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    _mixers: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def rows(
         self, model: PreTrainedModel, kwargs: Mapping[str, Any], labels: torch.Tensor, given_labels: Any = None
@@ -65,7 +69,9 @@ class Packing:
         Raises:
             ValueError: if the batch cannot be packed, but should be split.
         """
-        reason = _unpackable(model, kwargs, labels)
+        if model not in self._mixers:
+            self._mixers[model] = mixers_of(model)
+        reason = _unpackable(model, kwargs, labels) or reason_against(self._mixers[model])
         if reason:
             self.leave(model, reason)
             return None

@@ -29,9 +29,12 @@ from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.packing.packing import NOT_OURS
 from liger_trainer.patching.probe import Agreement
+from liger_trainer.patching.recurrent.find import mixers_patched, reason_against_mixers
 
 _HEADS, _HIDDEN = 4, 32
 _EXPERTS, _EXPERTS_A_TOKEN = 4, 2
+_MAMBA_HEADS = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+_MAMBA_SIZES = ("mamba_head_dim", "mamba_d_head", "mamba_headdim")
 _MOST = {
     "vocab_size": 64,
     "vocab_size_per_layer_input": 64,
@@ -56,6 +59,18 @@ _MOST = {
     "attention_chunk_size": 6,
     "floor_scale": 3,
     "original_max_position_embeddings": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_heads": _HEADS,
+    "linear_head_dim": 8,
+    **dict.fromkeys(_MAMBA_HEADS, 8),
+    **dict.fromkeys(_MAMBA_SIZES, 8),
+    **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups"), 2),
+    **dict.fromkeys(("ssm_state_size", "mamba_d_state"), 8),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "block_size"), 4),
+    "mamba_d_ssm": 64,
     "num_labels": 1,
     "num_layers_per_stack": 1,  # of layers that run several times each, which magnifies rounding
 }
@@ -103,12 +118,31 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     small.num_attention_heads = _HEADS
     if key_heads is not None:
         small.num_key_value_heads = _key_heads(key_heads, heads)
+    _fit_recurrences(small)
+    for name in ("attn_layer_indices", "hybrid_layer_ids"):
+        if (numbers := _written(config, name)) is not None:
+            setattr(small, name, [place for place, layer in enumerate(kept) if layer in numbers])
     if getattr(config, "initializer_range", None):
         small.initializer_range = 0.1  # so that attention prefers keys
     small.pad_token_id = 0
     if differing:
         small.per_layer_config = {place: _own_sizes(config, layer, differing, most) for place, layer in enumerate(kept)}
     return small
+
+
+def _fit_recurrences(small: PreTrainedConfig) -> None:
+    """Gives layers the sizes that fit those of the hidden states, where a config has a ratio of the two."""
+    values, keys = _written(small, "linear_num_value_heads"), _written(small, "linear_num_key_heads")
+    if values is not None and values % keys:
+        small.linear_num_value_heads = keys
+    expand = _written(small, "mamba_expand")
+    if expand is not None and not _written(small, "mamba_d_ssm"):
+        heads = next(name for name in _MAMBA_HEADS if _written(small, name) is not None)
+        size = next(name for name in _MAMBA_SIZES if _written(small, name) is not None)
+        setattr(small, heads, int(expand * small.hidden_size) // getattr(small, size))
+    if _written(small, "attention_hidden_size") is not None:  # of what goes into attention: two hidden states
+        small.attention_hidden_size = 2 * small.hidden_size
+        small.attention_head_dim = small.attention_hidden_size // _HEADS
 
 
 def _key_heads(key_heads: int, heads: int) -> int:
@@ -132,7 +166,8 @@ def _written(config: PreTrainedConfig, name: str) -> Any:
 def _kept_layers(config: PreTrainedConfig, layers: int) -> list[int]:
     """The first two layers, and the first of each kind: by its types, and by whether it has keys of an earlier one."""
     own = layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    types = [value for value in vars(config).values() if isinstance(value, list) and len(value) == layers]
+    lists = [*vars(config).values(), getattr(config, "layer_types", None)]  # the last may be made of other fields
+    types = [value for value in lists if isinstance(value, list) and len(value) == layers]
     types = [value for value in types if all(isinstance(each, str) for each in value)]
     kinds = [(layer >= own, *(value[layer] for value in types)) for layer in range(layers)]
     return sorted({kinds.index(kind) for kind in kinds} | set(range(min(2, layers))))
@@ -161,7 +196,9 @@ TOLERANCE = 1e-4
 # Some models magnify rounding: theirs may differ as much as from another rounding of their weights, up to a limit.
 _MOST_NOISE, _TIMES_NOISE = 1e-3, 4.0
 
-_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_KNOWN_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention", "hybrid", "mlp", "moe"}
+)
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 _LENGTH = 14
 
@@ -217,7 +254,7 @@ def _reason_against(model: Any) -> str:
         return f"it has layers of the type {', '.join(unknown)}"
     if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT:
         return "its rotary embedding depends on the length of the longest row"
-    return "" if has_our_attention(model) else NOT_OURS
+    return reason_against_mixers(model) or ("" if has_our_attention(model) else NOT_OURS)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
@@ -232,16 +269,22 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 def _small_copy(model: PreTrainedModel) -> nn.Module:
     config = small_config(model.config)
     config._attn_implementation = "eager"
-    return type(model)(config).float().eval()
+    small = type(model)(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in small.named_parameters():
+            if name.endswith("A_log"):  # slow decays, so that states last, and their gradients do not cancel
+                parameter.copy_(torch.linspace(-4.0, 0.0, parameter.numel()).view_as(parameter))
+    return small
 
 
 def _batch() -> Padded:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 60, (6, _LENGTH), generator=generator)
+    ids = torch.randint(1, 60, (8, _LENGTH), generator=generator)
     ids[1, :9] = ids[0, :9]
     ids[2, :11] = ids[1, :11]
     ids[4, 3:10] = ids[3, 3:10]
-    begins, ends = (0, 0, 0, 3, 3, 2), (14, 12, 11, 14, 10, 9)  # row 2 is a beginning of row 1, and row 4 of row 3
+    ids[7, 1:3] = ids[6, 1:3]  # fewer than the taps of a convolution
+    begins, ends = (0, 0, 0, 3, 3, 2, 1, 1), (14, 12, 11, 14, 10, 9, 12, 9)  # rows 2 and 4 are beginnings of 1 and 3
     columns = torch.arange(_LENGTH)
     mask = (columns >= torch.tensor(begins)[:, None]) & (columns < torch.tensor(ends)[:, None])
     ids = ids.masked_fill(~mask, 0)
@@ -294,7 +337,8 @@ def _agreement(model: Any, padded: Callable[[], _Outputs], packed: Callable[[boo
     wanted = _results(model, values, outputs, weights)
     own = model.config.get_text_config()._attn_implementation
     model.config.get_text_config()._attn_implementation = {"": NAME}
-    error = max(_difference(wanted, _results(model, *packed(share), weights)) for share in (False, True))
+    with mixers_patched(model):
+        error = max(_difference(wanted, _results(model, *packed(share), weights)) for share in (False, True))
     if TOLERANCE < error <= _MOST_NOISE:
         model.config.get_text_config()._attn_implementation = {"": own}
         with torch.no_grad():

@@ -29,6 +29,9 @@ from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
+from liger_trainer.patching.recurrent.documents import carry_documents
+from liger_trainer.patching.recurrent.find import find_mixer
+from liger_trainer.patching.recurrent.mixers import MIXERS
 from liger_trainer.patching.report import Choice, Finding, KernelReport, KernelReportRow, rows, unserved
 from liger_trainer.patching.rope import find_rope, fuse_qk_norms
 from liger_trainer.patching.use_kernels import forget
@@ -81,13 +84,15 @@ def apply_liger_kernel(
         if _has_parts_of_transformers(model):
             from liger_trainer.patching.attention import find_attention
 
-            findings += find_attention(model, parsed.attention, probe)
+            mixers = [each.module for each in findings if each.component in MIXERS]
+            findings += find_attention(model, parsed.attention, probe, mixers)
         findings += find_fp8(model, parsed.fp8, parsed.fp8_all_layers, probe.device)
         findings = cast_in_norms(findings, model, parsed.fp8, probe)
     report_rows, without_kernel = rows(findings), unserved(model, findings)
     for finding in findings:
         if finding.forward is not None:
             finding.bind(finding.module, finding.forward)
+    carry_documents(model, [each.module for each in findings if each.component in MIXERS and each.forward is not None])
     try:
         if parsed.linear_cross_entropy or parsed.cross_entropy:
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
@@ -142,6 +147,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             find_lora(module, enabled, probe)
             or find_litgpt_lora(module, enabled, probe)
             or find_adapted_parameter(module, enabled, probe)
+            or find_mixer(module, enabled, probe)
             or find_norm(module, enabled, probe)
             or find_gated_mlp(module, enabled, probe)
             or find_relu_squared_mlp(module, enabled, probe)

@@ -46,14 +46,16 @@ _OFFSETS = (0, 7, 8, 24, 30, 48)  # of documents in two rows, one of them a sing
 _USUAL = frozenset({"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"})
 
 
-def find_attention(model: nn.Module, enabled: bool, probe: Probe) -> Iterator[Finding]:
-    """A finding for each causal attention of `model` that is one of transformers'."""
+def find_attention(
+    model: nn.Module, enabled: bool, probe: Probe, others: Sequence[nn.Module] = ()
+) -> Iterator[Finding]:
+    """A finding for each causal attention of `model` that is one of transformers'; not for `others`, linear ones."""
     owners = {id(each.config): type(each) for each in model.modules() if isinstance(each, PreTrainedModel)}
     by_config: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         if _calls_interface(module):
             by_config.setdefault(id(module.config), []).append(module)
-        elif _is_attention(module):
+        elif _is_attention(module) and not any(module is other for other in others):
             reason = "it does not call transformers' attention interface" if enabled else SWITCHED_OFF
             yield Finding("attention", type(module).__name__, module, reason=reason)
     images = "a mask that is not causal, as for images, stays" if len(owners) > 1 else ""

@@ -250,6 +250,36 @@ _SHAPES = tuple(
 )
 
 
+def _tokens(number: int) -> Callable[[Tensors], Tensors]:
+    """The first tokens of each row, and their mask."""
+    return lambda tensors: [tensors[0][:, :number], *tensors[1:-1], tensors[-1][:, :number]]
+
+
+def _padded(first: float, behind: float) -> Callable[[Tensors], Tensors]:
+    """The mask of the first row hides all but what is between these shares of its tokens, that of the last the rest."""
+
+    def change(tensors: Tensors) -> Tensors:
+        mask = tensors[-1].clone()
+        begin, end = (int(share * mask.shape[1]) for share in (first, behind))
+        mask[0, :begin] = mask[0, end:] = mask[-1, begin:end] = 0
+        return [*tensors[:-1], mask]
+
+    return change
+
+
+SEQUENCES = (
+    *MODES,
+    *(Case(f"{number} tokens", _tokens(number)) for number in (1, 2, 64, 65)),
+    Case("padding on the left", _padded(0.4, 1.0)),
+    Case("padding on the right", _padded(0.0, 0.7)),
+    Case("padding between tokens", _padded(0.3, 0.6)),
+    Case("inputs of about 1e-3", _times(1e-3)),
+    Case("inputs of about 8", _times(8.0), gradients=False),
+    ZERO_ROWS,
+)
+"""A layer that mixes tokens: hidden states of more than a chunk, parameters, and a mask of the tokens."""
+
+
 def norm_inputs(eps: float) -> tuple[Case, ...]:
     """A norm with this epsilon, over hidden states, queries or keys, with a gate or without."""
     return (

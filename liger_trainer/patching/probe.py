@@ -115,10 +115,14 @@ class Probe:
         """Under autocast and in float16, where the rows of the first of `tensors` grow until they overflow."""
         half = [tensor.to(torch.bfloat16) for tensor in tensors]
         autocast = self.same(original, ours, half, True) and self.same(original, ours, tensors, True)
+        return Precisions(autocast, self.in_float16(original, ours, tensors))
+
+    def in_float16(self, original: Computation, ours: Computation, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether both are the same in float16, where the rows of the first of `tensors` grow until they overflow."""
         x = tensors[0]
         sizes = torch.logspace(0.0, 4.8, x[..., 0].numel(), device=x.device).view(*x.shape[:-1], 1)
         growing = [each.to(torch.float16) for each in (x * sizes, *tensors[1:])]
-        return Precisions(autocast, values_alike(original, ours, growing, gradients=False))
+        return values_alike(original, ours, growing, gradients=False)
 
 
 @contextlib.contextmanager

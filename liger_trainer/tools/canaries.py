@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.compat.rebound import called_global, forward_calling
+from liger_trainer.compat.rebound import called_global, forward_calling, without_packages
 from liger_trainer.compat.transformers import REMAPPED_POSITIONS
 
 _SMALL: dict[str, Any] = {
@@ -222,6 +223,17 @@ def split_head() -> str | None:
     ColwiseParallel(output_layouts=Replicate()).install_forward(head, None)
     known = gathers_logits(head.__dict__.get("forward"), head)
     return None if known else "the forward of a head that is split by columns holds other variables than we know"
+
+
+def torch_convolution() -> str | None:
+    """The forward of a layer with a short convolution calls torch's, wrapped in a choice among packages."""
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    forward = without_packages(Lfm2ShortConv.forward)
+    convolve = None if forward is None else called_global(forward, "causal_conv1d_fn")
+    if not isinstance(convolve, types.FunctionType) or hasattr(convolve, "__wrapped__"):
+        return f"the forward of LFM2's convolution {_HIDDEN}"
+    return None if "conv1d" in convolve.__code__.co_names else "LFM2's convolution is not torch's without packages"
 
 
 def checkpointed_layer() -> str | None:

@@ -37,6 +37,12 @@ def _attention(heads, kv_heads, dim, window=16, softcap=None):
     return Operator(partial(attention, plan=AttentionPlan(window, offsets, 40), softcap=softcap), arguments)
 
 
+def _delta_rule(key_heads, heads, rows, columns):
+    gates = leaf(1, 64, heads), leaf(1, 64, heads)
+    keys = leaf(1, 64, key_heads, rows)
+    return _real("delta_rule", keys, keys, leaf(1, 64, heads, columns), *gates)
+
+
 def _step(*weights):
     """A step of the optimizer on weights of bf16 and fp32, as an operator that has no gradient."""
     parameters = [torch.nn.Parameter(weight.detach().to(dtype)) for weight in weights for dtype in _TRAINED]
@@ -84,6 +90,14 @@ CASES = {
     "group_norm": _real("group_norm", leaf(2, 128, 4096), leaf(128), leaf(128)),
     "poly_norm": _real("poly_norm", _ROWS, leaf(3), leaf(1)),
     "dyt": _real("dyt", _ROWS, leaf(1), _COLUMN, _COLUMN),
+    "short_conv": _real("short_conv", leaf(1, TOKENS, 8192), leaf(8192, 4), leaf(8192)),
+    "short_conv, documents": VARIANTS["short_conv, documents"],
+    "gated_short_conv": _real("gated_short_conv", leaf(1, TOKENS, 6144), leaf(2048, 3)),
+    "delta_inputs": Operator(
+        partial(ops.delta_inputs, key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        (leaf(1, TOKENS, 8192), leaf(8192, 4)),
+    ),
+    "delta_gates": _real("delta_gates", leaf(1, TOKENS, 32), leaf(1, TOKENS, 32), leaf(32), leaf(32)),
     "rope": Operator(ops.rope, (leaf(1, 8, 64, 128), leaf(1, 2, 64, 128), table(1, 64, 128), table(1, 64, 128))),
     "qk_norm_rope": _real("qk_norm_rope", *_Q_K, leaf(128), leaf(128), table(1, 64, 128), table(1, 64, 128)),
     "rope_complex": _real("rope_complex", *_Q_K, lambda generator, dtype: torch.rand(1, 64, 64, generator=generator)),
@@ -120,6 +134,16 @@ CASES = {
     "attention, 64": _attention(8, 2, 64),
     "attention, 128": _attention(8, 2, 128, softcap=30.0),
     "attention, 256": _attention(8, 2, 256, softcap=30.0),
+    "delta_rule": _delta_rule(2, 4, 128, 128),
+    "delta_rule, 96 and 192": _delta_rule(2, 2, 96, 192),
+    "delta_rule, 256": _delta_rule(1, 1, 256, 256),
+    "state_space": Operator(
+        lambda x, dt, A, B, C, D: ops.state_space(x, dt, -A.square(), B, C, D=D),
+        (leaf(1, 64, 32, 64), leaf(1, 64, 32), leaf(32), leaf(1, 64, 1, 128), leaf(1, 64, 1, 128), leaf(32)),
+    ),
+    "decayed_attention": _real(
+        "decayed_attention", leaf(1, 64, 2, 128), leaf(1, 64, 2, 128), leaf(1, 64, 2, 128), table(2)
+    ),
     "LigerAdamW": Operator(_step, (leaf(512, 512),)),
 }
 

@@ -10,7 +10,9 @@ pytestmark = pytest.mark.kernel
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 # Whose arguments are no tensors alone, or which need several processes: their own test files ask the same of them.
-ELSEWHERE = {"embedding_backward_", "tiled_mlp"} | {name for name in functional.__all__ if name.startswith("vocab_")}
+ELSEWHERE = {"documents_of", "embedding_backward_", "tiled_mlp"} | {
+    name for name in functional.__all__ if name.startswith("vocab_")
+}
 
 
 def test_every_public_function_has_a_row():

@@ -17,19 +17,38 @@ from transformers import (
 )
 
 from liger_trainer.attention.interface import NAME
+from liger_trainer.kernels.documents import documents_of, places
 from liger_trainer.packing import packed_row
 from liger_trainer.packing.layout import Layout
 from liger_trainer.packing.packed_row import PackedRow
 from liger_trainer.packing.proof import TOLERANCE, prove_packing, small_config
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.binding import unbind_forward
+from liger_trainer.patching.recurrent import proof as proof_of_mixers
 from liger_trainer.recipe.model import published_config
 from tests.attention.families import TAKEN, build
+from tests.patching.comparisons import LAYERS
 from tests.tiny_models import COMMON
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_LAYERS = ["linear_attention"] * 5 + ["full_attention"]
+MIXING = {  # layers that mix tokens by a recurrence or a convolution
+    **{name: {} for name in ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "zamba2")},
+    "nemotron_h": {
+        **{"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"] * 3, "mamba_num_heads": 64},
+        "n_routed_experts": 128,
+    },
+    "granitemoehybrid": {"layer_types": _LAYERS, "num_hidden_layers": 6, "mamba_n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 4096, "mamba_n_heads": 64, "mamba_d_head": 64},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "lfm2": {"full_attn_idxs": [2, 5]},
+    "lfm2_moe": {"layer_types": ["conv"] * 2 + ["full_attention"] + ["conv"] * 29},
+    "lfm3": {},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 16},
+}
 REAL = {  # sizes that differ from the defaults of transformers
     "llama": {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8,
@@ -46,12 +65,9 @@ REAL = {  # sizes that differ from the defaults of transformers
 }  # fmt: skip
 ROW = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "num_attention_heads": 4, "pad_token_id": 0}
 REFUSED = {
-    "qwen3_next": "it has layers of the type linear_attention",
-    "jamba": "it has layers of the type linear_attention",
-    "falcon_h1": "it has layers of the type hybrid",
-    "bamba": "it has layers of the type linear_attention",
-    "recurrent_gemma": "it has layers of the type linear_attention",
-    "lfm2": "it has layers of the type conv",
+    "jamba": "its JambaMambaMixer is not ours",
+    "falcon_mamba": "its FalconMambaMixer is not ours",
+    "recurrent_gemma": "its RecurrentGemmaRecurrentBlock is not ours",
     "bloom": "its attention is not ours",
     "t5": "its attention is not ours",
     "dynamic": "its rotary embedding depends on the length of the longest row",
@@ -100,13 +116,37 @@ def test_models_of_real_sizes_are_proved_on_small_ones(name):
     assert set(getattr(small.config, "layer_types", None) or ()) == kinds
 
 
+def mixing_model(name):
+    """With our layers, and the kinds of layers of the config, in small: a proof of the real sizes needs a GPU."""
+    config = AutoConfig.for_model(name, **MIXING[name])
+    small = small_config(config)
+    assert set(getattr(small, "layer_types", None) or ()) == set(getattr(config, "layer_types", None) or ())
+    model = AutoModelForCausalLM.from_config(small)
+    apply_liger_kernel(model, LAYERS)
+    return model
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_models_that_mix_tokens_by_layers_of_ours_are_proved(name):
+    agreement = prove_packing(mixing_model(name))
+    assert agreement.equal, agreement.reason
+
+
+def test_a_layer_that_is_no_longer_ours_is_refused():
+    model = mixing_model("lfm2")
+    layer = next(module for module in model.modules() if type(module).__name__ == "Lfm2ShortConv")
+    unbind_forward(layer)
+    assert prove_packing(model).reason == "its Lfm2ShortConv is not ours"
+    assert prove_packing(meta_model("lfm2", **MIXING["lfm2"])).reason == "its Lfm2ShortConv is not ours"
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_refused_with_the_reason(name):
     if name in OF_LLAMA:
         config = AutoConfig.for_model("llama", **COMMON, **OF_LLAMA[name])
         model = AutoModelForCausalLM.from_config(config)
     else:
-        more = {"lfm2": {"full_attn_idxs": [1, 3]}, "recurrent_gemma": {"num_hidden_layers": 3}}.get(name, {})
+        more = {"recurrent_gemma": {"num_hidden_layers": 3}}.get(name, {})
         config = AutoConfig.for_model(name, **{**({} if name == "t5" else ROW), **more})
         with torch.device("meta"):
             model = (AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM).from_config(config)
@@ -217,7 +257,25 @@ def counted_once(batch, layout, labels, made=packed_row._packed_row):
     return row
 
 
+def without_parents(self, documents=PackedRow.documents):
+    found = documents(self)
+    return documents_of([behind - first for first, behind, _ in places(found)], [first for first, *_ in places(found)])
+
+
+def masked_by_counts(original, compute, conv, precisions, made=proof_of_mixers.mixer_forward):
+    def counting(self, x, mask, documents):
+        shared = x.new_ones(x.shape[:2])
+        if documents.spans is not None and documents.roots < len(documents.spans):
+            for first, behind, parent in places(documents):
+                shared[0, first:behind] = 1 if parent >= 0 else 2
+        return compute(self, x * shared[..., None], mask, documents)
+
+    return made(original, counting, conv, precisions)
+
+
 FAULTS = {
+    "parents": (PackedRow, "documents", without_parents, ("lfm3", "qwen3_5_text", "falcon_h1", "minimax")),
+    "counts": (proof_of_mixers, "mixer_forward", masked_by_counts, ("lfm2", "qwen3_next")),
     "windows and chunks": (PackedRow, "plan", wider, ("gemma3_text", "llama4_text")),
     "keys": (Layout, "documents", without_first_key, ("hrm_text", "llama", "gemma3_text", "granite")),
     "positions": (packed_row, "_packed_row", later, ("hrm_text", "llama", "gemma3_text", "phi3", "granite")),
@@ -230,7 +288,7 @@ def test_faults_are_seen(fault, monkeypatch):
     """With the small weights with which transformers begins."""
     where, name, faulty, families = FAULTS[fault]
     for family in families:
-        model = meta_model(family, **REAL.get(family, {}))
+        model = mixing_model(family) if family in MIXING else meta_model(family, **REAL.get(family, {}))
         assert prove_packing(model).equal
         with monkeypatch.context() as patch:
             patch.setattr(where, name, faulty)

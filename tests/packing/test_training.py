@@ -18,6 +18,15 @@ CHECKPOINTED = {"gradient_checkpointing": True}
 REENTRANT = {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 SPLIT = {"own": {"tokens_per_micro_batch": 60}}
 SHORT = {"own": {"tokens_per_micro_batch": 20}}  # what is generated may have fewer than 60
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj")
+MIXING = {  # layers that mix tokens by a recurrence or a convolution
+    "DPO lfm2": ("DPO", {"model": "lfm2", **CHECKPOINTED}),
+    "DPO nemotron_h": ("DPO", {"model": "nemotron_h"}),
+    "DPO qwen3_5": ("DPO", {"model": "qwen3_5_text", **REENTRANT}),
+    "DPO qwen3_5 lora": ("DPO", {"model": "qwen3_5_text", "peft_config": lora(*PROJECTIONS)}),
+    "DPO lfm2 split": ("DPO", {"model": "lfm2", **SPLIT, **CHECKPOINTED}),
+    "GRPO qwen3_5": ("GRPO", {"model": "qwen3_5_text", "beta": 0.1}),
+}
 SMOOTHED = {"label_smoothing": 1e-3}
 OPTIONS = {
     "gemma2": {"model": "gemma2"},
@@ -35,6 +44,7 @@ CENTERED = {"center_rewards_coefficient": 0.1}  # or the gradients of like answe
 MIXTURE = {"model": "mixtral", **ROUTERS}
 
 CASES = {
+    **MIXING,
     **{
         f"DPO {loss}": ("DPO", {"loss_type": [loss], **(SMOOTHED if loss in ("exo_pair", "robust") else {})})
         for loss in DPO_LOSSES

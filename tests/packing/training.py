@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from datasets import Dataset
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, TrainerCallback
 
 from liger_trainer.packing.packing import Packing
+from tests.patching.mixing_models import built
 from tests.tiny_models import COMMON as TINY
 from tests.tiny_models import TINY_MODELS
 from tests.trainers import parity
@@ -54,6 +56,7 @@ OTHERS = {
     "rounded": lambda: llama().bfloat16(),
     "gemma3": TINY_MODELS["gemma3"],
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**TINY)),
+    **{name: functools.partial(built, name) for name in ("lfm2", "qwen3_5_text", "nemotron_h")},
 }
 
 

@@ -11,10 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from liger_trainer import apply_liger_kernel
 
 NAMED = {
-    "mamba2": {"Mamba2Mixer"},
-    "qwen3_next": {"Qwen3NextGatedDeltaNet"},
     "recurrent_gemma": {"RecurrentGemmaRecurrentBlock", "RecurrentGemmaRglru"},
-    "lfm2": {"Lfm2ShortConv"},
+    "lfm2": set(),
     "jetmoe": {"JetMoeParallelExperts", "JetMoeTopKGating"},
     "apertus": {"ApertusMLP", "XIELUActivation"},
     "gpt2": {"GPT2MLP"},
