@@ -5,8 +5,29 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.recipe.families import FAMILIES
+from liger_trainer.recipe.known_models import PUBLISHED
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """What mixes the tokens of a hybrid model in the layers that have no attention."""
+
+    kind: str  # ``"delta_rule"``, ``"state_space"`` or ``"short_conv"``
+    layers: str  # a letter for each layer: M for a mixer, * for attention, E for experts alone
+    taps: int = 4  # of its convolution
+    key_heads: int = 0  # groups, in a state space; a short convolution has no heads
+    value_heads: int = 0
+    key_dim: int = 0  # size of the state, in a state space
+    value_dim: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution before a recurrence: those of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +55,14 @@ class Model:
     sliding_window: int | None = None
     attention_softcap: float | None = None  # of the attention's scores
     sinks: bool = False  # a learned number a head in the attention's softmax
-    tied: bool = False  # of a Llama: whether the head is the embedding; Gemma's always is
+    tied: bool = False  # of a Llama or a hybrid: whether the head is the embedding; Gemma's always is
+    mixer: Mixer | None = None  # of a hybrid
+    known: str = ""  # id or family of a hybrid, whose configuration the recipes know
+
+    @property
+    def first_with_experts(self) -> int:
+        """The first layer that has experts."""
+        return self.mixer.layers.find("E") if self.mixer and "E" in self.mixer.layers else self.dense_layers
 
 
 _GEMMA2: dict[str, Any] = {"softcap": 30.0, "attention_softcap": 50.0, "sliding_window": 4096}
@@ -42,6 +70,9 @@ _GEMMA: dict[str, Any] = {"softcap": 30.0, "qk_norm": True, "sliding_window": 10
 _GPT_OSS: dict[str, Any] = {"sliding_window": 128, "sinks": True}
 _GLM: dict[str, Any] = {"qk_norm": True, "routed_scale": 2.5, "dense_layers": 3}
 _DEEPSEEK: dict[str, Any] = {"routed_scale": 2.5, "dense_layers": 3, "latent_attention": True}
+_QWEN3_5: dict[str, Any] = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
+_TINY: dict[str, Any] = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8}
+_LFM2_ATTENTION = (2, 5, 9, 13, 17, 21, 24, 27)
 MODELS = {
     model.name: model
     for model in (
@@ -72,6 +103,65 @@ MODELS = {
         # are measured with it, as the harder case.
         Model("gemma3-4b", "Gemma3 4B", 2560, 10240, 262208, 34, 8, 4, 256, **_GEMMA),
         Model("gemma3-27b", "Gemma3 27B", 5376, 21504, 262208, 62, 32, 16, 128, **_GEMMA),
+        # Hybrids.
+        Model(
+            *("tiny-qwen3.5", "Tiny Qwen3.5", 32, 64, 512, 2, 4, 2, 16),
+            qk_norm=True,
+            mixer=Mixer("delta_rule", "M*", **_TINY),
+            known="qwen3_5",
+        ),
+        Model(
+            *("tiny-nemotron", "Tiny Nemotron", 32, 64, 512, 4, 4, 2, 8, 4, 2, 16),
+            shared_intermediate=24,
+            mixer=Mixer("state_space", "ME*M", **_TINY),
+            known="nemotron_h",
+        ),
+        Model(
+            *("tiny-lfm2", "Tiny LFM2", 32, 64, 512, 2, 4, 2, 8),
+            qk_norm=True,
+            tied=True,
+            mixer=Mixer("short_conv", "M*", taps=3),
+            known="lfm2",
+        ),
+        Model(
+            *("qwen3.5-9b", "Qwen3.5-9B", 4096, 12288, 248320, 32, 16, 4, 256),
+            qk_norm=True,
+            mixer=Mixer("delta_rule", 8 * "MMM*", **_QWEN3_5),
+            known="Qwen/Qwen3.5-9B",
+        ),
+        Model(
+            *("qwen3.5-35b-a3b", "Qwen3.5-35B-A3B", 2048, 512, 248320, 40, 16, 2, 256, 256, 8, 512),
+            qk_norm=True,
+            mixer=Mixer("delta_rule", 10 * "MMM*", **_QWEN3_5),
+            known="Qwen/Qwen3.5-35B-A3B",
+        ),
+        Model(
+            *("nemotron-3-nano", "Nemotron-3-Nano-30B-A3B", 2688, 1856, 131072, 52, 32, 2, 128, 128, 6, 1856),
+            routed_scale=2.5,
+            shared_intermediate=3712,
+            mixer=Mixer(
+                *("state_space", "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+                **{"key_heads": 8, "value_heads": 64, "key_dim": 128, "value_dim": 64},
+            ),
+            known="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        ),
+        Model(
+            *("granite-4-h-small", "Granite-4.0-H-Small", 4096, 768, 100352, 40, 32, 8, 128, 72, 10, 768),
+            shared_intermediate=1536,
+            tied=True,
+            mixer=Mixer(
+                *("state_space", 4 * "MMMMM*MMMM"),
+                **{"key_heads": 1, "value_heads": 128, "key_dim": 128, "value_dim": 64},
+            ),
+            known="ibm-granite/granite-4.0-h-small",
+        ),
+        Model(
+            *("lfm2-2.6b", "LFM2-2.6B", 2048, 10752, 65536, 30, 32, 8, 64),
+            qk_norm=True,
+            tied=True,
+            mixer=Mixer("short_conv", "".join("M*"[layer in _LFM2_ATTENTION] for layer in range(30)), taps=3),
+            known="LiquidAI/LFM2-2.6B",
+        ),
     )
 }
 
@@ -80,6 +170,8 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     """The published configuration of a model's shapes."""
     from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
+    if model.mixer is not None:
+        return _hybrid_config(model, layers or model.layers)
     sizes: dict[str, Any] = {
         "vocab_size": model.vocab,
         "hidden_size": model.hidden,
@@ -100,6 +192,20 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
         return Qwen3Config(**sizes)
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     return LlamaConfig(**sizes, max_position_embeddings=8192, rope_parameters=rope, tie_word_embeddings=model.tied)
+
+
+def _hybrid_config(model: Model, layers: int) -> PretrainedConfig:
+    """The first `layers` of the configuration that the recipes know, so that the kinds of layers keep their order."""
+    from transformers import AutoConfig
+
+    values = PUBLISHED.get(model.known) or {"model_type": model.known, **FAMILIES[model.known]}
+    if "text_config" in values:
+        values = {"model_type": f"{values['model_type']}_text", **values["text_config"]}
+    values = {**values, "vocab_size": model.vocab, "tie_word_embeddings": model.tied, "use_cache": False}
+    config = AutoConfig.for_model(**values)
+    config.layer_types = config.layer_types[:layers]
+    config.num_hidden_layers = layers
+    return config
 
 
 def _config_with_experts(model: Model, sizes: dict[str, Any]) -> PretrainedConfig:

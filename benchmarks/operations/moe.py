@@ -49,17 +49,19 @@ def _case(data: Data, model: Model, tokens: int, variant: str, frozen: bool, ske
     for name, parameter in experts.named_parameters():
         fan_in = model.expert_intermediate if name.startswith("down") else model.hidden
         arguments[name] = data.normal(*parameter.shape, scale=fan_in**-0.5, grad=not frozen)
-    floor = Floor(matmuls=_products(data, model, tokens, top_k if skewed else model.experts, frozen))
+    chosen, gated = top_k if skewed else model.experts, "gate_up_proj" in arguments
+    floor = Floor(matmuls=_products(data, model, tokens, chosen, gated, frozen))
     shape = f"{tokens}×{model.hidden}→{model.expert_intermediate}, {top_k} of {model.experts}"
     return Case(arguments, shape, floor, (data.upstream(tokens, model.hidden),), variant)
 
 
-def _products(data: Data, model: Model, tokens: int, experts: int, frozen: bool) -> Callable[[], None]:
+def _products(data: Data, model: Model, tokens: int, experts: int, gated: bool, frozen: bool) -> Callable[[], None]:
     """The matmuls of both passes, with rows spread evenly over the experts."""
     rows = -(-tokens * model.experts_per_token // experts)
     hidden, inner = model.hidden, model.expert_intermediate
-    x, pre, h = (data.normal(experts, rows, width, grad=False) for width in (hidden, 2 * inner, inner))
-    gate_up = data.normal(experts, 2 * inner, hidden, grad=False)
+    first = 2 * inner if gated else inner
+    x, pre, h = (data.normal(experts, rows, width, grad=False) for width in (hidden, first, inner))
+    gate_up = data.normal(experts, first, hidden, grad=False)
     down = data.normal(experts, hidden, inner, grad=False)
 
     def run() -> None:
@@ -79,7 +81,7 @@ def stock_experts(model: Model) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(model_config(model, layers=model.dense_layers + 1))
+        whole = AutoModelForCausalLM.from_config(model_config(model, layers=model.first_with_experts + 1))
     return next(module for name, module in whole.named_modules() if name.endswith(".experts"))
 
 
@@ -128,12 +130,16 @@ def ours(
     hidden: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    gate_up_proj: Tensor,
     down_proj: Tensor,
+    gate_up_proj: Tensor | None = None,
     gate_up_proj_bias: Tensor | None = None,
     down_proj_bias: Tensor | None = None,
+    up_proj: Tensor | None = None,
 ) -> Tensor:
-    gate = {}
+    gate: dict[str, Any] = {}
+    if up_proj is not None:  # Nemotron-H: relu(up)^2
+        gate, gate_up_proj = {"gated": False, "activation": "relu_squared"}, up_proj
+    assert gate_up_proj is not None
     if hasattr(experts, "limit"):  # GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1)
         alpha = experts.alpha
         gate = {"gate_multiplier": alpha, "down_multiplier": 1 / alpha, "limit": experts.limit, "up_offset": 1.0}

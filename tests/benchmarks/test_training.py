@@ -63,6 +63,8 @@ def test_losses_agree(model, trainer, options):
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.experts])
 def test_adapters_are_on_attention_and_experts(name):
+    if MODELS[name].mixer is not None:
+        pytest.skip("a hybrid's are on its mixers too: test_adapters_of_a_hybrid")
     dense = MODELS[name].dense_layers
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(MODELS[name], layers=dense + 1))
@@ -442,30 +444,72 @@ def test_lengths_of_padded_rows(batch, padding):
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_configurations(name):
     shape = MODELS[name]
+    first = shape.mixer.layers.index("*") if shape.mixer else 0
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(shape, layers=1))
+        model = AutoModelForCausalLM.from_config(model_config(shape, layers=first + 1))
     assert model.lm_head.weight.shape == (shape.vocab, shape.hidden)
-    assert model.config.tie_word_embeddings is (name == "llama3.2-1b" or name.startswith("gemma"))
-    attention = model.model.layers[0].self_attn
+    assert model.config.tie_word_embeddings is (shape.tied or name.startswith("gemma"))
+    layer = model.model.layers[first]
+    attention = layer.mixer if hasattr(layer, "mixer") else layer.self_attn
     if shape.latent_attention:  # of each head 64 numbers are rotated and 128 are not; the keys' 64 are shared by all
         assert attention.q_b_proj.weight.shape[0] == shape.heads * (shape.head_dim + 128)
         assert attention.kv_a_proj_with_mqa.weight.shape == (shape.kv_heads * shape.head_dim + 512, shape.hidden)
     else:
-        assert attention.q_proj.weight.shape == (shape.heads * shape.head_dim, shape.hidden)
+        gates = 2 if shape.known.startswith(("Qwen", "qwen")) else 1  # of the attention's output
+        assert attention.q_proj.weight.shape == (gates * shape.heads * shape.head_dim, shape.hidden)
         assert attention.k_proj.weight.shape == (shape.kv_heads * shape.head_dim, shape.hidden)
-    norm = attention._modules.get("q_norm")  # OLMoE's is of all heads together
+    norm = attention._modules.get("q_norm") or attention._modules.get("q_layernorm")  # OLMoE's is of all heads together
     assert (norm is not None and norm.weight.shape == (shape.head_dim,)) is (shape.qk_norm and name != "tiny")
     assert model_config(shape).num_hidden_layers == shape.layers
+
+
+HYBRIDS = {name: model for name, model in MODELS.items() if model.mixer}
+LETTERS = {"linear_attention": "M", "conv": "M", "full_attention": "*", "moe": "E"}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_mixers_of_hybrids(name):
+    """Fewer layers are the first ones: mixers and attention keep their order."""
+    shape, mixer = HYBRIDS[name], HYBRIDS[name].mixer
+    few = min(12, shape.layers)
+    config = model_config(shape, layers=few)
+    assert "".join(LETTERS[kind] for kind in config.layer_types) == mixer.layers[:few]
+    assert config.num_hidden_layers == few
+    assert len(mixer.layers) == shape.layers
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(shape, layers=1))
+    (conv,) = (module for module in model.modules() if isinstance(module, torch.nn.Conv1d))
+    assert conv.weight.shape == (mixer.channels or shape.hidden, 1, mixer.taps)
+    weights = {key.rsplit(".", 2)[-2 if key.endswith("weight") else -1]: w for key, w in model.named_parameters()}
+    taken = {"delta_rule": "in_proj_z", "state_space": "D", "short_conv": "out_proj"}[mixer.kind]
+    heads = mixer.value_heads * (1 if taken == "D" else mixer.value_dim) or shape.hidden
+    assert weights[taken].shape[0] == heads
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3.5-9b", 8_953_803_264),  # without the vision tower
+        ("qwen3.5-35b-a3b", 34_660_610_688),
+        ("nemotron-3-nano", 31_577_937_344),  # and 2,944 in buffers of its routers
+        ("granite-4-h-small", 32_207_337_984),
+        ("lfm2-2.6b", 2_569_272_320),
+    ],
+)
+def test_parameters_of_hybrids(name, parameters):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(HYBRIDS[name]))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.experts])
 def test_layers_with_experts(name):
     shape = MODELS[name]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(shape, layers=shape.dense_layers + 1))
+        model = AutoModelForCausalLM.from_config(model_config(shape, layers=shape.first_with_experts + 1))
     experts = {key: module for key, module in model.named_modules() if key.endswith(".experts")}
     ((place, module),) = experts.items()
-    assert f"layers.{shape.dense_layers}." in place
+    assert f"layers.{shape.first_with_experts}." in place
     transposed = getattr(module, "is_transposed", name == "llama4-scout")
     down = (shape.expert_intermediate, shape.hidden)
     assert module.down_proj.shape == (shape.experts, *(down if transposed else down[::-1]))
