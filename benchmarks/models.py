@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from liger_trainer.errors import UserError
 from liger_trainer.recipe.families import FAMILIES
 from liger_trainer.recipe.known_models import PUBLISHED
 
@@ -198,6 +199,8 @@ def _hybrid_config(model: Model, layers: int) -> PretrainedConfig:
     """The first `layers` of the configuration that the recipes know, so that the kinds of layers keep their order."""
     from transformers import AutoConfig
 
+    if layers > model.layers:
+        raise UserError(f"`--layers` is {layers}, but {model.name} has {model.layers} layers; ask for at most as many.")
     values = PUBLISHED.get(model.known) or {"model_type": model.known, **FAMILIES[model.known]}
     if "text_config" in values:
         values = {"model_type": f"{values['model_type']}_text", **values["text_config"]}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ATTENTION_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ATTENTION_LAYERS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]  # of latent attention
 EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]  # not linear layers: one parameter for all experts
+MIXER_LAYERS = ["in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
 
 
 def random_tokens(size: int, length: int, vocab: int) -> torch.Tensor:
@@ -117,7 +118,10 @@ class Setup:
 
     @property
     def lora(self) -> LoraConfig | None:
-        """Adapters of the task's rank on all linear layers except the head; with experts, on attention and experts."""
+        """Adapters of the task's rank on all linear layers except the head.
+
+        With experts, on attention, mixers and experts. PEFT refuses the `out_proj` of Nemotron-H.
+        """
         from peft import LoraConfig
 
         rank = self.task.lora
@@ -126,6 +130,11 @@ class Setup:
         targets: dict[str, Any] = {"target_modules": "all-linear"}
         if MODELS[self.task.model].experts:  # by name: for "all-linear" PEFT doubles the rank of gate and up
             targets = {"target_modules": ATTENTION_LAYERS, "target_parameters": EXPERT_PARAMETERS}
+            if self.model.config.model_type == "nemotron_h":
+                targets = {"target_modules": [*ATTENTION_LAYERS, "in_proj"]}
+                targets |= {"target_parameters": ["experts.up_proj", "experts.down_proj"]}
+            elif MODELS[self.task.model].mixer:
+                targets["target_modules"] = [*ATTENTION_LAYERS, *MIXER_LAYERS, "out_proj"]
         kind = "SEQ_CLS" if self.task.trainer == "reward" else "CAUSAL_LM"
         return LoraConfig(r=rank, lora_alpha=2 * rank, task_type=kind, **targets)
 

@@ -23,8 +23,11 @@ from liger_trainer.benchmarks.training_providers import (
     training_provider,
 )
 from liger_trainer.benchmarks.training_step import Steps, run
+from liger_trainer.errors import UserError
 from liger_trainer.tools.cli import main
 from tests.quantised import library
+
+HYBRIDS = {name: model for name, model in MODELS.items() if model.mixer}
 
 MINE = """
 from liger_trainer.benchmarks.training_step import training_provider
@@ -45,13 +48,15 @@ def slow(setup):
         *(("tiny", name, {"lora": 4, "quantize": "nf4"}) for name in ("causal_lm", "sft")),
         *(("tiny", name, rows) for name in ("causal_lm", "sft") for rows in ({"documents": 6}, {"padding": 0.375})),
         ("tiny", "sft", {"labelled": 0.25}),
+        *((name, "causal_lm", {"lora": lora, "layers": 0}) for name in HYBRIDS if "tiny" in name for lora in (0, 4)),
         ("tiny", "sft", {"dtype": "float32"}),
     ],
 )
 def test_losses_agree(model, trainer, options):
     if "quantize" in options:
         library()
-    task = Task(model, layers=1, trainer=trainer, batch=2, length=16, steps=3, device="cpu", **options)
+    options = {"layers": 1, **options}
+    task = Task(model, trainer=trainer, batch=2, length=16, steps=3, device="cpu", **options)
     results = {provider: run(task, provider) for provider in ("hf", "liger_trainer")}
     for result in results.values():
         assert len(result["losses"]) == 3
@@ -77,6 +82,24 @@ def test_adapters_are_on_attention_and_experts(name):
     assert len(places) == sum("_proj" in name for name in attention) + 2
     implementation = "eager" if name == "llama4-scout" else "grouped_mm"  # what `hf` runs; of Llama 4 there is one
     assert model.config._experts_implementation == implementation
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_adapters_of_a_hybrid(name):
+    """On every projection of the mixers and the attention but the one that PEFT refuses, and on what follows them."""
+    shape = MODELS[name]
+    layers = max(shape.mixer.layers.index("*"), shape.first_with_experts) + 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(shape, layers=layers))
+        linear = {key for key, module in model.named_modules() if type(module) is torch.nn.Linear and key != "lm_head"}
+        adapted = get_peft_model(model, Setup(Task(name, lora=4), model, {}, []).lora)
+    reached = {key for key, module in adapted.base_model.model.named_modules() if getattr(module, "lora_A", None)}
+    left_out = {key.split(".", 3)[3] for key in linear - reached}
+    if not shape.experts:
+        assert not left_out
+        return
+    assert {key for key in left_out if "shared" not in key} == ({"mixer.out_proj"} if "nemotron" in name else set())
+    assert any(key.endswith("experts.base_layer") for key in reached), "of stacked parameters"
 
 
 def test_a_provider_with_a_number():
@@ -463,7 +486,6 @@ def test_configurations(name):
     assert model_config(shape).num_hidden_layers == shape.layers
 
 
-HYBRIDS = {name: model for name, model in MODELS.items() if model.mixer}
 LETTERS = {"linear_attention": "M", "conv": "M", "full_attention": "*", "moe": "E"}
 
 
@@ -484,6 +506,11 @@ def test_mixers_of_hybrids(name):
     taken = {"delta_rule": "in_proj_z", "state_space": "D", "short_conv": "out_proj"}[mixer.kind]
     heads = mixer.value_heads * (1 if taken == "D" else mixer.value_dim) or shape.hidden
     assert weights[taken].shape[0] == heads
+
+
+def test_more_layers_than_a_hybrid_has():
+    with pytest.raises(UserError, match="`--layers` is 33, but qwen3.5-9b has 32 layers"):
+        model_config(MODELS["qwen3.5-9b"], 33)
 
 
 @pytest.mark.parametrize(
