@@ -73,6 +73,7 @@ _GLM: dict[str, Any] = {"qk_norm": True, "routed_scale": 2.5, "dense_layers": 3}
 _DEEPSEEK: dict[str, Any] = {"routed_scale": 2.5, "dense_layers": 3, "latent_attention": True}
 _QWEN3_5: dict[str, Any] = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
 _TINY: dict[str, Any] = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8}
+_NEMOTRON_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _LFM2_ATTENTION = (2, 5, 9, 13, 17, 21, 24, 27)
 MODELS = {
     model.name: model
@@ -140,20 +141,14 @@ MODELS = {
             *("nemotron-3-nano", "Nemotron-3-Nano-30B-A3B", 2688, 1856, 131072, 52, 32, 2, 128, 128, 6, 1856),
             routed_scale=2.5,
             shared_intermediate=3712,
-            mixer=Mixer(
-                *("state_space", "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
-                **{"key_heads": 8, "value_heads": 64, "key_dim": 128, "value_dim": 64},
-            ),
+            mixer=Mixer("state_space", _NEMOTRON_LAYERS, key_heads=8, value_heads=64, key_dim=128, value_dim=64),
             known="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         ),
         Model(
             *("granite-4-h-small", "Granite-4.0-H-Small", 4096, 768, 100352, 40, 32, 8, 128, 72, 10, 768),
             shared_intermediate=1536,
             tied=True,
-            mixer=Mixer(
-                *("state_space", 4 * "MMMMM*MMMM"),
-                **{"key_heads": 1, "value_heads": 128, "key_dim": 128, "value_dim": 64},
-            ),
+            mixer=Mixer("state_space", 4 * "MMMMM*MMMM", key_heads=1, value_heads=128, key_dim=128, value_dim=64),
             known="ibm-granite/granite-4.0-h-small",
         ),
         Model(

@@ -42,7 +42,7 @@ OPTIMIZER_STEP = "adamw"
 
 _PACKAGES = (  # versions that a run records
     *("torch", "triton", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "torchao"),
-    *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
+    *("liger-kernel", "cut-cross-entropy", "quack-kernels", "fla-core", "mamba-ssm", "causal-conv1d"),
 )
 
 
@@ -301,7 +301,7 @@ def _now() -> str:
 
 _SHOWN_PACKAGES = (  # versions shown below a table
     *("torch", "triton", "transformers", "trl", "bitsandbytes"),
-    *("liger-kernel", "unsloth", "quack-kernels", "cut-cross-entropy"),
+    *("liger-kernel", "unsloth", "quack-kernels", "cut-cross-entropy", "fla-core", "mamba-ssm", "causal-conv1d"),
 )
 _Grouped = TypeVar("_Grouped")
 

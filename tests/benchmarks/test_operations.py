@@ -1,6 +1,9 @@
 """Every operation runs in tiny sizes, and what its providers compute is what float64 says."""
 
 import dataclasses
+import functools
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +14,24 @@ from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.operations import attention
 from liger_trainer.benchmarks.records import Machine
 from liger_trainer.benchmarks.registry import OPERATIONS, Data, load_operations
+from liger_trainer.functional import delta_rule, short_conv
+from liger_trainer.kernels.documents import documents_of
+from liger_trainer.kernels.recurrence.chunked import chunked_recurrence as recurrence
 
 load_operations()
 CPU = Device(torch.device("cpu"))
 
 
+MODEL_OF = {  # where not "tiny"
+    **dict.fromkeys(("moe_experts", "moe_load_balancing"), "tiny-moe"),
+    **dict.fromkeys(("delta_rule", "delta_inputs", "short_conv"), "tiny-qwen3.5"),
+    "state_space": "tiny-nemotron",
+    "gated_short_conv": "tiny-lfm2",
+}
+
+
 def run(name, providers, **changes):
-    model = changes.pop("model", MODELS["tiny-moe" if name.startswith("moe") else "tiny"])
+    model = changes.pop("model", MODELS[MODEL_OF.get(name, "tiny")])
     tokens = changes.pop("tokens", (8,))
     settings = Settings((model,), tokens, providers, **{"dtype": torch.float32, "rounds": 1, **changes})
     complaints = []
@@ -83,6 +97,15 @@ def test_experts_of_other_families(family, chosen):
     for record in records:
         assert max(record.errors.values()) < 2e-5, record
         assert ("ddown_proj_bias" in record.errors) is (family == "gpt-oss" and record.variant != "frozen")
+
+
+def test_experts_without_a_gate():
+    """Nemotron-H: the squared ReLU of one projection."""
+    records = run("moe_experts", ("torch", "transformers", "liger_trainer"), model=MODELS["tiny-nemotron"])
+    for record in records:
+        assert record.failure == "", record
+        assert max(record.errors.values()) < 2e-5, record
+        assert ("dup_proj" in record.errors) is (record.variant != "frozen")
 
 
 def test_experts_are_those_of_the_model_and_in_balance():
@@ -235,3 +258,64 @@ class FakeGenerator:
 
     def manual_seed(self, seed):
         return self
+
+
+def test_packages_for_recurrences_are_given_the_same_work(monkeypatch):
+    """By the documented meaning of their arguments, from our references: their kernels need a GPU."""
+
+    def fla(function, *tensors, cu_seqlens=None, **options):
+        if cu_seqlens is None:
+            return function(*tensors, **options), None
+        assert all(len(tensor) == 1 for tensor in tensors)
+        places = list(zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist()))
+        assert places[-1][1] == tensors[0].shape[1]
+        found = [function(*(tensor[:, a:b] for tensor in tensors), **options) for a, b in places]
+        return torch.cat(found, dim=1), None
+
+    def simple_gla(q, k, v, g=None, g_gamma=None, *, scale):
+        g = g_gamma.expand(v.shape[:3]) if g is None else g
+        return recurrence(q, k, v, g.float(), None, None, None, scale, False, documents_of_rows(v))[0]
+
+    def documents_of_rows(x):
+        return documents_of([x.shape[1]] * x.shape[0])
+
+    def conv(x, weight, bias=None, *, activation=None, cu_seqlens=None):
+        def one(x):
+            return short_conv(x, weight, bias, activation=activation)
+
+        return fla(one, x, cu_seqlens=cu_seqlens)
+
+    def modules(**functions):
+        for path, values in functions.items():
+            monkeypatch.setitem(sys.modules, path.replace("__", "."), SimpleNamespace(**values))
+
+    modules(
+        fla={},
+        fla__ops={},
+        fla__ops__gated_delta_rule={"chunk_gated_delta_rule": functools.partial(fla, delta_rule)},
+        fla__ops__simple_gla={"chunk_simple_gla": functools.partial(fla, simple_gla)},
+        fla__modules={},
+        fla__modules__causal_conv1d={"causal_conv1d": conv},
+        fla__modules__norm={},
+        fla__modules__norm__l2norm={"l2norm": lambda x, eps=1e-6: x * torch.rsqrt(x.square().sum(-1, True) + eps)},
+    )
+    for name in ("delta_rule", "state_space", "decayed_attention", "short_conv", "gated_short_conv", "delta_inputs"):
+        records = run(name, ("flash-linear-attention",), tokens=(24,))
+        assert [record.variant for record in records] == ["", "packed"]
+        for record in records:
+            assert record.failure == "", record
+            assert max(record.errors.values()) < 2e-5, record
+
+
+def test_packed_documents_do_not_see_each_other():
+    """In the case itself: with rows of 24 tokens a document has 6."""
+    cases = OPERATIONS["delta_rule"].cases(Data(CPU.device, torch.float32), MODELS["tiny-qwen3.5"], 24)
+    row, packed = cases
+    assert packed.shape.endswith("documents of 6")
+    assert packed.arguments["documents"].spans[:, :2].tolist() == [[0, 6], [6, 6], [12, 6], [18, 6]]
+    with torch.no_grad():
+        rows, documents = (OPERATIONS["delta_rule"].exact()(**case.arguments) for case in (row, packed))
+        alone = OPERATIONS["delta_rule"].exact()(**{**packed.arguments, "documents": row.arguments["documents"]})
+    torch.testing.assert_close(documents[:, :6], alone[:, :6])
+    assert not torch.allclose(documents[:, 6:], alone[:, 6:])
+    assert rows.shape == documents.shape

@@ -509,7 +509,7 @@ def test_mixers_of_hybrids(name):
 
 
 def test_more_layers_than_a_hybrid_has():
-    with pytest.raises(UserError, match="`--layers` is 33, but qwen3.5-9b has 32 layers"):
+    with pytest.raises(UserError, match=r"`--layers` is 33, but qwen3\.5-9b has 32 layers"):
         model_config(MODELS["qwen3.5-9b"], 33)
 
 
