@@ -365,6 +365,16 @@ def _liger(setup: Setup) -> Trainer:
     return setup.trainer(use_liger_kernel=True)
 
 
+def _with_fla(build: Callable[[Setup], Trainer]) -> Callable[[Setup], Trainer]:
+    """`build`, only where flash-linear-attention is installed: transformers then runs it in gated delta nets."""
+
+    def checked(setup: Setup) -> Trainer:
+        importlib.import_module("fla.ops.gated_delta_rule")
+        return build(setup)
+
+    return checked
+
+
 IN_FP8: dict[str, Fp8Mode] = {
     "liger_trainer fp8": "rowwise_gw_hp",
     "liger_trainer fp8 rowwise": "rowwise",
@@ -375,7 +385,9 @@ TRAINING_PROVIDERS |= {
     "hf": _with(ours=False, use_liger_kernel=False),
     "hf activation_offloading": _with(ours=False, use_liger_kernel=False, activation_offloading=True),
     "torch.compile": _with(ours=False, use_liger_kernel=False, torch_compile=True),
+    "hf fla": _with_fla(_with(ours=False, use_liger_kernel=False)),
     "liger-kernel": _liger,
+    "liger-kernel fla": _with_fla(_liger),
     "liger_trainer": _with(),
     PADDED: _with(padding_free=False),
     UNSHARED: _with(share_prompt=False),

@@ -2,6 +2,7 @@
 
     python benchmarks/unsloth_step.py FOLDER            # LoRA r=16 on Llama-3 8B shapes, 4 x 4096 tokens
     python benchmarks/unsloth_step.py FOLDER --nf4      # on a base in NF4
+    python benchmarks/unsloth_step.py FOLDER --model qwen3.5-9b --layers 12  # on a hybrid's first 12 layers
 
 A separate script, because Unsloth patches transformers, must be imported before it, and pins older versions of it. The
 script loads a model from FOLDER; the first run saves one there, with the benchmark's random weights (seed 0). Tokens,
@@ -19,33 +20,50 @@ from pathlib import Path
 from typing import Any
 
 BATCH, LENGTH, RANK, STEPS, WARMUP = 4, 4096, 16, 6, 2
-VOCAB = 128256
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LINEARS += ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]  # of gated delta nets
+# As in `models.py`, which an environment with Unsloth need not have.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+    },
+}
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder: Path, model_name: str, layers: int) -> None:
     """Random weights and a tokenizer, which Unsloth asks for."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3} | {f"w{i}": i for i in range(4, VOCAB)}
+    values = {**CONFIGURATIONS[model_name], "tie_word_embeddings": False, "use_cache": False}
+    values["num_hidden_layers"] = layers or values["num_hidden_layers"]
+    vocab = values["vocab_size"]
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3} | {f"w{i}": i for i in range(4, vocab)}
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), **special)
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    config = AutoConfig.for_model(**values)
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -64,7 +82,10 @@ def load(folder: Path, nf4: bool) -> Any:
         use_gradient_checkpointing="unsloth",
         local_files_only=True,
     )
-    if nf4 and getattr(model.model.layers[0].mlp.down_proj.weight, "quant_state", None) is None:
+    layers = [module for name, module in model.named_modules() if name.endswith("layers.0.mlp.down_proj")]
+    if not layers:
+        raise RuntimeError(f"Unsloth loaded {type(model).__name__}, which has no decoder layers under `layers`.")
+    if nf4 and getattr(layers[0].weight, "quant_state", None) is None:
         raise RuntimeError("Unsloth loaded the base without quantising it; is bitsandbytes installed?")
     return FastLanguageModel.get_peft_model(
         model,
@@ -94,7 +115,9 @@ def train(model: Any) -> tuple[float, float]:
             ends.append(torch.cuda.Event(enable_timing=True))
             ends[-1].record()
 
-    tokens = torch.randint(VOCAB, (BATCH * STEPS, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.get_text_config().vocab_size, (BATCH * STEPS, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=BATCH,
@@ -118,15 +141,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the model, made there unless it exists; 15 GiB")
     parser.add_argument("--nf4", action="store_true", help="quantise the base")
+    parser.add_argument("--model", choices=CONFIGURATIONS, default="llama3-8b", help="whose sizes are taken")
+    parser.add_argument("--layers", type=int, default=0, help="of the model; default: all")
     parsed = parser.parse_args()
     import unsloth  # noqa: F401 - before transformers
 
     if not (parsed.folder / "config.json").exists():
-        save_model(parsed.folder)
+        save_model(parsed.folder, parsed.model, parsed.layers)
     rate, peak = train(load(parsed.folder, parsed.nf4))
-    print(
-        f"Unsloth, LoRA r={RANK}{', NF4' * parsed.nf4}, {BATCH} x {LENGTH}: {rate:,.0f} tokens/s, peak {peak:.2f} GiB"
-    )
+    what = f"Unsloth, {parsed.model}, LoRA r={RANK}{', NF4' * parsed.nf4}, {BATCH} x {LENGTH}"
+    print(f"{what}: {rate:,.0f} tokens/s, peak {peak:.2f} GiB")
 
 
 if __name__ == "__main__":

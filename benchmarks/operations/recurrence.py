@@ -1,7 +1,7 @@
 """Recurrences of hybrid models: the gated delta rule, Mamba 2's state space, attention with constant decays.
 
-Rows of 4096 tokens, as one document each and packed from documents of 512. torch's own functions know no documents: they
-get each document as a row, which only works because all are of one length.
+Rows of 4096 tokens, as one document each and packed from documents of 512. transformers' torch functions know no
+documents: they get each document as a row, which only works because all are of one length.
 """
 
 from __future__ import annotations
