@@ -55,7 +55,10 @@ def test_all_shipped_recipes_are_found():
     ungated = {f"{family}_{method}" for family, methods in small.items() for method in methods}
     ungated |= {f"{family}_{method}" for family in small if family != "smollm2_135m" for method in adapted}
     ungated |= {"smollm2_135m_sft_fp16", "qwen3_0_6b_sft_lora_fp16", "qwen3_vl_4b_sft_lora", "gpt_oss_20b_sft_lora"}
-    ungated |= {f"qwen3_5_9b_{method}" for method in adapted}
+    ungated |= {f"qwen3_5_9b_{method}" for method in ("sft", *adapted)}
+    ungated |= {f"{family}_{method}" for family in ("qwen3_5_35b_a3b", "nemotron_3_nano") for method in adapted}
+    ungated |= {f"lfm2_2_6b_{method}" for method in ("sft", *adapted)}
+    ungated |= {f"granite_4_h_small_{method}" for method in ("sft_lora", "dpo_lora")}
     ungated |= {"gemma4_e2b_sft_lora", "gemma4_e4b_sft_lora", "gemma4_e4b_dpo_lora"}
     quickstarts = {"quickstart", "quickstart_dpo", "quickstart_grpo"}
     quantised = {f"{family}_{method}" for family in ("llama3_8b", "gemma3_4b") for method in QUANTISED}

@@ -21,6 +21,17 @@ gradients of output, q, k and v are allocated besides what attention saves. Flas
 of our attention, sums the gradient of q in fp32, 2 Q more, and makes those of k and v for every query head, 2 Q, if
 several heads share a key. The gated kernels' backward overwrites gate and up, so it adds nothing.
 
+A mixer in the place of attention, with heads of K and V whose values are V wide together, saves in our operators
+
+    delta rule  its projections, the convolution's result C, the recurrence's V, the norm's V, and 64 numbers a head
+    Mamba 2     the same without the latter
+    short conv  its projection 3 H, and what the last projection reads, H
+
+The projections are C + V and a few numbers a head. Chunk states are not saved. In the recurrence's backward these and
+their gradients are allocated in the half precision of the values, K V / 64 a head each, with two widths of V, and the
+gradients of its inputs and its output; the MLP has been freed. Of a Mamba 2 layer, experts, and attention that are
+layers of their own (Nemotron-H), each saves its own norm's input alone.
+
 Experts in our operator save gate and up of k rows, 2 k I, which their gradient overwrites, and their input H if they
 are trained or have adapters; adapters of an expert that every token takes read the same input. Their backward peaks
 with k rows of the output's gradient, the gradient of the product and, if a gradient is computed from it, the weighted
@@ -42,6 +53,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from liger_trainer.kernels.documents import CHUNK
 from liger_trainer.plan.work import LayerShape
 
 TILE_BYTES = 512 * 2**20  # intermediates of one tile of `tiled_mlp`
@@ -73,6 +85,10 @@ class LayerMemory:
 
 def attention_saved(shape: LayerShape, precision: Precision, length: int, implementation: str) -> float:
     """Bytes per token that the attention block saves, including its norm."""
+    if not shape.query and shape.mixer is None:  # of experts alone
+        return shape.hidden * precision.stream + (shape.hidden * precision.compute if shape.trained else 0)
+    if not shape.query:
+        return _mixer_saved(shape, precision) + 2 * shape.hidden * precision.stream
     repeated = is_masked(shape, length, implementation) or implementation == "eager"
     keys = shape.query if repeated else shape.key_value
     elements = shape.query + 2 * keys + shape.query
@@ -84,7 +100,23 @@ def attention_saved(shape: LayerShape, precision: Precision, length: int, implem
     scores = shape.heads * (length * (4 + precision.compute) if implementation == "eager" else 4)  # or a log-sum-exp
     adapters = _adapters_saved(shape, precision, shape.adapted_attention, shape.hidden)
     adapters += _adapters_saved(shape, precision, shape.adapted_output, 0)
-    return elements * precision.compute + stream * precision.stream + scores + adapters
+    beside = 0.0 if shape.mixer is None else _mixer_saved(shape, precision)  # Falcon-H1
+    return elements * precision.compute + stream * precision.stream + scores + adapters + beside
+
+
+def _mixer_saved(shape: LayerShape, precision: Precision) -> float:
+    """Bytes per token that the mixer saves, without its norm's input; its decays are in fp32."""
+    mixer = shape.mixer
+    assert mixer is not None
+    elements = mixer.projected + mixer.convolved + (CHUNK * mixer.heads if mixer.delta else 0)
+    elements += mixer.value if mixer.convolved else 0  # the gated norm's input
+    if shape.trained or shape.adapted_output:
+        elements += mixer.value  # what the last projection reads
+    if shape.trained:
+        elements += shape.hidden * (3 if precision.autocast else 1)
+    adapters = _adapters_saved(shape, precision, shape.adapted_attention, shape.hidden)
+    adapters += _adapters_saved(shape, precision, shape.adapted_output, 0)
+    return elements * precision.compute + 2 * 4 * mixer.heads + adapters
 
 
 def mlp_saved(shape: LayerShape, precision: Precision, recompute_mlp: bool = False) -> float:
@@ -191,6 +223,13 @@ def is_masked(shape: LayerShape, length: int, implementation: str) -> bool:
 
 def _attention_backward(shape: LayerShape, compute: int, flash: bool) -> float:
     """Gradients in the attention's backward: at its output projection, in the middle, or at q, k and v."""
+    mixer = shape.mixer
+    if mixer is not None and not shape.query:
+        states = 2 * mixer.state / CHUNK + (2 if mixer.delta else 1) * mixer.value if mixer.heads else 0
+        middle = (states + mixer.value + mixer.convolved) * compute
+        return max(middle, (mixer.convolved + mixer.projected + shape.hidden) * compute)
+    if not shape.query:
+        return 0.0
     output = shape.query * compute + shape.adapted_output * _adapter_gradient(shape, compute)
     middle = (2 * shape.query + 2 * shape.key_value) * compute
     if flash:

@@ -27,6 +27,7 @@ token, where a token attends to C tokens in the mean:
     q, k, v     Q + 2 K                 2 H (Q + 2 K)
     gate, up    2 I                     4 H I           not with `tiled_mlp`
     experts     2 k E                   4 H k E         gate and up of k experts a token, in our operator
+    mixer       its projections         2 H times these; the last one as of attention; and the recurrence's result
 
 Adapters change none of these widths. The down projection is not repeated by a recomputation. Norms, rope and
 activations come last, as they save little time for their bytes; they are not counted here.
@@ -41,8 +42,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from liger_trainer.kernels.documents import CHUNK
 from liger_trainer.plan.activations import LayerMemory, layer_memory
 from liger_trainer.plan.settings import Setting
 from liger_trainer.plan.splitting import (
@@ -68,6 +70,7 @@ class Result:
     bytes: int  # of a token
     time: float  # of a token, which keeping it saves, in FLOP of matmuls
     can_be_kept: bool = True
+    share: float = 1.0  # fraction of the layers that have it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,22 +86,47 @@ class Kept:
 def layer_results(
     shape: LayerShape, compute: int, length: int, implementation: str = "sdpa", tiled_mlp: bool = False
 ) -> list[Result]:
-    """The results of one layer; `compute` is the bytes per element of outputs of linear layers and attention.
+    """The results of the layers; `compute` is the bytes per element of outputs of linear layers and attention.
 
     Eager attention is not one call, which could be kept; experts do not run in tiles.
     """
+    found: dict[Result, float] = {}
+    for kind in shape.kinds:
+        for result in _results_of(kind, compute, length, implementation, tiled_mlp):
+            found[result] = found.get(result, 0.0) + kind.share
+    return [dataclasses.replace(result, share=min(share, 1.0)) for result, share in found.items()]
+
+
+def _results_of(shape: LayerShape, compute: int, length: int, implementation: str, tiled_mlp: bool) -> Iterator[Result]:
+    """The results of a layer of one kind."""
     hidden, query, projected = shape.hidden, shape.query, shape.query + 2 * shape.key_value
     attended = ATTENTION_TIME * 4 * query * attended_tokens(shape, length)
     chosen = 2 * shape.experts_per_token * shape.expert_intermediate
     tiled = tiled_mlp and not shape.experts_per_token
     found = [
-        Result("residual", compute * hidden, 2 * query * hidden),
+        *_results_of_mixer(shape, compute),
+        Result("residual", compute * hidden * (query > 0), 2 * query * hidden),
         Result("attention", compute * query + 4 * shape.heads, attended, implementation != "eager"),
         Result("q, k, v", compute * projected, 2 * hidden * projected),
         Result("gate, up", compute * 2 * shape.intermediate, 4 * hidden * shape.intermediate, not tiled),
         Result("experts", compute * chosen, 2 * hidden * chosen, shape.fused_experts),
     ]
-    return [result for result in found if result.bytes]
+    yield from (result for result in found if result.bytes)
+
+
+def _results_of_mixer(shape: LayerShape, compute: int) -> list[Result]:
+    mixer, hidden = shape.mixer, shape.hidden
+    if mixer is None:
+        return []
+    found = [
+        Result("mixer projections", compute * mixer.projected, 2 * hidden * mixer.projected),
+        Result("mixer residual", compute * hidden, 2 * mixer.value * hidden),
+    ]
+    if mixer.heads:  # products with the states and within chunks
+        time = (6 if mixer.delta else 4) * mixer.state + 2 * CHUNK * (2 * mixer.value + mixer.convolved)
+        inverse = CHUNK * mixer.heads if mixer.delta else 0
+        found.append(Result("recurrence", compute * (mixer.value + inverse), ATTENTION_TIME * time))
+    return found
 
 
 def attended_tokens(shape: LayerShape, length: int) -> float:
@@ -114,16 +142,17 @@ def keep(results: Iterable[Result], layers: int, tokens: int, budget: int) -> Ke
     best_first = sorted(results, key=lambda result: -result.time / result.bytes)
     for result in best_first:
         if result.can_be_kept:
-            kept[result.name] = min(layers, left // (tokens * result.bytes))
+            kept[result.name] = min(round(layers * result.share), left // (tokens * result.bytes))
             left -= kept[result.name] * tokens * result.bytes
     in_last = tokens * sum(result.bytes for result in results if kept[result.name])
     saved = sum(result.time * kept[result.name] for result in results)
-    return Kept(kept, budget - left, in_last, saved / max(layers * sum(result.time for result in results), 1))
+    whole = layers * sum(result.share * result.time for result in results)
+    return Kept(kept, budget - left, in_last, saved / max(whole, 1))
 
 
 def most(results: Iterable[Result], layers: int, tokens: int) -> int:
     """Bytes of everything that can be kept; the arguments are those of `keep`."""
-    return layers * tokens * sum(result.bytes for result in results if result.can_be_kept)
+    return tokens * sum(round(layers * result.share) * result.bytes for result in results if result.can_be_kept)
 
 
 ALLOCATOR_SLACK = 0.08
@@ -229,18 +258,25 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
 
 
 def _layer(run: Run, setting: Setting) -> LayerMemory:
-    experts = here(run.parameters.groups["experts"], run, setting).trained // run.parameters.layers
+    """The memory of a layer: what it saves in the mean over the kinds of layers, and the peak of the fullest kind."""
+    sparse = max(round(run.parameters.layers * run.shape.sparse_share), 1)
+    experts = here(run.parameters.groups["experts"], run, setting).trained // sparse
     sharing = setting.expert_parallel_size
-    return layer_memory(
-        dataclasses.replace(run.shape, experts=run.shape.experts // sharing, exchanged_experts=sharing > 1),
-        precision_of(run, setting),
-        _tokens(run, setting),
-        run.work.length,
-        run.implementation,
-        run.recompute_mlp,
-        setting.tiled_mlp,
-        experts,
-    )
+    found = [
+        layer_memory(
+            dataclasses.replace(kind, experts=kind.experts // sharing, exchanged_experts=sharing > 1),
+            precision_of(run, setting),
+            _tokens(run, setting),
+            run.work.length,
+            run.implementation,
+            run.recompute_mlp,
+            setting.tiled_mlp,
+            experts,
+        )
+        for kind in run.shape.kinds
+    ]
+    saved = sum(kind.share * memory.saved for kind, memory in zip(run.shape.kinds, found))
+    return dataclasses.replace(max(found, key=lambda memory: memory.working), saved=saved)
 
 
 def _results(run: Run, setting: Setting) -> list[Result]:
@@ -285,11 +321,15 @@ def _activations(layer: LayerMemory, setting: Setting, run: Run) -> tuple[float,
 
 
 def _generation(run: Run, setting: Setting, compute: int) -> float:
-    """The key/value cache, one layer of it twice while it grows, and the fp32 logits of the next token."""
+    """The key/value cache, one layer of it twice while it grows, states, and the fp32 logits of the next token."""
     work, shape, layers = run.work, run.shape, run.parameters.layers
     sequences = work.generated * setting.batch * (setting.accumulation if work.all_micro_batches else 1)
-    a_layer = sequences * 2 * shape.key_value * compute
-    full = a_layer * work.length
-    part = a_layer * min(work.length, shape.sliding_window or work.length)
-    cache = layers * (shape.full_layers * full + (1 - shape.full_layers) * part)
-    return cache + full + sequences * shape.vocab * (4 + compute)
+    cache = largest = 0.0
+    for kind in shape.kinds:
+        a_layer = sequences * 2 * kind.key_value * compute
+        full = a_layer * work.length
+        part = a_layer * min(work.length, kind.sliding_window or work.length)
+        states = 4 * sequences * kind.mixer.state if kind.mixer is not None else 0  # in fp32
+        cache += layers * kind.share * (kind.full_layers * full + (1 - kind.full_layers) * part + states)
+        largest = max(largest, full)
+    return cache + largest + sequences * shape.vocab * (4 + compute)

@@ -134,7 +134,8 @@ def _kind(name: str, parameter: Any, embedding: Any, head: Any, inside: set[int]
         return "adapters"
     if id(parameter) not in inside:
         return "other"
-    return "experts" if parameter.dim() == 3 or ".experts." in name else "layers"
+    stacked = parameter.dim() == 3 and parameter.shape[1] > 1  # and no convolution of each channel
+    return "experts" if stacked or ".experts." in name else "layers"
 
 
 def _quantised(model: nn.Module, head: nn.Parameter | None) -> dict[int, int]:

@@ -15,6 +15,7 @@ The sizes of a decoder layer, which determine its activations, are read from a m
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from typing import Any
 
 from torch import nn
@@ -25,11 +26,24 @@ from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.plan.parameters import Parameters, decoder_layers
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+_MIXER_INPUTS = ("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerShape:
+    """What mixes tokens besides attention, in elements per token."""
+
+    projected: int  # results of its first projections
+    value: int  # width of what its last projection reads
+    convolved: int = 0  # width of the convolution's result, which a recurrence saves; 0 without a recurrence
+    state: int = 0  # elements of the states of all heads
+    heads: int = 0  # number of decays
+    delta: bool = False  # whether a triangular matrix of each chunk is inverted, and saved
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """The model's largest decoder layer, in elements per token."""
+    """The model's largest decoder layer, in elements per token; the `others` are of the kinds it has besides."""
 
     hidden: int  # size H of the residual stream
     query: int  # width of all query heads
@@ -55,6 +69,19 @@ class LayerShape:
     adapter_dropout: bool = False  # whether adapters have dropout, whose mask is saved
     trained: bool = True  # whether the layer's own weights are trained
     vocab: int = 0  # size V of the vocabulary
+    mixer: MixerShape | None = None
+    share: float = 1.0  # fraction of the layers that are of this kind
+    others: tuple[LayerShape, ...] = ()  # of a hybrid, whose layers differ in what mixes tokens
+
+    @property
+    def kinds(self) -> tuple[LayerShape, ...]:
+        """The layer, and those of the other kinds."""
+        return (self, *self.others)
+
+    @property
+    def sparse_share(self) -> float:
+        """Fraction of the layers that have experts; 1 for none."""
+        return sum(kind.share for kind in self.kinds if kind.experts) or 1.0
 
 
 def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: bool = True) -> LayerShape:
@@ -64,19 +91,32 @@ def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: boo
         if not isinstance(getattr(config, needed, None), int):
             raise ValueError(f"The configuration of {type(model).__name__} has no `{needed}`; it cannot be planned.")
     layers = list(decoder_layers(model))
-    layer = max(layers, key=lambda one: sum(p.numel() for p in one.parameters()))
-    config = _of_layer(config, layers.index(layer))
+    groups = defaultdict(list)
+    hybrid = any(map(_convolution, layers))
+    for place, layer in enumerate(layers):
+        groups[_parts(layer) if hybrid else ()].append(place)
+    kinds = []
+    for places in groups.values():
+        place = max(places, key=lambda one: sum(p.numel() for p in layers[one].parameters()))
+        shape = _shape_of(_of_layer(config, place), layers[place], hybrid, fused_adapters, fused_experts)
+        kinds.append(dataclasses.replace(shape, share=len(places) / len(layers)))
+    # A kind with experts comes first, as they decide how the model is split; then the most frequent one.
+    first, *others = sorted(kinds, key=lambda kind: (kind.experts == 0, -kind.share))
+    return dataclasses.replace(first, others=tuple(others))
+
+
+def _shape_of(config: Any, layer: nn.Module, hybrid: bool, fused_adapters: bool, fused_experts: bool) -> LayerShape:
     names = {name.rsplit(".", 1)[-1] for name, _ in layer.named_modules()}
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = 0 if hybrid and not _has_attention(layer) else config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sparse = any(_is_of_experts(name) for name, _ in layer.named_parameters())
     own = [p for name, p in layer.named_parameters() if "lora_" not in name]
     window, full = _windows(config)
     return LayerShape(
         hidden=config.hidden_size,
         query=heads * head_dim,
-        key_value=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-        intermediate=_shared_width(config) if sparse else _width(config, layer),
+        key_value=(getattr(config, "num_key_value_heads", None) or heads) * head_dim if heads else 0,
+        intermediate=_shared_width(config) if sparse else _width(config, layer, hybrid),
         experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts") if sparse else 0,
         experts_per_token=_first(config, "num_experts_per_tok", "num_experts_per_token", "top_k") if sparse else 0,
         expert_intermediate=_first(config, "moe_intermediate_size", "intermediate_size") if sparse else 0,
@@ -93,7 +133,47 @@ def read_layer_shape(model: Any, fused_adapters: bool = True, fused_experts: boo
         adapter_dropout=_has_dropout(layer),
         trained=any(parameter.requires_grad for parameter in own),
         vocab=config.vocab_size,
+        mixer=_mixer(layer),
     )
+
+
+def _convolution(layer: nn.Module) -> nn.Conv1d | None:
+    """The convolution along the tokens of a layer with a mixer."""
+    found = (module for module in layer.modules() if isinstance(module, nn.Conv1d))
+    return next((module for module in found if module.groups == module.in_channels), None)
+
+
+def _parts(layer: nn.Module) -> tuple[bool, bool, bool]:
+    """Whether a hybrid's layer has a mixer, attention, and experts."""
+    sparse = any(_is_of_experts(name) for name, _ in layer.named_parameters())
+    return _convolution(layer) is not None, _has_attention(layer), sparse
+
+
+def _has_attention(layer: nn.Module) -> bool:
+    names = {name.rsplit(".", 1)[-1] for name, _ in layer.named_modules()}
+    return bool(names & set(_ATTENTION)) and ("o_proj" in names or "out_proj" in names)
+
+
+def _mixer(layer: nn.Module) -> MixerShape | None:
+    """The mixer of a layer: what holds its convolution."""
+    conv = _convolution(layer)
+    if conv is None:
+        return None
+    owner: Any = next(module for module in layer.modules() if conv in module._modules.values())
+    inputs = [getattr(owner, name) for name in _MIXER_INPUTS if hasattr(owner, name)]
+    # OLMo-hybrid and Kimi have a projection for each; the convolution's channels and the gate are near enough.
+    value = int(getattr(getattr(owner, "out_proj", None) or owner.o_proj, "in_features", 0))
+    projected = sum(int(each.out_features) for each in inputs) or conv.in_channels + value
+    decays = owner._parameters.get("A_log")
+    if decays is None:
+        return MixerShape(projected, value)
+    heads, delta = decays.numel(), "D" not in owner._parameters
+    groups = int(getattr(owner, "n_groups", 0) or 0)
+    keys = (conv.in_channels - value) // 2  # all of them
+    if delta:
+        groups = int(getattr(owner, "num_k_heads", 0) or heads)
+    state = heads * (keys // max(groups, 1)) * (value // heads)
+    return MixerShape(projected, value, conv.in_channels, state, heads, delta)
 
 
 def named_attention(model: Any) -> str:
@@ -116,15 +196,25 @@ def _of_layer(config: Any, index: int) -> Any:
     return own[index] if own else config
 
 
-def _width(config: Any, layer: nn.Module) -> int:
-    """The width of the layer's MLP: what its last projection takes, which may differ from the configuration's."""
-    down = [module for name, module in layer.named_modules() if name.rsplit(".", 1)[-1] in ("down_proj", "w2", "fc2")]
+_DOWN = ("down_proj", "w2", "fc2", "output_linear")
+
+
+def _width(config: Any, layer: nn.Module, hybrid: bool) -> int:
+    """The width of the layer's MLP: what its last projection takes, which may differ from the configuration's.
+
+    A hybrid's layer may have no MLP.
+    """
+    down = [module for name, module in layer.named_modules() if name.rsplit(".", 1)[-1] in _DOWN]
     width = max((getattr(module, "in_features", 0) for module in down), default=0)
+    if hybrid:
+        return width
     return width or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
 
 
 def _shared_width(config: Any) -> int:
-    shared = _first(config, "shared_expert_intermediate_size")
+    shared = _first(
+        *(config, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    )
     return shared or _first(config, "n_shared_experts") * _first(config, "moe_intermediate_size")
 
 
@@ -143,12 +233,12 @@ def _adapted(layer: nn.Module) -> dict[str, int]:
         if not getattr(module, "lora_A", None) or _is_of_experts(name):
             continue
         last = name.rsplit(".", 1)[-1]
-        if last in _ATTENTION:
+        if last in (*_ATTENTION, *_MIXER_INPUTS):
             place = "adapted_attention"
-        elif "attn" in name or "attention" in name:
+        elif "attn" in name or "attention" in name or last in ("o_proj", "out_proj"):
             place = "adapted_output"
         else:
-            place = "adapted_down" if "down" in last or last in ("w2", "fc2") else "adapted_mlp"
+            place = "adapted_down" if "down" in last or last in _DOWN else "adapted_mlp"
         widths[place] += int(getattr(module, "in_features", 0))
     return widths
 

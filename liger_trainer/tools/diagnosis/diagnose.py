@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_trainer.recipe.schema import TRAINERS
+from liger_trainer.tools.diagnosis.hybrids import leaks, unreached, wrong_package
 from liger_trainer.tools.diagnosis.labels import (
     behind_positions,
     cut_answers,
@@ -24,7 +25,6 @@ from liger_trainer.tools.diagnosis.labels import (
 from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Sample, Trap, read_sample
 from liger_trainer.tools.diagnosis.settings import (
     idle_fp8,
-    leaks,
     low_bit_base,
     rounded,
     sampling,
@@ -37,7 +37,9 @@ OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "dtype and learning rate": rounded,
     "adapters on tied weights": tied_adapters,
     "weights in 8 bits and fewer": low_bit_base,
+    "linear layers without an adapter": unreached,
     "packing": leaks,
+    "flash-linear-attention": wrong_package,
     "prompts computed once": unshared_prompts,
     "sampling": sampling,
     "positions": too_long,

@@ -49,7 +49,8 @@ def test_every_shipped_recipe(name, tmp_path, capsys, caplog, monkeypatch):
     saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
     assert (folder / saved).is_file()
     of_a_mixture = {"adapted" if name.endswith(("sft_lora", "sft_qlora")) else "plain"}
-    assert experts == (of_a_mixture if name.startswith(("qwen3_30b_a3b", "gpt_oss")) else set())
+    mixtures = ("qwen3_30b_a3b", "gpt_oss", "qwen3_5_35b_a3b", "nemotron", "granite")
+    assert experts == (of_a_mixture if name.startswith(mixtures) else set())
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,11 @@ def test_balance_of_the_routers(tmp_path):
         ("openai/gpt-oss-20b", "gpt_oss"),
         ("Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl"),
         ("Qwen/Qwen3.5-4B", "qwen3_5"),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron_h"),
+        ("ibm-granite/granite-4.0-h-tiny", "granitemoehybrid"),
+        ("ibm-granite/granite-3.3-8b-instruct", "granite"),
+        ("LiquidAI/LFM2-1.2B", "lfm2"),
         ("google/gemma-4-E4B", "gemma4"),
     ],
 )
