@@ -226,7 +226,7 @@ def _windows(config: Any) -> tuple[int | None, float]:
     return int(window), kinds.count("full_attention") / len(kinds)
 
 
-def _adapted(layer: nn.Module) -> dict[str, int]:
+def _adapted(layer: nn.Module) -> dict[str, Any]:
     """Sums of the input widths of linear layers with a LoRA adapter, by their place in the layer."""
     widths = dict.fromkeys(("adapted_attention", "adapted_output", "adapted_mlp", "adapted_down"), 0)
     for name, module in layer.named_modules():

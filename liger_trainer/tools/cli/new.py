@@ -202,8 +202,8 @@ def _right_answers(columns: Sequence[str]) -> dict[str, Any]:
 def _may_pack(values: dict[str, Any], config: PreTrainedConfig) -> bool:
     """Whether packed rows do not see each other, as far as `doctor` can tell."""
     from liger_trainer.recipe.load import check_values
+    from liger_trainer.tools.diagnosis.hybrids import leaks
     from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case
-    from liger_trainer.tools.diagnosis.settings import leaks
 
     checked, _ = check_values({**values, "packing": True}, [], _SOURCE)
     try:
