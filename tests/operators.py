@@ -219,6 +219,11 @@ OPERATORS: dict[str, Operator] = {
         (leaf(2, 5, 1, 16), leaf(2, 5, 1, 16), leaf(2, 5, 2, 16), leaf(2, 5, 2), leaf(2, 5, 2)),
         "delta_rule",
     ),
+    "delta_rule, by channel": Operator(
+        lambda q, k, v, g, beta: ops.delta_rule(q, k, v, -g.float().square(), beta),
+        (leaf(2, 5, 1, 16), leaf(2, 5, 1, 16), leaf(2, 5, 2, 16), leaf(2, 5, 2, 16), leaf(2, 5, 2)),
+        "delta_rule",
+    ),
     "delta_rule, states": Operator(
         _forked,
         (*_TOKEN_STATES, leaf(1, 1, 16, 16), lambda *_: _FORK.spans, lambda *_: _FORK.chunks),

@@ -62,6 +62,12 @@ def _product(left, right, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _load(solve_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
+    place = tl.arange(0, 16)
+    return tl.load(solve_ptr + (ROW * 16 + place)[:, None] * 64 + (COLUMN * 16 + place)[None, :])
+
+
+@triton.jit
 def _store(out_ptr, block, ROW: tl.constexpr, COLUMN: tl.constexpr):
     place = tl.arange(0, 16)
     offset = (ROW * 16 + place)[:, None] * 64 + (COLUMN * 16 + place)[None, :]
@@ -73,6 +79,7 @@ def chunk_inverse_kernel(
     k_ptr,
     g_ptr,
     beta_ptr,
+    solve_ptr,
     chunks_ptr,
     out_ptr,
     k_token,
@@ -87,57 +94,70 @@ def chunk_inverse_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """T of one chunk and value head, (C, HEADS, 64, 64)."""
+    """T of one chunk and value head, (C, HEADS, 64, 64), of diag(beta) M in fp32 if there is `solve_ptr`."""
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     chunk = (tl.program_id(0) // HEADS).to(tl.int64)
     first = tl.load(chunks_ptr + chunk * 3 + 1).to(tl.int64)
     tokens = tl.load(chunks_ptr + chunk * 3 + 2)
-    k_ptr += first * k_token + head // SHARE * k_head
-    g_ptr += first * g_token + head * g_head
-    beta_ptr += first * beta_token + head * beta_head
     out_ptr += (chunk * HEADS + head) * 4096
 
-    m00 = tl.zeros((16, 16), tl.float32)
-    m10 = m00
-    m11 = m00
-    m20 = m00
-    m21 = m00
-    m22 = m00
-    m30 = m00
-    m31 = m00
-    m32 = m00
-    m33 = m00
-    for begin in tl.static_range(0, K, BLOCK_K):
-        columns = begin + tl.arange(0, BLOCK_K)
-        k0 = _keys(k_ptr, k_token, 0, tokens, columns, K)
-        k1 = _keys(k_ptr, k_token, 16, tokens, columns, K)
-        k2 = _keys(k_ptr, k_token, 32, tokens, columns, K)
-        k3 = _keys(k_ptr, k_token, 48, tokens, columns, K)
-        m00 = tl.dot(k0, k0.T, m00, input_precision=PRECISION)
-        m10 = tl.dot(k1, k0.T, m10, input_precision=PRECISION)
-        m11 = tl.dot(k1, k1.T, m11, input_precision=PRECISION)
-        m20 = tl.dot(k2, k0.T, m20, input_precision=PRECISION)
-        m21 = tl.dot(k2, k1.T, m21, input_precision=PRECISION)
-        m22 = tl.dot(k2, k2.T, m22, input_precision=PRECISION)
-        m30 = tl.dot(k3, k0.T, m30, input_precision=PRECISION)
-        m31 = tl.dot(k3, k1.T, m31, input_precision=PRECISION)
-        m32 = tl.dot(k3, k2.T, m32, input_precision=PRECISION)
-        m33 = tl.dot(k3, k3.T, m33, input_precision=PRECISION)
+    if solve_ptr is None:
+        k_ptr += first * k_token + head // SHARE * k_head
+        g_ptr += first * g_token + head * g_head
+        beta_ptr += first * beta_token + head * beta_head
+        m00 = tl.zeros((16, 16), tl.float32)
+        m10 = m00
+        m11 = m00
+        m20 = m00
+        m21 = m00
+        m22 = m00
+        m30 = m00
+        m31 = m00
+        m32 = m00
+        m33 = m00
+        for begin in tl.static_range(0, K, BLOCK_K):
+            columns = begin + tl.arange(0, BLOCK_K)
+            k0 = _keys(k_ptr, k_token, 0, tokens, columns, K)
+            k1 = _keys(k_ptr, k_token, 16, tokens, columns, K)
+            k2 = _keys(k_ptr, k_token, 32, tokens, columns, K)
+            k3 = _keys(k_ptr, k_token, 48, tokens, columns, K)
+            m00 = tl.dot(k0, k0.T, m00, input_precision=PRECISION)
+            m10 = tl.dot(k1, k0.T, m10, input_precision=PRECISION)
+            m11 = tl.dot(k1, k1.T, m11, input_precision=PRECISION)
+            m20 = tl.dot(k2, k0.T, m20, input_precision=PRECISION)
+            m21 = tl.dot(k2, k1.T, m21, input_precision=PRECISION)
+            m22 = tl.dot(k2, k2.T, m22, input_precision=PRECISION)
+            m30 = tl.dot(k3, k0.T, m30, input_precision=PRECISION)
+            m31 = tl.dot(k3, k1.T, m31, input_precision=PRECISION)
+            m32 = tl.dot(k3, k2.T, m32, input_precision=PRECISION)
+            m33 = tl.dot(k3, k3.T, m33, input_precision=PRECISION)
 
-    total0, beta0, before = _gates(g_ptr, g_token, beta_ptr, beta_token, 0, tokens, 0.0)
-    total1, beta1, before = _gates(g_ptr, g_token, beta_ptr, beta_token, 16, tokens, before)
-    total2, beta2, before = _gates(g_ptr, g_token, beta_ptr, beta_token, 32, tokens, before)
-    total3, beta3, before = _gates(g_ptr, g_token, beta_ptr, beta_token, 48, tokens, before)
-    m00 = _diagonal(m00, beta0, total0)
-    m11 = _diagonal(m11, beta1, total1)
-    m22 = _diagonal(m22, beta2, total2)
-    m33 = _diagonal(m33, beta3, total3)
-    m10 = _below(m10, beta1, total1, total0)
-    m20 = _below(m20, beta2, total2, total0)
-    m21 = _below(m21, beta2, total2, total1)
-    m30 = _below(m30, beta3, total3, total0)
-    m31 = _below(m31, beta3, total3, total1)
-    m32 = _below(m32, beta3, total3, total2)
+        total0, beta0, before = _gates(g_ptr, g_token, beta_ptr, beta_token, 0, tokens, 0.0)
+        total1, beta1, before = _gates(g_ptr, g_token, beta_ptr, beta_token, 16, tokens, before)
+        total2, beta2, before = _gates(g_ptr, g_token, beta_ptr, beta_token, 32, tokens, before)
+        total3, beta3, before = _gates(g_ptr, g_token, beta_ptr, beta_token, 48, tokens, before)
+        m00 = _diagonal(m00, beta0, total0)
+        m11 = _diagonal(m11, beta1, total1)
+        m22 = _diagonal(m22, beta2, total2)
+        m33 = _diagonal(m33, beta3, total3)
+        m10 = _below(m10, beta1, total1, total0)
+        m20 = _below(m20, beta2, total2, total0)
+        m21 = _below(m21, beta2, total2, total1)
+        m30 = _below(m30, beta3, total3, total0)
+        m31 = _below(m31, beta3, total3, total1)
+        m32 = _below(m32, beta3, total3, total2)
+    else:
+        solve_ptr += (chunk * HEADS + head) * 4096
+        m00 = _load(solve_ptr, 0, 0)
+        m10 = _load(solve_ptr, 1, 0)
+        m11 = _load(solve_ptr, 1, 1)
+        m20 = _load(solve_ptr, 2, 0)
+        m21 = _load(solve_ptr, 2, 1)
+        m22 = _load(solve_ptr, 2, 2)
+        m30 = _load(solve_ptr, 3, 0)
+        m31 = _load(solve_ptr, 3, 1)
+        m32 = _load(solve_ptr, 3, 2)
+        m33 = _load(solve_ptr, 3, 3)
 
     place = tl.arange(0, 16)
     t0 = tl.where(place[:, None] == place[None, :], 1.0, 0.0)

@@ -11,7 +11,8 @@ with dO already times scale. Documents with a parent are scanned after all other
 begin with their parent's final state, whose gradient is the sum of theirs in the order of the children.
 
 Factors exp(G) multiply the rows of products, not keys and queries, so that these go from memory to the tensor cores as
-they are.
+they are. Where every channel has a decay of its own, `channel_factors.py` has multiplied both: then there is no g, `q`
+and `k` are q exp(G) and k exp(G), `to_end_k` is k exp(G_N - G), and `decay` and `products` are exp(G_N) and P.
 
 Shapes: chunks of 64 tokens; S (K, V), padded to BLOCK_K rows; U, Y and T of all chunks, see `launch.py`.
 """
@@ -59,6 +60,13 @@ def load_values(base, start, token_stride, tokens):
 
 
 @triton.jit
+def load_channels(base, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A number of each channel of the keys."""
+    channels = tl.arange(0, BLOCK_K)
+    return tl.load(base + channels, mask=channels < K, other=0.0)
+
+
+@triton.jit
 def load_decays(base, start, token_stride, tokens):
     """The logarithms of the decays of 64 tokens.
 
@@ -102,6 +110,9 @@ def chunk_scan_kernel(
     g_ptr,
     beta_ptr,
     skip_ptr,
+    to_end_k_ptr,
+    decay_ptr,
+    products_ptr,
     inverse_ptr,
     initial_ptr,
     spans_ptr,
@@ -143,7 +154,10 @@ def chunk_scan_kernel(
     children = tl.load(span + _CHILDREN)
     k_ptr += first * k_token + head // SHARE * k_head
     v_ptr += first * v_token + head * v_head
-    g_ptr += first * g_token + head * g_head
+    if g_ptr is not None:
+        g_ptr += first * g_token + head * g_head
+    else:
+        to_end_k_ptr += first * k_token + head * k_head
     if beta_ptr is not None:
         beta_ptr += first * beta_token + head * beta_head
     if o_ptr is not None:
@@ -171,8 +185,9 @@ def chunk_scan_kernel(
         of_chunk = chunk * HEADS + head
         k = load_tile(k_ptr, begin, k_token, tokens, 0, K, BLOCK_K)
         u = load_tile(v_ptr, begin, v_token, tokens, first_column, V, BLOCK_V).to(tl.float32)
-        total = tl.cumsum(load_decays(g_ptr, begin, g_token, tokens), 0)
-        last = tl.sum(tl.where(place == _N - 1, total, 0.0), 0)
+        if g_ptr is not None:
+            total = tl.cumsum(load_decays(g_ptr, begin, g_token, tokens), 0)
+            last = tl.sum(tl.where(place == _N - 1, total, 0.0), 0)
         low = state.to(dtype)
         if states_ptr is not None:
             out = state_pointers(states_ptr + of_chunk * (K * V), first_column, V, BLOCK_K, BLOCK_V)
@@ -180,7 +195,10 @@ def chunk_scan_kernel(
         if o_ptr is not None and skip_ptr is not None:
             skipped = skip * u
         if inverse_ptr is not None:
-            u -= tl.exp(total)[:, None] * tl.dot(k, low, input_precision=PRECISION)
+            known = tl.dot(k, low, input_precision=PRECISION)
+            if g_ptr is not None:
+                known *= tl.exp(total)[:, None]
+            u -= known
         if beta_ptr is not None:
             u *= load_values(beta_ptr, begin, beta_token, tokens)[:, None]
         if inverse_ptr is not None:
@@ -190,14 +208,23 @@ def chunk_scan_kernel(
                 store_tile(u_ptr + of_chunk * (_N * V), u, 0, V, _N, first_column, V, BLOCK_V)
         if o_ptr is not None:
             q = load_tile(q_ptr, begin, q_token, tokens, 0, K, BLOCK_K)
-            products = tl.dot(q, k.T, input_precision=PRECISION) * decay_between(total, True, True)
-            o = tl.exp(total)[:, None] * tl.dot(q, low, input_precision=PRECISION)
+            o = tl.dot(q, low, input_precision=PRECISION)
+            if g_ptr is not None:
+                products = tl.dot(q, k.T, input_precision=PRECISION) * decay_between(total, True, True)
+                o *= tl.exp(total)[:, None]
+            else:
+                products = tl.load(products_ptr + of_chunk * (_N * _N) + square)
             o = tl.dot(products.to(dtype), u.to(dtype), o, input_precision=PRECISION) * scale
             if skip_ptr is not None:
                 o += skipped
             store_tile(o_ptr, o, begin, HEADS * V, tokens, first_column, V, BLOCK_V)
-        kept = (u * tl.exp(last - total)[:, None]).to(dtype)
-        state = tl.dot(k.T, kept, state * tl.exp(last), input_precision=PRECISION)
+        if g_ptr is not None:
+            kept = (u * tl.exp(last - total)[:, None]).to(dtype)
+            state = tl.dot(k.T, kept, state * tl.exp(last), input_precision=PRECISION)
+        else:
+            k = load_tile(to_end_k_ptr, begin, k_token, tokens, 0, K, BLOCK_K)
+            state *= load_channels(decay_ptr + of_chunk * K, K, BLOCK_K)[:, None]
+            state = tl.dot(k.T, u.to(dtype), state, input_precision=PRECISION)
 
     if final_ptr is not None:  # noqa: SIM102 (a compile-time branch)
         if ALL_FINAL or children > 0:
@@ -211,6 +238,9 @@ def reverse_scan_kernel(
     k_ptr,
     g_ptr,
     beta_ptr,
+    to_end_k_ptr,
+    decay_ptr,
+    products_ptr,
     inverse_ptr,
     do_ptr,
     dfinal_ptr,
@@ -250,7 +280,10 @@ def reverse_scan_kernel(
     first_chunk = tl.load(span + _FIRST_CHUNK).to(tl.int64)
     q_ptr += first * q_token + head // SHARE * q_head
     k_ptr += first * k_token + head // SHARE * k_head
-    g_ptr += first * g_token + head * g_head
+    if g_ptr is not None:
+        g_ptr += first * g_token + head * g_head
+    else:
+        to_end_k_ptr += first * k_token + head * k_head
     do_ptr += first * do_token + head * do_head
     if beta_ptr is not None:
         beta_ptr += first * beta_token + head * beta_head
@@ -279,23 +312,32 @@ def reverse_scan_kernel(
         k = load_tile(k_ptr, begin, k_token, tokens, 0, K, BLOCK_K)
         q = load_tile(q_ptr, begin, q_token, tokens, 0, K, BLOCK_K)
         do = load_tile(do_ptr, begin, do_token, tokens, first_column, V, BLOCK_V)
-        total = tl.cumsum(load_decays(g_ptr, begin, g_token, tokens), 0)
-        last = tl.sum(tl.where(place == _N - 1, total, 0.0), 0)
         low = dstate.to(dtype)
         out = state_pointers(dstates_ptr + of_chunk * (K * V), first_column, V, BLOCK_K, BLOCK_V)
         tl.store(out, low, mask=mask)
-        products = tl.dot(k, q.T, input_precision=PRECISION) * decay_between(total, False, True) * scale
-        du = tl.exp(last - total)[:, None] * tl.dot(k, low, input_precision=PRECISION)
-        du = tl.dot(products.to(dtype), do, du, input_precision=PRECISION)
+        if g_ptr is not None:
+            total = tl.cumsum(load_decays(g_ptr, begin, g_token, tokens), 0)
+            last = tl.sum(tl.where(place == _N - 1, total, 0.0), 0)
+            products = tl.dot(k, q.T, input_precision=PRECISION) * decay_between(total, False, True)
+            du = tl.exp(last - total)[:, None] * tl.dot(k, low, input_precision=PRECISION)
+            from_start = tl.exp(total)[:, None]
+            decay = tl.exp(last)
+        else:
+            products = tl.load(products_ptr + of_chunk * (_N * _N) + square_transposed).to(tl.float32)
+            of_end = load_tile(to_end_k_ptr, begin, k_token, tokens, 0, K, BLOCK_K)
+            du = tl.dot(of_end, low, input_precision=PRECISION)
+            from_start = tl.full((_N, 1), 1.0, tl.float32)
+            decay = load_channels(decay_ptr + of_chunk * K, K, BLOCK_K)[:, None]
+        du = tl.dot((products * scale).to(dtype), do, du, input_precision=PRECISION)
         if inverse_ptr is not None:
             inverse = tl.load(inverse_ptr + of_chunk * (_N * _N) + square_transposed)
             du = tl.dot(inverse, du.to(dtype), input_precision=PRECISION)
         store_tile(y_ptr + of_chunk * (_N * V), du, 0, V, _N, first_column, V, BLOCK_V)
-        of_q = (do.to(tl.float32) * (scale * tl.exp(total))[:, None]).to(dtype)
-        dstate = tl.dot(q.T, of_q, dstate * tl.exp(last), input_precision=PRECISION)
+        of_q = (do.to(tl.float32) * (scale * from_start)).to(dtype)
+        dstate = tl.dot(q.T, of_q, dstate * decay, input_precision=PRECISION)
         if inverse_ptr is not None:
-            factor = -tl.exp(total) * load_values(beta_ptr, begin, beta_token, tokens)
-            dstate = tl.dot(k.T, (du * factor[:, None]).to(dtype), dstate, input_precision=PRECISION)
+            factor = -from_start * load_values(beta_ptr, begin, beta_token, tokens)[:, None]
+            dstate = tl.dot(k.T, (du * factor).to(dtype), dstate, input_precision=PRECISION)
 
     if dinitial_ptr is not None:
         out = state_pointers(dinitial_ptr + (document * HEADS + head) * (K * V), first_column, V, BLOCK_K, BLOCK_V)

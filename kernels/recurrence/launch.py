@@ -30,6 +30,20 @@ _KEY_BLOCK = 64
 """Rows of a state in a program of the gradients of queries and keys."""
 
 
+class Channels(NamedTuple):
+    """What `channel_factors.py` makes for the scans, beside q exp(G) and k exp(G).
+
+    Attributes:
+        to_end_k: k exp(G_N - G), (T, heads, K), in the dtype of the arguments.
+        decay: exp(G_N), fp32 (C, heads, K).
+        products: P, (C, heads, 64, 64), in the dtype of the arguments.
+    """
+
+    to_end_k: torch.Tensor
+    decay: torch.Tensor
+    products: torch.Tensor
+
+
 class Inputs(NamedTuple):
     """The arguments of the recurrence as its kernels take them, of all T tokens.
 
@@ -37,21 +51,23 @@ class Inputs(NamedTuple):
         q: (T, key_heads, K).
         k: (T, key_heads, K), in the dtype of `q`.
         v: (T, heads, V), in the dtype of `q`.
-        g: (T, heads), any floating dtype.
+        g: (T, heads), any floating dtype, or (T, heads, K); None with `channels`.
         beta: (T, heads), any floating dtype; None for 1.
         skip: (heads,), any floating dtype; None for 0.
         scale: Factor of the result.
         delta: Whether it is the delta rule.
+        channels: Of decays by channel, with q exp(G) and k exp(G), (T, heads, K), for `q` and `k`: what scans take.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    g: torch.Tensor
+    g: torch.Tensor | None
     beta: torch.Tensor | None
     skip: torch.Tensor | None
     scale: float
     delta: bool
+    channels: Channels | None = None
 
     def strides(self, *names: str) -> list[int]:
         """The strides of tokens and heads of these arguments."""
@@ -130,7 +146,7 @@ def takes(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
 
 def tile_for(kernel: str, inputs: Inputs) -> Tile:
     """The tile of a kernel, a key of `_TILES`."""
-    block_k, block_v = _padded(inputs.k.shape[2]), _padded(inputs.v.shape[2])
+    block_k, block_v = padded(inputs.k.shape[2]), padded(inputs.v.shape[2])
     if INTERPRETED:
         return Tile(min(block_v, 32), 4, 1)
     limits = device_limits(inputs.v.device)
@@ -142,7 +158,8 @@ def tile_for(kernel: str, inputs: Inputs) -> Tile:
     return tile._replace(columns=min(tile.columns, max(block_v, 32)))  # 16 were not tried
 
 
-def _padded(width: int) -> int:
+def padded(width: int) -> int:
+    """The rows or columns of a tile that holds `width` of them."""
     return max(16, next_power_of_2(width))
 
 
@@ -152,22 +169,30 @@ def _constants(inputs: Inputs) -> dict[str, Any]:
     return {"HEADS": value_heads, "SHARE": value_heads // key_heads, "K": rows, "PRECISION": fp32_products()}
 
 
+def _channels(inputs: Inputs) -> tuple[torch.Tensor | None, ...]:
+    return inputs.channels or (None, None, None)
+
+
 def fp32_products() -> str:
     """How fp32 operands are multiplied: by three products of tf32, as exact as fp32, where tensor cores have those."""
     return "ieee" if torch.version.hip is not None else "tf32x3"
 
 
-def chunk_inverse(inputs: Inputs, documents: Documents, out: torch.Tensor) -> None:
-    """Writes T of each chunk and value head, (C, HEADS, 64, 64), in the dtype of the arguments."""
+def chunk_inverse(inputs: Inputs, documents: Documents, out: torch.Tensor, solve: torch.Tensor | None = None) -> None:
+    """Writes T of each chunk and value head, (C, HEADS, 64, 64), in the dtype of the arguments.
+
+    `solve` is diag(beta) M of decays by channel, fp32 (C, HEADS, 64, 64).
+    """
     assert documents.chunks is not None
     chunk_inverse_kernel[(out.shape[0] * out.shape[1],)](
         inputs.k,
         inputs.g,
         inputs.beta,
+        solve,
         documents.chunks,
         out,
         *inputs.strides("k", "g", "beta"),
-        BLOCK_K=min(32, _padded(inputs.k.shape[2])),
+        BLOCK_K=min(32, padded(inputs.k.shape[2])),
         num_warps=1,
         num_stages=1,
         **_constants(inputs),
@@ -216,6 +241,7 @@ def scan(
             inputs.g,
             inputs.beta,
             inputs.skip,
+            *_channels(inputs),
             inverse,
             initial,
             documents.spans,
@@ -227,7 +253,7 @@ def scan(
             inputs.scale,
             *inputs.strides("q", "k", "v", "g", "beta"),
             V=columns,
-            BLOCK_K=_padded(inputs.k.shape[2]),
+            BLOCK_K=padded(inputs.k.shape[2]),
             BLOCK_V=tile.columns,
             CONTINUES=continues,
             ALL_FINAL=final is not None and len(final) == len(documents.spans),
@@ -268,6 +294,7 @@ def reverse_scan(
             inputs.k,
             inputs.g,
             inputs.beta,
+            *_channels(inputs),
             inverse,
             do,
             dfinal,
@@ -280,7 +307,7 @@ def reverse_scan(
             *inputs.strides("q", "k", "g", "beta"),
             *do.stride()[:2],
             V=columns,
-            BLOCK_K=_padded(inputs.k.shape[2]),
+            BLOCK_K=padded(inputs.k.shape[2]),
             BLOCK_V=tile.columns,
             CONTINUES=continues,
             num_warps=tile.warps,
@@ -328,7 +355,7 @@ def chunk_gradients(
     key_gradients = "key gradients of the delta rule" if inputs.delta else "key gradients"
     pair_tile, key_tile = tile_for("pair gradients", inputs), tile_for(key_gradients, inputs)
     rows = inputs.k.shape[2]
-    block_k = min(_padded(rows), _KEY_BLOCK)
+    block_k = min(padded(rows), _KEY_BLOCK)
     blocks = cdiv(rows, block_k)
     # The terms of dG and dbeta: those of pairs, then those of each block of rows of the state.
     dtotal, dbeta = (inputs.v.new_empty(blocks + 1, chunks, heads, CHUNK, dtype=torch.float32) for _ in range(2))
@@ -356,7 +383,7 @@ def chunk_gradients(
         inputs.scale,
         *inputs.strides("q", "k", "v", "g", "beta"),
         *do.stride()[:2],
-        BLOCK_K=_padded(rows),
+        BLOCK_K=padded(rows),
         BLOCK_V=pair_tile.columns,
         num_warps=pair_tile.warps,
         num_stages=pair_tile.stages,

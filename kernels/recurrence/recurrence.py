@@ -4,6 +4,9 @@ Forward, a grid over chunks inverts the matrices of the delta rule, T, and a sca
 writes o. Backward, the scan runs again for the states S and for U, a scan in reverse writes dS and Y, and a grid over
 chunks makes all gradients of them.
 
+With a decay for each channel of the keys, the scans take what `channel_factors.py` makes of the inputs, both times, and
+`channel_gradients.py` makes the gradients.
+
 Saved for the backward: the inputs, and T: 128 bytes a token and value head in bf16, as much as its v with 64 columns.
 States are not. The backward needs K / 64 + 1 times the memory of v for S and U, and as much for dS and Y.
 
@@ -18,6 +21,7 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_second_deriva
 from liger_trainer.kernels.documents import CHUNK, Documents, resolved
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.recurrence import launch
+from liger_trainer.kernels.recurrence.channel_launch import channel_factors, channel_gradients, channel_totals
 from liger_trainer.kernels.recurrence.chunked import chunked_recurrence
 from liger_trainer.kernels.runtime import cdiv, has_elements, on_device, reference_of, use_triton
 
@@ -80,9 +84,13 @@ def _recurrence(
         initial = None if initial_state is None else initial_state.contiguous()
         of_parents = final if final_state else _states_of_parents(inputs, number, roots)
         with on_device(v):
+            solve, of_scan = None, inputs
+            if g.dim() == 4:
+                solve = v.new_empty(inverse.shape, dtype=torch.float32)
+                of_scan = channel_factors(inputs, documents, channel_totals(inputs, documents), solve)
             if delta:
-                launch.chunk_inverse(inputs, documents, inverse)
-            launch.scan(inputs, inverse if delta else None, initial, documents, of_parents, o=o)
+                launch.chunk_inverse(inputs, documents, inverse, solve)
+            launch.scan(of_scan, inverse if delta else None, initial, documents, of_parents, o=o)
     return o, final, inverse
 
 
@@ -131,9 +139,18 @@ def _recurrence_backward(
         )
         with on_device(v):
             of_parents = _states_of_parents(inputs, number, roots)
-            launch.scan(inputs, of_delta, initial, documents, of_parents, states=states, u=u)
-            launch.reverse_scan(inputs, of_delta, do, dfinal, documents, dstates, y, dinitial if first_states else None)
-            launch.chunk_gradients(inputs, do, states, dstates, u, y, documents, out)
+            of_scan = inputs
+            if g.dim() == 4:
+                totals = channel_totals(inputs, documents)
+                of_scan = channel_factors(inputs, documents, totals)
+            launch.scan(of_scan, of_delta, initial, documents, of_parents, states=states, u=u)
+            launch.reverse_scan(
+                of_scan, of_delta, do, dfinal, documents, dstates, y, dinitial if first_states else None
+            )
+            if u is not None and g.dim() == 4:
+                channel_gradients(inputs, totals, do, states, dstates, u, y, documents, out)
+            else:
+                launch.chunk_gradients(inputs, do, states, dstates, u, y, documents, out)
     dg, dskip, dinitial = (
         x.to(like.dtype) if need and like is not None else v.new_empty(0)
         for need, x, like in (
@@ -184,7 +201,7 @@ def recurrence(
     """The result, and the final states with `final_state`; arguments and results are those of `chunked_recurrence`."""
     tensors = [x for x in (q, k, v, g, beta, skip, initial_state) if x is not None]
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    fits = launch.takes(k.shape[3], v.shape[3], dtype, v.device) and g.dim() == 3 and v.numel() > 0
+    fits = launch.takes(k.shape[3], v.shape[3], dtype, v.device) and (delta or g.dim() == 3) and v.numel() > 0
     if all(map(use_triton, tensors)) and fits:
         o, states, _ = _recurrence(
             q.to(dtype), k.to(dtype), v.to(dtype), g, beta, skip, initial_state, documents, scale, delta, final_state

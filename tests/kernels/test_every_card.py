@@ -37,8 +37,8 @@ def _attention(heads, kv_heads, dim, window=16, softcap=None):
     return Operator(partial(attention, plan=AttentionPlan(window, offsets, 40), softcap=softcap), arguments)
 
 
-def _delta_rule(key_heads, heads, rows, columns):
-    gates = leaf(1, 64, heads), leaf(1, 64, heads)
+def _delta_rule(key_heads, heads, rows, columns, *by_channel):
+    gates = leaf(1, 64, heads, *by_channel), leaf(1, 64, heads)
     keys = leaf(1, 64, key_heads, rows)
     return _real("delta_rule", keys, keys, leaf(1, 64, heads, columns), *gates)
 
@@ -137,6 +137,8 @@ CASES = {
     "delta_rule": _delta_rule(2, 4, 128, 128),
     "delta_rule, 96 and 192": _delta_rule(2, 2, 96, 192),
     "delta_rule, 256": _delta_rule(1, 1, 256, 256),
+    "delta_rule, by channel": _delta_rule(2, 2, 128, 128, 128),
+    "delta_rule, by channel, 256": _delta_rule(1, 1, 256, 256, 256),
     "state_space": Operator(
         lambda x, dt, A, B, C, D: ops.state_space(x, dt, -A.square(), B, C, D=D),
         (leaf(1, 64, 32, 64), leaf(1, 64, 32), leaf(32), leaf(1, 64, 1, 128), leaf(1, 64, 1, 128), leaf(32)),
