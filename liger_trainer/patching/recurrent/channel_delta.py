@@ -16,7 +16,7 @@ from liger_trainer.kernels.documents import Documents
 from liger_trainer.kernels.recurrence.delta_rule import delta_rule
 from liger_trainer.patching.probe import Probe, Proof, full_shape, refused
 from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, masked
-from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values_of
+from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "forget_gate", "o_norm", "o_proj"}
@@ -44,7 +44,7 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     heads, head_dim = (int(size) for size in sizes if size is not None)
     if head_dim > 256:
         return refused(f"its heads are {head_dim} by {head_dim}, and the kernels' at most 256")
-    heads = min(heads, _HEADS)
+    heads = few(heads, _HEADS, probe)
     inner = heads * head_dim
     taps = layer.conv1d.kernel_size[0]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (inner, HIDDEN))

@@ -19,7 +19,7 @@ from liger_trainer.kernels.documents import Documents
 from liger_trainer.kernels.recurrence.delta_rule import delta_rule
 from liger_trainer.patching.probe import Probe, Proof, refused
 from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, masked
-from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values_of
+from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
 _HEADS = 2  # of queries and keys, in a proof
@@ -94,7 +94,8 @@ def _prove(module: nn.Module, structure: _Structure, probe: Probe) -> Proof:
     key_heads, heads, rows, columns = (int(getattr(layer, name)) for name in _SIZES)
     if max(rows, columns) > 256:
         return refused(f"its heads are {rows} by {columns}, and the kernels' at most 256")
-    key_heads, heads = min(key_heads, _HEADS), min(key_heads, _HEADS) * (heads // key_heads)
+    ratio, key_heads = heads // key_heads, few(key_heads, _HEADS, probe)
+    heads = ratio * key_heads
     key_width, value_width = key_heads * rows, heads * columns
     shapes: dict[str, tuple[int, ...]] = {
         name: (queries * key_width + values * value_width + numbers * heads, HIDDEN)

@@ -13,7 +13,7 @@ from liger_trainer.kernels.documents import Documents
 from liger_trainer.kernels.recurrence.decayed_attention import decayed_attention
 from liger_trainer.patching.probe import Probe, Proof, refused
 from liger_trainer.patching.recurrent.mixers import masked
-from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values_of
+from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
 _HEADS = 4  # in a proof
@@ -40,7 +40,7 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     heads, head_dim = (int(size) for size in sizes if size is not None)
     if head_dim > 256:
         return refused(f"its heads are {head_dim} by {head_dim}, and the kernels' at most 256")
-    heads = min(heads, _HEADS)
+    heads = few(heads, _HEADS, probe)
     inner = heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "qkv_proj": (3 * inner, HIDDEN),

@@ -1,6 +1,6 @@
 """The proof of a layer that mixes tokens: its class's forward, with torch's own functions, against each of ours.
 
-Both run on a dummy of the layer, with small projections and few of its heads: two rows of a chunk and a half.
+Both run on a dummy of the layer, with small projections, and on a CPU few of its heads: two rows of a chunk and a half.
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ def key_of(module: nn.Module) -> tuple[Any, ...]:
     return plain(module), biased, taps, tuple(map(plain, (*norms, *others)))
 
 
+def few(heads: int, most: int, probe: Probe) -> int:
+    """How many heads a layer of so many has in a proof: at most `most` on a CPU.
+
+    Elsewhere it has all. Kernels are compiled for the number of heads, and the first step then finds them compiled.
+    """
+    return min(heads, most) if probe.device.type == "cpu" else heads
+
+
 def prove(
     module: nn.Module,
     probe: Probe,
@@ -76,7 +84,7 @@ def prove(
         what: The formula in the reason of the report if the layer computes none of the candidates.
         slack: How far ours may be from the layer.
         buffers: Those of the layer.
-        sizes: Attributes of the layer and its children in the proof, which needs few heads.
+        sizes: Attributes of the layer and its children in the proof; see [`few`].
     """
     original, theirs = type(module).forward, torch_forward(module)
     if theirs is None or arguments(original)[2:3] != ("attention_mask",):

@@ -17,7 +17,7 @@ from liger_trainer.kernels.documents import Documents
 from liger_trainer.kernels.recurrence.state_space import state_space
 from liger_trainer.patching.probe import Probe, Proof, refused
 from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, masked
-from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values_of
+from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
 _SIZES = ("intermediate_size", "conv_dim", "num_heads", "head_dim", "n_groups", "ssm_state_size")
@@ -45,11 +45,12 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
     if not all(isinstance(getattr(layer, name, None), int) for name in _SIZES) or not is_depthwise(layer.conv1d):
         return refused("its sizes are not named as we know them")
     heads, head_dim, groups, states = (int(getattr(layer, name)) for name in _SIZES[2:])
-    few = min(groups, _GROUPS)
-    heads = few * min(heads // groups, _HEADS)
-    sizes = {"n_groups": few, "num_heads": heads, "intermediate_size": heads * head_dim}
-    sizes["group_size"] = heads * head_dim // few  # of the norm
-    sizes["conv_dim"] = channels = heads * head_dim + 2 * few * states
+    named = f"state_space ({groups} group{'s' if groups > 1 else ''})"
+    ratio, groups = heads // groups, few(groups, _GROUPS, probe)
+    heads = groups * few(ratio, _HEADS, probe)
+    sizes = {"n_groups": groups, "num_heads": heads, "intermediate_size": heads * head_dim}
+    sizes["group_size"] = heads * head_dim // groups  # of the norm
+    sizes["conv_dim"] = channels = heads * head_dim + 2 * groups * states
     inner = heads * head_dim
     if max(head_dim, states) > 256:
         return refused(f"its heads are {states} by {head_dim}, and the kernels' at most 256")
@@ -66,7 +67,6 @@ def _prove(module: nn.Module, probe: Probe) -> Proof:
         values |= {"D": probe.randn(heads), "dt_bias": probe.randn(heads)}
         return values | ({_OUT: 1 + probe.randn(1, 1, inner + channels + heads) / 4} if hasattr(layer, _OUT) else {})
 
-    named = f"state_space ({groups} group{'s' if groups > 1 else ''})"
     return prove(module, probe, draw, [(named, _mamba2)], "another function than Mamba 2's", sizes=sizes)
 
 
