@@ -90,7 +90,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-_HOPPER = 227 * 1024
+HOPPER = 227 * 1024
 """Bytes of shared memory that a program may have on Hopper and on B200."""
 
 # Keyed by the rows of a state, padded; the columns of a program are at most those of the state.
@@ -102,8 +102,8 @@ _TILES = {
     "key gradients": {256: Tile(64, 4, 2)},
     "key gradients of the delta rule": {256: Tile(32, 4, 3)},
 }
-"""Tiles of half precision where a program has `_HOPPER`, measured on an H200 with 128 rows. Loops of one stage are
-compiled wrongly for Hopper by Triton 3.6: some read memory that is not theirs."""
+"""Tiles of half precision where a program has `HOPPER`, measured on an H200 with 128 rows. There, with Triton
+3.6, scans of 32 columns whose loops have one stage read memory out of bounds; why is not known."""
 
 _SMALL_TILES = {
     "scan": {64: Tile(32, 4, 2), 128: Tile(32, 4, 1), 256: Tile(16, 4, 1)},
@@ -132,14 +132,14 @@ MAX_FP32_ROWS = 128
 def takes(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there are kernels for states of so many rows and columns, and arguments of this dtype.
 
-    Before Ampere, Triton multiplies without tensor cores. For Hopper, Triton 3.6 compiles some kernels of fp32 to reads
-    of memory that is not theirs. Torch runs those.
+    Before Ampere, Triton multiplies without tensor cores. On an H200 with Triton 3.6, some
+    kernels of fp32 read memory out of bounds; why is not known. Torch runs those.
     """
     limits = device_limits(device)
     if limits.before_ampere and not INTERPRETED:
         return False
     if dtype == torch.float32:
-        large = not INTERPRETED and limits.shared_memory >= _HOPPER
+        large = not INTERPRETED and limits.shared_memory >= HOPPER
         return rows <= MAX_FP32_ROWS and columns <= MAX_WIDTH and not large
     return rows <= MAX_WIDTH and columns <= MAX_WIDTH
 
@@ -153,7 +153,7 @@ def tile_for(kernel: str, inputs: Inputs) -> Tile:
     if inputs.v.dtype == torch.float32:
         tile = _FP32_TILES[kernel]
     else:
-        half = _TILES if limits.shared_memory >= _HOPPER else _SMALL_TILES
+        half = _TILES if limits.shared_memory >= HOPPER else _SMALL_TILES
         tile = next(tile for rows, tile in half[kernel].items() if block_k <= rows)
     return tile._replace(columns=min(tile.columns, max(block_v, 32)))  # 16 were not tried
 

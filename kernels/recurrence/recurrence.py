@@ -21,7 +21,12 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_second_deriva
 from liger_trainer.kernels.documents import CHUNK, Documents, resolved
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.recurrence import launch
-from liger_trainer.kernels.recurrence.channel_launch import channel_factors, channel_gradients, channel_totals
+from liger_trainer.kernels.recurrence.channel_launch import (
+    MAX_ROWS,
+    channel_factors,
+    channel_gradients,
+    channel_totals,
+)
 from liger_trainer.kernels.recurrence.chunked import chunked_recurrence
 from liger_trainer.kernels.runtime import cdiv, has_elements, on_device, reference_of, use_triton
 
@@ -201,7 +206,9 @@ def recurrence(
     """The result, and the final states with `final_state`; arguments and results are those of `chunked_recurrence`."""
     tensors = [x for x in (q, k, v, g, beta, skip, initial_state) if x is not None]
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    fits = launch.takes(k.shape[3], v.shape[3], dtype, v.device) and (delta or g.dim() == 3) and v.numel() > 0
+    fits = launch.takes(k.shape[3], v.shape[3], dtype, v.device) and v.numel() > 0
+    if g.dim() == 4:
+        fits = fits and delta and k.shape[3] <= MAX_ROWS
     if all(map(use_triton, tensors)) and fits:
         o, states, _ = _recurrence(
             q.to(dtype), k.to(dtype), v.to(dtype), g, beta, skip, initial_state, documents, scale, delta, final_state

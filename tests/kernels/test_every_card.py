@@ -138,7 +138,6 @@ CASES = {
     "delta_rule, 96 and 192": _delta_rule(2, 2, 96, 192),
     "delta_rule, 256": _delta_rule(1, 1, 256, 256),
     "delta_rule, by channel": _delta_rule(2, 2, 128, 128, 128),
-    "delta_rule, by channel, 256": _delta_rule(1, 1, 256, 256, 256),
     "state_space": Operator(
         lambda x, dt, A, B, C, D: ops.state_space(x, dt, -A.square(), B, C, D=D),
         (leaf(1, 64, 32, 64), leaf(1, 64, 32), leaf(32), leaf(1, 64, 1, 128), leaf(1, 64, 1, 128), leaf(32)),
