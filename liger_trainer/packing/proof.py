@@ -136,10 +136,10 @@ def _fit_recurrences(small: PreTrainedConfig) -> None:
     if values is not None and values % keys:
         small.linear_num_value_heads = keys
     expand = _written(small, "mamba_expand")
-    if expand is not None and not _written(small, "mamba_d_ssm"):
-        heads = next(name for name in _MAMBA_HEADS if _written(small, name) is not None)
+    heads = [name for name in _MAMBA_HEADS if _written(small, name) is not None]  # Mamba 1 has none
+    if expand is not None and heads and not _written(small, "mamba_d_ssm"):
         size = next(name for name in _MAMBA_SIZES if _written(small, name) is not None)
-        setattr(small, heads, int(expand * small.hidden_size) // getattr(small, size))
+        setattr(small, heads[0], int(expand * small.hidden_size) // getattr(small, size))
     if _written(small, "attention_hidden_size") is not None:  # of what goes into attention: two hidden states
         small.attention_hidden_size = 2 * small.hidden_size
         small.attention_head_dim = small.attention_hidden_size // _HEADS

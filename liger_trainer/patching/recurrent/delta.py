@@ -18,7 +18,7 @@ from liger_trainer.kernels.conv.delta_inputs import delta_inputs
 from liger_trainer.kernels.documents import Documents
 from liger_trainer.kernels.recurrence.delta_rule import delta_rule
 from liger_trainer.patching.probe import Probe, Proof, refused
-from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, masked
+from liger_trainer.patching.recurrent.mixers import Compute, conv_weight, is_depthwise, masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
 from liger_trainer.patching.report import Finding, proved, reason_to_leave
 
@@ -112,33 +112,34 @@ def _prove(module: nn.Module, structure: _Structure, probe: Probe) -> Proof:
     candidates = []
     for scale in (1.0, 2.0):
         twice = "" if scale == 1.0 else ", steps up to 2"
-        compute = functools.partial(_delta_net, structure, scale)
+        compute = _delta_net(structure.project, structure.norm, structure.out, scale)
         candidates.append((f"delta_rule (one decay a head, {taps} taps{twice})", compute))
     sizes = {"num_k_heads": key_heads, "num_v_heads": heads, "key_dim": key_width, "value_dim": value_width}
     sizes["conv_dim"] = 2 * key_width + value_width
     return prove(module, probe, draw, candidates, "another function than the gated delta rule", sizes=sizes)
 
 
-def _delta_net(
-    structure: _Structure,
-    beta_scale: float,
-    self: Any,
-    hidden_states: torch.Tensor,
-    mask: torch.Tensor | None,
-    documents: Documents,
-) -> torch.Tensor:
-    qkv, z, a, b = structure.project(self, masked(hidden_states, mask))
-    q, k, v = delta_inputs(
-        qkv,
-        conv_weight(self.conv1d, qkv.dtype)[0],
-        key_heads=self.num_k_heads,
-        value_heads=self.num_v_heads,
-        key_dim=self.head_k_dim,
-        value_dim=self.head_v_dim,
-        documents=documents,
-    )
-    g, beta = delta_gates(a, b, self.A_log, self.dt_bias, beta_scale=beta_scale)
-    o = delta_rule(q, k, v, g, beta, documents=documents)
-    assert isinstance(o, torch.Tensor)
-    normed = getattr(self, structure.norm)(o.flatten(0, 2), z.reshape(-1, self.head_v_dim))
-    return getattr(self, structure.out)(normed.view(*hidden_states.shape[:2], -1))
+@functools.cache
+def _delta_net(project: Callable[[Any, torch.Tensor], _Projected], norm: str, out: str, beta_scale: float) -> Compute:
+    """What a gated delta net computes, with the names of its norm and its last projection."""
+
+    def compute(
+        self: Any, hidden_states: torch.Tensor, mask: torch.Tensor | None, documents: Documents
+    ) -> torch.Tensor:
+        qkv, z, a, b = project(self, masked(hidden_states, mask))
+        q, k, v = delta_inputs(
+            qkv,
+            conv_weight(self.conv1d, qkv.dtype)[0],
+            key_heads=self.num_k_heads,
+            value_heads=self.num_v_heads,
+            key_dim=self.head_k_dim,
+            value_dim=self.head_v_dim,
+            documents=documents,
+        )
+        g, beta = delta_gates(a, b, self.A_log, self.dt_bias, beta_scale=beta_scale)
+        o = delta_rule(q, k, v, g, beta, documents=documents)
+        assert isinstance(o, torch.Tensor)
+        normed = getattr(self, norm)(o.flatten(0, 2), z.reshape(-1, self.head_v_dim))
+        return getattr(self, out)(normed.view(*hidden_states.shape[:2], -1))
+
+    return compute

@@ -7,6 +7,7 @@ on sharded weights, and where another library moves the weights of the convoluti
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BOUNDARIES = ("cu_seq_lens_q", "seq_idx")
 
 
+@functools.cache
 def mixer_forward(original: Callable, compute: Compute, conv: str | None, precisions: Precisions) -> Callable:
     """The forward of a layer.
 

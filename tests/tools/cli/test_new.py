@@ -132,7 +132,7 @@ def test_no_row_is_longer_than_the_positions_of_the_model(goal, key, expected):
 @pytest.mark.parametrize(
     ("model", "size", "packed"),
     [
-        ("Qwen/Qwen3.5-9B", "24GB", False),
+        ("Qwen/Qwen3.5-9B", "24GB", True),
         ("openai/gpt-oss-20b", "80GB", False),
         ("google/gemma-4-E2B-it", "16GB", True),
         ("Qwen/Qwen3-VL-4B-Instruct", "16GB", True),
