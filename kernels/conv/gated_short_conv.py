@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
-from liger_trainer.kernels.conv.conv_kernels import Conv, empty_result, launch_backward, launch_forward, save, saved
+from liger_trainer.kernels.conv.launch import Conv, empty_result, launch_backward, launch_forward, save, saved
 from liger_trainer.kernels.conv.short_conv import check_conv_arguments, short_conv_reference
 from liger_trainer.kernels.documents import ROWS, Documents
 from liger_trainer.kernels.operator import operator

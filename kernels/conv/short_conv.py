@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
-from liger_trainer.kernels.conv.conv_kernels import Conv, empty_result, launch_backward, launch_forward, save, saved
+from liger_trainer.kernels.conv.launch import Conv, empty_result, launch_backward, launch_forward, save, saved
 from liger_trainer.kernels.conv.sources import last_inputs, sources
 from liger_trainer.kernels.documents import ROWS, Documents, resolved
 from liger_trainer.kernels.operator import operator

@@ -136,7 +136,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("RMSNorm casts to fp8 what it has not rounded", "_rms_norm_forward_kernel",
          r"y = y\.to\(y_ptr\.dtype\.element_ty\)$", "pass",
          "fp8/test_producers::test_a_norm_casts_its_result", "llama"),
-        ("a prompt's gradient is that of its last completion", "_halo_kernel", r"total\[i\] \+ terms\[i\]",
+        ("a prompt's gradient is that of its last completion", "halo_kernel", r"total\[i\] \+ terms\[i\]",
          "terms[i]", "conv/test_conv_kernels::test_is_as_accurate_as_plain_torch", "4-torch.float32-short_conv"),
         ("the gate's gradient forgets the sigmoid's slope", "_gate_and_slope",
          r"slope = sigmoid \+ gate \* slope", "slope = sigmoid",
