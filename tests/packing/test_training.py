@@ -26,6 +26,7 @@ MIXING = {  # layers that mix tokens by a recurrence or a convolution
     "DPO qwen3_5 lora": ("DPO", {"model": "qwen3_5_text", "peft_config": lora(*PROJECTIONS)}),
     "DPO lfm2 split": ("DPO", {"model": "lfm2", **SPLIT, **CHECKPOINTED}),
     "GRPO qwen3_5": ("GRPO", {"model": "qwen3_5_text", "beta": 0.1}),
+    "GRPO lfm2": ("GRPO", {"model": "lfm2", "beta": 0.1}),
 }
 SMOOTHED = {"label_smoothing": 1e-3}
 OPTIONS = {

@@ -60,11 +60,11 @@ OTHERS = {
 }
 
 
-def often_done(model: Any = llama) -> Any:
+def often_done(model: Any = llama, times: float = 18.0) -> Any:
     """A model whose completions end early, at different lengths."""
     made = model()
     with torch.no_grad():
-        made.get_output_embeddings().weight[2] *= 18  # the end of a sequence, likely but nowhere certain
+        made.get_output_embeddings().weight[2] *= times  # the end of a sequence, likely but nowhere certain
     return made
 
 
@@ -73,7 +73,7 @@ def save_models(folder: Any) -> dict[str, str]:
     folders = {}
     for name, model in {**parity.MODELS, **OTHERS}.items():
         folders[name] = str(folder / name)
-        often_done(model).save_pretrained(folders[name])
+        often_done(model, 4.0 if name == "lfm2" else 18.0).save_pretrained(folders[name])
         tokenizer().save_pretrained(folders[name])
     return folders
 
