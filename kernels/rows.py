@@ -45,14 +45,16 @@ class NormConfig(NamedTuple):
 
 
 class DeviceLimits(NamedTuple):
-    """What a program may use of a device: warps, bytes of shared memory; and whether it is NVIDIA's before Ampere.
+    """What a program may use of a device: warps, bytes of shared memory; and two kinds of NVIDIA's devices.
 
-    There, a program has 64 KiB of shared memory, and on all later ones 99 KiB or more.
+    Before Ampere, a program has 64 KiB of shared memory, and on all later ones 99 KiB or more. Where tensor cores have
+    a memory of their own (B200), operands take more of the shared one.
     """
 
     max_warps: int
     shared_memory: int
     before_ampere: bool = False
+    tensor_memory: bool = False
 
 
 @functools.cache
@@ -63,7 +65,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(device)
     warp_size = getattr(properties, "warp_size", 32)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
-    return DeviceLimits(1024 // warp_size, shared_memory, torch.version.cuda is not None and properties.major < 8)
+    major = properties.major if torch.version.cuda is not None else 8
+    return DeviceLimits(1024 // warp_size, shared_memory, before_ampere=major < 8, tensor_memory=major == 10)
 
 
 def forward_config(hidden_size: int) -> NormConfig:

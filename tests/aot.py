@@ -95,7 +95,7 @@ def launches_on(card: str) -> Iterator[list[Launch]]:
 
     New memory is zero, so that operators which look at results that no kernel wrote go on.
     """
-    limits = DeviceLimits(32, CARDS[card][1] * 1024, before_ampere=card == "sm_75")
+    limits = DeviceLimits(32, CARDS[card][1] * 1024, card == "sm_75", card == "sm_100")
     modules = [module for name, module in [*sys.modules.items()] if name.startswith("liger_trainer.")]
     rows.fit_config.cache_clear()
     with contextlib.ExitStack() as stack:

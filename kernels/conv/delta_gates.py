@@ -225,7 +225,7 @@ def delta_gates(
         b: The step sizes' projection of the shape of `a`. Its dtype may differ.
         A_log: Logarithms of the rates of shape (heads,).
         dt_bias: Bias of `a` of shape (heads,).
-        beta_scale: What the sigmoid of `b` is multiplied by; 2.0 for a delta rule that may turn its state's sign.
+        beta_scale: The factor of the sigmoid of `b`; 2.0 for a delta rule that may turn its state's sign.
 
     Returns:
         ``-exp(A_log) * softplus(a + dt_bias)`` in fp32, and ``beta_scale * sigmoid(b)`` in the dtype of `b`, both

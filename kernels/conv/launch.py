@@ -120,7 +120,7 @@ def launch_backward(
 
     Args:
         dys: For each part (batch, tokens, channels of the part).
-        x: What the forward was given, as are the three arguments after it.
+        x: The input of the forward; the three arguments after it are its too.
         weight: Taps.
         bias: Bias, of one part that is all channels.
         state: Initial states, also of such a part.

@@ -67,7 +67,7 @@ def channel_factors(
     Args:
         inputs: The arguments, g (T, HEADS, K).
         documents: With tables.
-        totals: Of `channel_totals`.
+        totals: The result of `channel_totals`.
         solve: fp32 (C, HEADS, 64, 64): gets diag(beta) M; None if nobody needs it.
     """
     assert documents.chunks is not None

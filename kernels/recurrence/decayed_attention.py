@@ -35,7 +35,7 @@ def decayed_attention(
         q: Queries, (batch, tokens, key_heads, K). Any strides, like `k` and `v`, where the last one is 1.
         k: Keys, like `q`.
         v: Values, (batch, tokens, heads, V). Consecutive heads share a key head.
-        slope: What the state decays by with each token: to exp(-slope) of it; at least 0, (heads,).
+        slope: Decay of the state with each token, to exp(-slope) of it; at least 0, (heads,).
         initial_state: The states that documents without a parent begin with, (roots, heads, K, V), in the order of the
             documents; zeros by default.
         documents: Which tokens are a document; each row by default.

@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
         skip: (heads,), any floating dtype; None for 0.
         scale: Factor of the result.
         delta: Whether it is the delta rule.
-        channels: Of decays by channel, with q exp(G) and k exp(G), (T, heads, K), for `q` and `k`: what scans take.
+        channels: The inputs of scans for decays by channel: `q` and `k` are q exp(G) and k exp(G), (T, heads, K).
     """
 
     q: torch.Tensor
@@ -141,7 +141,7 @@ def takes(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
     if dtype == torch.float32:
         large = not INTERPRETED and limits.shared_memory >= HOPPER
         return rows <= MAX_FP32_ROWS and columns <= MAX_WIDTH and not large
-    return rows <= MAX_WIDTH and columns <= MAX_WIDTH
+    return rows <= (128 if limits.tensor_memory else MAX_WIDTH) and columns <= MAX_WIDTH
 
 
 def tile_for(kernel: str, inputs: Inputs) -> Tile:

@@ -71,7 +71,8 @@ class Packing:
         """
         if model not in self._mixers:
             self._mixers[model] = mixers_of(model)
-        reason = _unpackable(model, kwargs, labels) or reason_against(self._mixers[model])
+        mixers = self._mixers[model]
+        reason = _unpackable(model, kwargs, labels) or (reason_against(mixers) if mixers else "")
         if reason:
             self.leave(model, reason)
             return None

@@ -104,7 +104,7 @@ def test_unknown_key_names_the_nearest(cls, tmp_path):
         ({"use_liger_kernel": "no"}, "`use_liger_kernel` is 'no'; it must be true or false"),
         ({"strict_kernels": "yes"}, "`strict_kernels` is 'yes'"),
         ({"liger_kernel_config": {"ROPE": True}}, "no key 'ROPE'; did you mean 'rope'"),
-        ({"liger_kernel_config": {"x": True}}, "no key 'x'. The keys are attention, rope"),
+        ({"liger_kernel_config": {"x": True}}, "no key 'x'. The keys are attention, recurrence"),
     ],
 )
 def test_bad_values(kwargs, message, tmp_path):

@@ -37,7 +37,11 @@ def undone():
 
 
 WITHOUT_EXPERTS = dict.fromkeys(("swiglu", "experts", "router", "load_balancing_loss"), False)
-LIGER_LEAVES = {"glm4": {"rope": False}, "gpt_oss": WITHOUT_EXPERTS}
+LIGER_LEAVES = {
+    "glm4": {"rope": False},
+    "gpt_oss": WITHOUT_EXPERTS,
+    "qwen3_5_moe": dict.fromkeys(("rope", "recurrence", "layer_norm"), False),
+}
 """What Liger's functions leave alone by default, beside attention, which Liger does not have."""
 
 

@@ -44,7 +44,7 @@ def mixer_forward(original: Callable, compute: Compute, conv: str | None, precis
 
     Args:
         original: The class's forward.
-        compute: What runs instead.
+        compute: The function that runs instead.
         conv: Name of the child whose weights are read, not called; None if there is none.
         precisions: Where the proof holds.
     """

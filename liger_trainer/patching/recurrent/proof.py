@@ -83,7 +83,7 @@ def prove(
         candidates: The names of kernels, and what the layer computes by them.
         what: The formula in the reason of the report if the layer computes none of the candidates.
         slack: How far ours may be from the layer.
-        buffers: Those of the layer.
+        buffers: Buffers of the layer, by their names.
         sizes: Attributes of the layer and its children in the proof; see [`few`].
     """
     original, theirs = type(module).forward, torch_forward(module)

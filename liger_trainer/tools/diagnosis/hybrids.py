@@ -129,17 +129,22 @@ def _change(model: Any) -> float:
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 LEAST_REACH = 0.5
-"""A smaller share of the decoder's linear layers with an adapter is a trap."""
+"""A smaller share of a hybrid's linear layers with an adapter is a trap."""
 
 
 def unreached(case: Case) -> list[Trap]:
-    """Adapters on fewer than half of the decoder's linear layers, or on none of those of a kind of mixer."""
+    """Adapters on fewer than half of the linear layers of a hybrid's decoder, or on none of those of a kind of mixer.
+
+    Fewer are a choice in a decoder of attention and MLPs, where the usual names reach both.
+    """
     if not case.values["use_peft"]:
         return []
     model, _ = case.model_and_dtype
+    kinds = _mixers(model)
+    if not kinds:
+        return []
     reached, left_out = _linear_layers(model)
-    without = sorted(set(left_out) - set(reached))
-    mixers = [owner for owner in without if owner in _mixers(model)]
+    mixers = kinds & (set(left_out) - set(reached))
     count = sum(map(len, reached.values()))
     total = count + sum(map(len, left_out.values()))
     if not total or (count >= LEAST_REACH * total and not mixers):

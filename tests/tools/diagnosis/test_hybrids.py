@@ -26,7 +26,6 @@ def case(folder, family, *options, **values):
 @pytest.mark.parametrize(
     ("family", "targets", "words", "names"),
     [
-        ("llama", ["q_proj", "v_proj"], "reaches 4 of the decoder's 14", [*ATTENTION, "up_proj"]),
         ("qwen3_5", ATTENTION, "Qwen3_5GatedDeltaNet: in_proj_a, in_proj_b, in_proj_qkv", ["in_proj_z", "up_proj"]),
         # More than half, but none of the mixer.
         ("qwen3_5", [*ATTENTION, "gate_proj", "up_proj", "down_proj"], "reaches 10 of the decoder's 15", ["out_proj"]),
@@ -53,9 +52,14 @@ def test_a_name_that_peft_refuses_is_not_proposed(tmp_path):
     assert unreached(case(tmp_path, "nemotron_h", **{**peft, "lora_target_modules": fix})) == []
 
 
-def test_a_copy_of_a_whole_layer_counts_as_reached(tmp_path):
-    values = {"use_peft": True, "lora_target_modules": ATTENTION, "lora_modules_to_save": ["mlp"]}
+def test_few_adapters_are_a_choice_without_mixers(tmp_path):
+    values = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
     assert unreached(case(tmp_path, "llama", **values)) == []
+
+
+def test_a_copy_of_a_whole_layer_counts_as_reached(tmp_path):
+    values = {"use_peft": True, "lora_target_modules": [*ATTENTION, "in_proj_qkv"], "lora_modules_to_save": ["mlp"]}
+    assert unreached(case(tmp_path, "qwen3_5", **values)) == []
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 POLICY = {"trainer": "grpo", "reward_funcs": ["liger_trainer.rewards:accuracy"], "use_vllm": True}
 CASES = {
     "dropout where prompts are shared": (
-        {**POLICY, "use_vllm": False, "use_peft": True, "lora_target_modules": "all-linear", "lora_dropout": 0.05},
+        {**POLICY, "use_vllm": False, "use_peft": True, "lora_target_modules": ["q_proj"], "lora_dropout": 0.05},
         ["--lora_dropout", "0"],
         "`lora_dropout: 0.05` switches `share_prompt` off",
     ),
