@@ -169,8 +169,8 @@ def _linear_layers(model: Any) -> tuple[dict[str, list[str]], dict[str, list[str
     for layer in decoder_layers(model):
         for path, module in layer.named_modules():
             parts = path.split(".")
-            wrapped = parts[-1] in ("base_layer", "original_module")
-            place = parts[:-1] if wrapped else parts
+            place = [part for part in parts if part not in ("base_layer", "original_module")]
+            wrapped = len(place) < len(parts)
             inside = any(part.startswith("lora_") or part in ("experts", "modules_to_save") for part in place)
             if isinstance(module, nn.Linear) and not inside and place[-1] not in _ROUTERS:
                 owner = type(layer.get_submodule(".".join(place[:-1]))).__name__
