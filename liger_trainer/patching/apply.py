@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.private import installed_version
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.lora.nf4 import free_buffers
@@ -29,7 +30,7 @@ from liger_trainer.patching.moe.routers import find_router
 from liger_trainer.patching.moe.scaled_experts import find_scaled_experts
 from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
-from liger_trainer.patching.report import Choice, Finding, KernelReport, KernelReportRow, rows, unserved
+from liger_trainer.patching.report import MIXERS, Choice, Finding, KernelReport, KernelReportRow, rows, unserved
 from liger_trainer.patching.rope import find_rope, fuse_qk_norms
 from liger_trainer.patching.use_kernels import forget
 
@@ -76,25 +77,23 @@ def apply_liger_kernel(
     revert_liger_kernel(model)
 
     probe = Probe(_probe_device(model))
-    mixers: list[Finding] = []
     with probe.isolated():
         findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
         if _has_parts_of_transformers(model):
             from liger_trainer.patching.attention import find_attention
-            from liger_trainer.patching.recurrent.mixers import MIXERS
 
-            mixers = [each for each in findings if each.component in MIXERS]
-            findings += find_attention(model, parsed.attention, probe, [each.module for each in mixers])
+            mixers = [each.module for each in findings if each.component in MIXERS]
+            findings += find_attention(model, parsed.attention, probe, mixers)
         findings += find_fp8(model, parsed.fp8, parsed.fp8_all_layers, probe.device)
         findings = cast_in_norms(findings, model, parsed.fp8, probe)
     report_rows, without_kernel = rows(findings), unserved(model, findings)
     for finding in findings:
         if finding.forward is not None:
             finding.bind(finding.module, finding.forward)
-    if mixers:
+    if ours := [each.module for each in findings if each.component in MIXERS and each.forward is not None]:
         from liger_trainer.patching.recurrent.documents import carry_documents
 
-        carry_documents(model, [each.module for each in mixers if each.forward is not None])
+        carry_documents(model, ours)
     try:
         if parsed.linear_cross_entropy or parsed.cross_entropy:
             assert isinstance(parsed.logits_memory, int)  # KernelConfig makes it one
@@ -140,7 +139,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
         return getattr(config, component)
 
     heads, _ = find_lm_heads(without_adapters(model))  # the fused head takes care of an adapter on one
-    find_mixer = _finder_of_mixers(model)
+    find_mixer = _finder_of_mixers()
     for module in model.modules():
         if any(module is head for head in heads):
             continue
@@ -165,9 +164,9 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
             yield from find_load_balancing_loss(module, config, probe)
 
 
-def _finder_of_mixers(model: nn.Module) -> Callable[[nn.Module, Callable[[str], bool], Probe], Finding | None]:
-    """What finds layers that mix tokens without attention, which are known of transformers' models alone."""
-    if not _has_parts_of_transformers(model):
+def _finder_of_mixers() -> Callable[[nn.Module, Callable[[str], bool], Probe], Finding | None]:
+    """What finds layers that mix tokens without attention. Without transformers it is not there, nor are they."""
+    if installed_version("transformers") is None:
         return lambda module, enabled, probe: None
     from liger_trainer.patching.recurrent.find import find_mixer
 

@@ -31,6 +31,9 @@ class Choice(str):
 
 SWITCHED_OFF = Choice("switched off in liger_kernel_config")
 
+MIXERS = ("recurrence", "short_conv")
+"""The components whose modules mix tokens without attention."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:

@@ -9,7 +9,7 @@ import torch
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.patching.binding import bound_modules
-from liger_trainer.patching.recurrent.mixers import MIXERS
+from liger_trainer.patching.report import MIXERS
 from liger_trainer.patching.trial import OF_RECURRENCES
 from tests.patching.comparisons import (
     LAYERS,

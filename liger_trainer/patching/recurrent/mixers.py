@@ -31,9 +31,6 @@ Compute = Callable[[Any, torch.Tensor, "torch.Tensor | None", Documents], Any]
 """What a kind of layer computes of itself, the hidden states (batch, length, size), the padding mask (batch, length) if
 there is one, and the documents."""
 
-MIXERS = ("recurrence", "short_conv")
-"""The components of the report whose modules mix tokens."""
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BOUNDARIES = ("cu_seq_lens_q", "seq_idx")
 
