@@ -80,7 +80,8 @@ def read_inputs(
     except (ValueError, AttributeError, TypeError) as error:
         raise RecipeError(f"{source}: {first_line(error)}") from error
     split = _split_sequences(values["accelerate_config"])
-    notes = _notes(values, config, kernels, prompt_length, split)
+    has_mixers = any(kind.mixer is not None for kind in shape.kinds)
+    notes = _notes(values, config, kernels, prompt_length, split, has_mixers)
     if (rounded := rounded_updates(values, config, dtype, gpus)) is not None:
         notes = (*notes, "{}: {}.".format(*rounded))
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
@@ -253,7 +254,12 @@ def _generation(values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 
 def _notes(
-    values: Mapping[str, Any], config: PreTrainedConfig, kernels: KernelConfig, prompt_length: int, split: str
+    values: Mapping[str, Any],
+    config: PreTrainedConfig,
+    kernels: KernelConfig,
+    prompt_length: int,
+    split: str,
+    has_mixers: bool,
 ) -> tuple[str, ...]:
     notes = []
     if split:
@@ -275,7 +281,7 @@ def _notes(
     if config.get_text_config() is not config:
         notes.append("Activations of images are not counted.")
     kinds = sorted({kind for kind in getattr(config.get_text_config(), "layer_types", None) or () if "linear" in kind})
-    if kinds:
+    if kinds and not has_mixers:
         notes.append(f"Layers of the type {', '.join(kinds)} are planned as if they had attention.")
     if (every := _every_n_layers(values)) > 1:
         meaning = f"checkpoints one of every {every} layers; the others save their activations."
