@@ -75,12 +75,10 @@ def rows_with_label(kept: int, target: torch.Tensor, ignore_index: int, logits_m
 
 
 class _Gather(torch.autograd.Function):
-    (
-        """`hidden` `(N, H)` at `index` `(K,)`. The gradient is written, not added: only the last slot,
-    which is dropped, occurs twice.
+    """`hidden` `(N, H)` at `index` `(K,)`.
+
+    The gradient is written, not added: only the last slot, which is dropped, occurs twice.
     """
-        ""
-    )
 
     @staticmethod
     def forward(
