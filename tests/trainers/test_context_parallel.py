@@ -15,7 +15,8 @@ from liger_trainer.parallel.sequences import split_sequences
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.stock_trainer import stock_trainer_report
 from liger_trainer.trainers.trainer import LigerTrainer
-from tests.trainers.builders import causal
+from tests.patching.mixing_models import built
+from tests.trainers.builders import causal, sft
 from tests.trainers.parity import assert_close_logs, build, results_of_processes
 from tests.trainers.tiny import llama, logged, token_rows
 
@@ -143,3 +144,11 @@ def test_losses_of_whole_sequences_are_refused(kind, size, folders, tmp_path, mo
     monkeypatch.setattr(Trainer, f"get_{size}", lambda self: 2)
     with pytest.raises(ValueError, match=rf"`{size}=2`.*the loss of Liger{kind}Trainer needs whole ones"):
         build(kind, True, tmp_path, folders["llama"])
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_layers_with_a_state_are_refused(family, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, f"get_{size}", lambda self: 2)
+    with pytest.raises(ValueError, match=rf"`{size}=2`.*has a state that goes on from part to part"):
+        sft(tmp_path, built(family))

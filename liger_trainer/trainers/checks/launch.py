@@ -24,6 +24,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import FSDP1_UNITS
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 from liger_trainer.head.lm_head import adapts_tied_weight
+from liger_trainer.patching.recurrent.find import is_mixer
 from liger_trainer.stock_trainer import data_parallel_message
 
 logger = logging.getLogger("liger_trainer")
@@ -33,8 +34,8 @@ def check_launch(trainer: Any, takes_parts_of_sequences: bool) -> None:
     """Checks, after the construction of the Hugging Face trainer, that the launch suits it.
 
     Raises:
-        ValueError: for several GPUs in one process, for context or sequence parallelism where the loss needs whole
-            sequences, and for a model that `from_pretrained` has split and the launch would split again.
+        ValueError: for several GPUs in one process, for context or sequence parallelism where the loss or a layer needs
+            whole sequences, and for a model that `from_pretrained` has split and the launch would split again.
     """
     name = type(trainer).__name__
     if trainer.args.n_gpu > 1:
@@ -45,6 +46,13 @@ def check_launch(trainer: Any, takes_parts_of_sequences: bool) -> None:
                 f"`parallelism_config` has `{option}={size}`, which gives every process a part of each sequence; the "
                 f"loss of {name} needs whole ones. Set `{option}=1` and split the model with FSDP2 or tensor "
                 "parallelism, or train with LigerTrainer or LigerSFTTrainer."
+            )
+        mixer = next(filter(is_mixer, trainer.model.modules()), None) if size > 1 else None
+        if mixer is not None:
+            raise ValueError(
+                f"`parallelism_config` has `{option}={size}`, which gives every process a part of each sequence; "
+                f"{type(mixer).__name__} has a state that goes on from part to part. Set `{option}=1` and split the "
+                "model with FSDP2."
             )
     if trainer.is_distributed_loading_by_transformers and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         again = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
