@@ -109,10 +109,8 @@ def _rows(batch: int, length: int, device: torch.device) -> Documents:
 
 def resolved(documents: Documents, x: torch.Tensor) -> Documents:
     """`documents`, with tables: those of the rows of `x`, (batch, tokens, ...), where it has none."""
-    return _rows(x.shape[0], x.shape[1], x.device) if documents.spans is None else documents
-
-
-def places(documents: Documents) -> list[tuple[int, int, int]]:
-    """The first token, the place behind the last, and the parent of each document, on the host; parents come first."""
-    assert documents.spans is not None
-    return [(first, first + tokens, parent) for first, tokens, parent, *_ in documents.spans.tolist()]
+    if documents.spans is not None:
+        return documents
+    # The tables of a fake tensor are fake, and must not be those of the next real one.
+    rows = _rows if type(x) in (torch.Tensor, torch.nn.Parameter) else _rows.__wrapped__
+    return rows(x.shape[0], x.shape[1], x.device)

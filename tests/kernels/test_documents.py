@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from liger_trainer.kernels.documents import (
     CHILDREN,
@@ -10,9 +11,9 @@ from liger_trainer.kernels.documents import (
     FIRST_CHUNK,
     ROWS,
     documents_of,
-    places,
     resolved,
 )
+from tests.kernels.document_places import places
 
 
 def test_chunks_begin_with_their_document():
@@ -44,6 +45,15 @@ def test_tokens_of_no_document_are_padding():
 
 def test_rows_are_documents():
     assert places(resolved(ROWS, torch.zeros(2, 5, 3))) == [(0, 5, -1), (5, 10, -1)]
+
+
+def test_tables_of_fake_tensors_are_not_those_of_real_ones():
+    with FakeTensorMode():
+        assert isinstance(resolved(ROWS, torch.empty(3, 7, 2)).spans, FakeTensor)
+    real = resolved(ROWS, torch.zeros(3, 7, 2))
+    assert places(real) == [(0, 7, -1), (7, 14, -1), (14, 21, -1)]
+    with FakeTensorMode():
+        assert isinstance(resolved(ROWS, torch.empty(3, 7, 2)).spans, FakeTensor)
 
 
 def test_a_parent_with_a_parent_is_refused():

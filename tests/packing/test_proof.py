@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from liger_trainer.attention.interface import NAME
-from liger_trainer.kernels.documents import documents_of, places
+from liger_trainer.kernels.documents import documents_of
 from liger_trainer.packing import packed_row
 from liger_trainer.packing.layout import Layout
 from liger_trainer.packing.packed_row import PackedRow
@@ -27,6 +27,7 @@ from liger_trainer.patching.binding import unbind_forward
 from liger_trainer.patching.recurrent import proof as proof_of_mixers
 from liger_trainer.recipe.model import published_config
 from tests.attention.families import TAKEN, build
+from tests.kernels.document_places import places
 from tests.patching.comparisons import LAYERS
 from tests.tiny_models import COMMON
 

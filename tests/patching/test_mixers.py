@@ -12,9 +12,10 @@ from torch import nn
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
-from liger_trainer.kernels.documents import documents_of, places
+from liger_trainer.kernels.documents import documents_of
 from liger_trainer.patching.recurrent.documents import KEYWORD
 from liger_trainer.patching.recurrent.find import mixers_of
+from tests.kernels.document_places import places
 from tests.patching import comparisons
 from tests.patching.comparisons import LAYERS
 from tests.patching.mixing_models import FIELDS, ROWS, built, component_of, mixers
@@ -214,5 +215,5 @@ def test_segments_of_a_packed_row_are_documents():
     common = [5, 6, 7]
     (row,) = packed_rows(rows_of_tokens([*common, 8, 9], [*common, 4], [3, 3], common).padded(), share=True)
     assert row.layout.segments[0] == Segment(0, 3)
-    assert sorted(places(row.documents())) == [(0, 3, -1), (3, 5, 0), (5, 6, 0), (6, 8, -1)]
-    assert row.documents() is row.documents()
+    assert sorted(places(row.documents)) == [(0, 3, -1), (3, 5, 0), (5, 6, 0), (6, 8, -1)]
+    assert row.documents is row.documents

@@ -2,7 +2,8 @@
 
 import torch
 
-from liger_trainer.kernels.documents import documents_of, places
+from liger_trainer.kernels.documents import documents_of
+from tests.kernels.document_places import places
 
 LENGTHS = [3, 70, 1, 2, 64, 65, 0, 63, 5, 1, 7, 130, 0, 2]
 PARENTS = [-1, -1, -1, -1, -1, -1, -1, 0, 1, 2, 2, 4, 5, 6]

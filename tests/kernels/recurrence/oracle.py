@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from liger_trainer.kernels.documents import Documents, documents_of, places
+from liger_trainer.kernels.documents import Documents, documents_of
+from tests.kernels.document_places import places
 
 LENGTHS = [70, 1, 0, 64, 130, 2, 63, 65]
 PARENTS = [-1, 0, -1, 0, -1, 4, -1, 2]

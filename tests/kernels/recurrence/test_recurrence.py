@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from liger_trainer.functional import decayed_attention, delta_rule, state_space
-from liger_trainer.kernels.documents import ROWS, documents_of, places, resolved
+from liger_trainer.kernels.documents import ROWS, documents_of, resolved
 from liger_trainer.kernels.recurrence.decayed_attention import decayed_attention_reference
 from liger_trainer.kernels.recurrence.delta_rule import delta_rule_reference
 from liger_trainer.kernels.recurrence.state_space import state_space_reference
+from tests.kernels.document_places import places
 from tests.kernels.recurrence.oracle import sequential
 
 pytestmark = pytest.mark.kernel
