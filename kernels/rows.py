@@ -56,6 +56,11 @@ class DeviceLimits(NamedTuple):
     before_ampere: bool = False
     tensor_memory: bool = False
 
+    @property
+    def as_large_as_hopper(self) -> bool:
+        """Whether a program has the shared memory of Hopper, which is that of B200."""
+        return self.shared_memory >= 227 * 1024
+
 
 @functools.cache
 def device_limits(device: torch.device) -> DeviceLimits:

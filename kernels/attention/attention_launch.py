@@ -30,15 +30,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-_HOPPER = 227 * 1024
-"""Bytes of shared memory that a program may have on Hopper and on B200."""
-
 _TILES = {
     "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
     "key gradients": {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 3), 256: Tile(32, 128, 8, 2)},
     "query gradients": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
 }
-"""Tiles of half precision for heads of up to so many columns, where a program has `_HOPPER`."""
+"""Tiles of half precision for heads of up to so many columns, on Hopper and on B200."""
 
 _SMALL_TILES = {
     "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
@@ -63,7 +60,7 @@ def tile_for(kernel: str, q: torch.Tensor) -> Tile:
     if INTERPRETED:
         return Tile(32, 16, 4, 1)
     limits = device_limits(q.device)
-    half = _TURING_TILES if limits.before_ampere else _TILES if limits.shared_memory >= _HOPPER else _SMALL_TILES
+    half = _TURING_TILES if limits.before_ampere else _TILES if limits.as_large_as_hopper else _SMALL_TILES
     tiles = _FP32_TILES if q.dtype == torch.float32 else half[kernel]
     return next(tile for columns, tile in tiles.items() if q.shape[2] <= columns)
 

@@ -5,24 +5,22 @@ Shapes: T tokens; C chunks of 64 tokens; HEADS value heads; K rows and V columns
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from liger_trainer.kernels.documents import Documents
+from liger_trainer.kernels.documents import CHUNK, Documents
 from liger_trainer.kernels.recurrence.channel_factors import channel_factors_kernel, channel_totals_kernel
 from liger_trainer.kernels.recurrence.channel_gradients import channel_gradients_kernel
-from liger_trainer.kernels.recurrence.launch import HOPPER, Channels, Gradients, Inputs, Tile, fp32_products, padded
+from liger_trainer.kernels.recurrence.launch import (
+    Channels,
+    Gradients,
+    Inputs,
+    Tile,
+    constants,
+    fp32_products,
+    padded,
+)
 from liger_trainer.kernels.rows import device_limits
 from liger_trainer.kernels.runtime import INTERPRETED, cdiv
-
-MAX_ROWS = 128
-"""The most rows of a state that the kernels for decays by channel take."""
-
-
-def _constants(inputs: Inputs) -> dict[str, Any]:
-    value_heads, key_heads, rows = inputs.v.shape[1], inputs.k.shape[1], inputs.k.shape[2]
-    return {"HEADS": value_heads, "SHARE": value_heads // key_heads, "K": rows}
 
 
 def _level_products(inputs: Inputs) -> str:
@@ -34,7 +32,7 @@ def _tile(kernel: str, inputs: Inputs) -> Tile:
     """Columns, warps and stages of a kernel: ``"factors"`` or ``"gradients"``."""
     if INTERPRETED:
         return Tile(16, 4, 1)
-    if device_limits(inputs.v.device).shared_memory >= HOPPER:  # compared with float64 on an H200, not tuned
+    if device_limits(inputs.v.device).as_large_as_hopper:  # compared with float64 on an H200, not tuned
         return Tile(128, 8, 1) if kernel == "factors" else Tile(64, 8, 1)
     return Tile(32, 4 if kernel == "factors" else 8, 1)
 
@@ -75,7 +73,7 @@ def channel_factors(
     chunks, rows = len(documents.chunks), inputs.k.shape[2]
     from_start_q, from_start_k, to_end_k = (inputs.k.new_empty(tokens, heads, rows) for _ in range(3))
     decay = inputs.v.new_empty(chunks, heads, rows, dtype=torch.float32)
-    products = inputs.empty(chunks, 64, 64)
+    products = inputs.empty(chunks, CHUNK, CHUNK)
     tile = _tile("factors", inputs)
     channel_factors_kernel[(chunks * heads,)](
         inputs.q,
@@ -91,10 +89,9 @@ def channel_factors(
         solve,
         *inputs.strides("q", "k", "beta"),
         BLOCK_K=min(tile.columns, padded(rows)),
-        PRECISION=_level_products(inputs),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **_constants(inputs),
+        **{**constants(inputs), "PRECISION": _level_products(inputs)},
     )
     return inputs._replace(q=from_start_q, k=from_start_k, g=None, channels=Channels(to_end_k, decay, products))
 
@@ -146,11 +143,10 @@ def channel_gradients(
         V=inputs.v.shape[2],
         BLOCK_K=block_k,
         BLOCK_V=min(tile.columns, padded(inputs.v.shape[2])),
-        PRECISION=fp32_products(),
         LEVEL_PRECISION=_level_products(inputs),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **_constants(inputs),
+        **constants(inputs),
     )
     if dbeta is not None and out.beta is not None:
         out.beta.copy_(dbeta.sum(0).view(out.beta.shape))

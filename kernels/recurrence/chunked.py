@@ -21,6 +21,8 @@ Shapes: T tokens of all rows, C chunks of CHUNK tokens, D documents; H key heads
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from liger_trainer.kernels.documents import CHUNK, FIRST_CHUNK, PARENT, TOKENS, Documents
@@ -28,21 +30,10 @@ from liger_trainer.kernels.documents import CHUNK, FIRST_CHUNK, PARENT, TOKENS, 
 _BLOCK = 16  # tokens; in a diagonal block of decays by channel, each pair of tokens has exponentials of its own
 
 
-def chunked_recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    scale: float,
-    delta: bool,
-    documents: Documents,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over each document, in fp32, or in float64 if `v` is.
+class Arguments(NamedTuple):
+    """The tensors of a recurrence, of any strides where the last one is 1.
 
-    Args:
+    Attributes:
         q: (batch, tokens, H, K).
         k: (batch, tokens, H, K).
         v: (batch, tokens, H * R, V).
@@ -50,6 +41,24 @@ def chunked_recurrence(
         beta: (batch, tokens, H * R); None for 1.
         skip: (H * R,); None for 0.
         initial_state: (roots, H * R, K, V), of the documents without a parent; None for 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor | None = None
+    skip: torch.Tensor | None = None
+    initial_state: torch.Tensor | None = None
+
+
+def chunked_recurrence(
+    arguments: Arguments, scale: float, delta: bool, documents: Documents
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence over each document, in fp32, or in float64 if `v` is.
+
+    Args:
+        arguments: The tensors.
         scale: Factor of the result.
         delta: Whether what the state already holds for k is taken off v.
         documents: With tables.
@@ -57,6 +66,7 @@ def chunked_recurrence(
     Returns:
         o in the shape and dtype of `v`, and the final states of all documents, (D, H * R, K, V).
     """
+    q, k, v, g, beta, skip, initial_state = arguments
     assert documents.spans is not None
     assert documents.chunks is not None
     compute = torch.promote_types(v.dtype, torch.float32)

@@ -13,6 +13,7 @@ import torch
 
 from liger_trainer.kernels.documents import ROWS, Documents
 from liger_trainer.kernels.recurrence.arguments import check_heads, check_initial_state, check_shape, check_tensors
+from liger_trainer.kernels.recurrence.chunked import Arguments
 from liger_trainer.kernels.recurrence.recurrence import recurrence, recurrence_reference
 from liger_trainer.kernels.runtime import reference_of
 
@@ -50,18 +51,11 @@ def decayed_attention(
     """
     name = "decayed_attention"
     check_tensors(name, "v", q=q, k=k, v=v, slope=slope, initial_state=initial_state)
-    if v.dim() != 4 or k.dim() != 4:
-        argument, x = ("v", v) if v.dim() != 4 else ("k", k)
-        raise ValueError(f"`{argument}` of {name} has {x.dim()} dimensions; give (batch, tokens, heads, channels).")
-    batch, tokens, heads, columns = v.shape
-    key_heads, rows = k.shape[2:]
-    check_heads(name, "k", key_heads, "v", heads)
-    check_shape(name, "k", k, (batch, tokens, key_heads, rows), "(batch, tokens, key_heads, K)")
-    check_shape(name, "q", q, (batch, tokens, key_heads, rows), "the shape of `k`")
-    check_shape(name, "slope", slope, (heads,), "(heads,)")
-    check_initial_state(name, initial_state, documents, batch, heads, rows, columns)
-    g = -slope.to(torch.promote_types(v.dtype, torch.float32)).expand(batch, tokens, heads)
-    return recurrence(q, k, v, g, None, None, initial_state, 1.0, False, documents, final_state)
+    sizes = check_heads(name, q, k, v)
+    check_shape(name, "slope", slope, (sizes.heads,), "(heads,)")
+    check_initial_state(name, initial_state, documents, sizes)
+    g = -slope.to(torch.promote_types(v.dtype, torch.float32)).expand(v.shape[:3])
+    return recurrence(Arguments(q, k, v, g, initial_state=initial_state), 1.0, False, documents, final_state)
 
 
 decayed_attention_reference = reference_of(decayed_attention, recurrence=recurrence_reference)

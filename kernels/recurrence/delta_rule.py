@@ -13,6 +13,7 @@ import torch
 
 from liger_trainer.kernels.documents import ROWS, Documents
 from liger_trainer.kernels.recurrence.arguments import check_heads, check_initial_state, check_shape, check_tensors
+from liger_trainer.kernels.recurrence.chunked import Arguments
 from liger_trainer.kernels.recurrence.recurrence import recurrence, recurrence_reference
 from liger_trainer.kernels.runtime import reference_of
 
@@ -55,20 +56,14 @@ def delta_rule(
     """
     name = "delta_rule"
     check_tensors(name, "v", q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
-    if v.dim() != 4 or k.dim() != 4:
-        argument, x = ("v", v) if v.dim() != 4 else ("k", k)
-        raise ValueError(f"`{argument}` of {name} has {x.dim()} dimensions; give (batch, tokens, heads, channels).")
-    batch, tokens, heads, columns = v.shape
-    key_heads, rows = k.shape[2:]
-    check_heads(name, "k", key_heads, "v", heads)
-    check_shape(name, "k", k, (batch, tokens, key_heads, rows), "(batch, tokens, key_heads, K)")
-    check_shape(name, "q", q, (batch, tokens, key_heads, rows), "the shape of `k`")
-    by_channel = (rows,) if g.dim() == 4 else ()
-    check_shape(name, "g", g, (batch, tokens, heads, *by_channel), "(batch, tokens, value_heads), or with K behind it")
-    check_shape(name, "beta", beta, (batch, tokens, heads), "(batch, tokens, value_heads)")
-    check_initial_state(name, initial_state, documents, batch, heads, rows, columns)
-    scale = rows**-0.5 if scale is None else scale
-    return recurrence(q, k, v, g, beta, None, initial_state, scale, True, documents, final_state)
+    sizes = check_heads(name, q, k, v)
+    by_channel = (sizes.rows,) if g.dim() == 4 else ()
+    check_shape(name, "g", g, (*v.shape[:3], *by_channel), "(batch, tokens, value_heads), or with K behind it")
+    check_shape(name, "beta", beta, tuple(v.shape[:3]), "(batch, tokens, value_heads)")
+    check_initial_state(name, initial_state, documents, sizes)
+    scale = sizes.rows**-0.5 if scale is None else scale
+    arguments = Arguments(q, k, v, g, beta, initial_state=initial_state)
+    return recurrence(arguments, scale, True, documents, final_state)
 
 
 delta_rule_reference = reference_of(delta_rule, recurrence=recurrence_reference)

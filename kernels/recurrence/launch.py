@@ -23,8 +23,8 @@ from liger_trainer.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
 _HEADS_OF_PROGRAM = 16
 """Value heads that one program of the gradients adds up at most."""
 
-MAX_WIDTH = 256
-"""The most rows and columns of a state that the kernels take."""
+_MOST_COLUMNS = 256
+"""The most columns of a state that the kernels take."""
 
 _KEY_BLOCK = 64
 """Rows of a state in a program of the gradients of queries and keys."""
@@ -90,9 +90,6 @@ class Tile(NamedTuple):
     stages: int
 
 
-HOPPER = 227 * 1024
-"""Bytes of shared memory that a program may have on Hopper and on B200."""
-
 # Keyed by the rows of a state, padded; the columns of a program are at most those of the state.
 _TILES = {
     "scan": {128: Tile(64, 4, 2), 256: Tile(32, 4, 2)},
@@ -102,8 +99,8 @@ _TILES = {
     "key gradients": {256: Tile(64, 4, 2)},
     "key gradients of the delta rule": {256: Tile(32, 4, 3)},
 }
-"""Tiles of half precision where a program has `HOPPER`, measured on an H200 with 128 rows. There, with Triton
-3.6, scans of 32 columns whose loops have one stage read memory out of bounds; why is not known."""
+"""Tiles of half precision on Hopper and on B200, measured on an H200 with 128 rows. There, with Triton 3.6, scans of 32
+columns whose loops have one stage read memory out of bounds; why is not known."""
 
 _SMALL_TILES = {
     "scan": {64: Tile(32, 4, 2), 128: Tile(32, 4, 1), 256: Tile(16, 4, 1)},
@@ -125,23 +122,19 @@ _FP32_TILES = {
 }
 """Tiles of fp32; chosen to fit, not measured."""
 
-MAX_FP32_ROWS = 128
-"""The most rows of a state that the kernels take in fp32."""
 
-
-def takes(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+def takes(rows: int, columns: int, dtype: torch.dtype, device: torch.device, by_channel: bool) -> bool:
     """Whether there are kernels for states of so many rows and columns, and arguments of this dtype.
 
-    Before Ampere, Triton multiplies without tensor cores. On an H200 with Triton 3.6, some
-    kernels of fp32 read memory out of bounds; why is not known. Torch runs those.
+    Before Ampere, Triton multiplies without tensor cores. On an H200 with Triton 3.6, some kernels of fp32 read memory
+    out of bounds; why is not known. In fp32, on B200 and with decays by channel, states of more than 128 rows do not
+    fit in shared memory. Torch runs all of those.
     """
     limits = device_limits(device)
-    if limits.before_ampere and not INTERPRETED:
+    fp32 = dtype == torch.float32
+    if not INTERPRETED and (limits.before_ampere or (fp32 and limits.as_large_as_hopper)):
         return False
-    if dtype == torch.float32:
-        large = not INTERPRETED and limits.shared_memory >= HOPPER
-        return rows <= MAX_FP32_ROWS and columns <= MAX_WIDTH and not large
-    return rows <= (128 if limits.tensor_memory else MAX_WIDTH) and columns <= MAX_WIDTH
+    return rows <= (128 if fp32 or by_channel or limits.tensor_memory else 256) and columns <= _MOST_COLUMNS
 
 
 def tile_for(kernel: str, inputs: Inputs) -> Tile:
@@ -153,7 +146,7 @@ def tile_for(kernel: str, inputs: Inputs) -> Tile:
     if inputs.v.dtype == torch.float32:
         tile = _FP32_TILES[kernel]
     else:
-        half = _TILES if limits.shared_memory >= HOPPER else _SMALL_TILES
+        half = _TILES if limits.as_large_as_hopper else _SMALL_TILES
         tile = next(tile for rows, tile in half[kernel].items() if block_k <= rows)
     return tile._replace(columns=min(tile.columns, max(block_v, 32)))  # 16 were not tried
 
@@ -163,7 +156,7 @@ def padded(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-def _constants(inputs: Inputs) -> dict[str, Any]:
+def constants(inputs: Inputs) -> dict[str, Any]:
     """What all kernels know when they are compiled."""
     value_heads, key_heads, rows = inputs.v.shape[1], inputs.k.shape[1], inputs.k.shape[2]
     return {"HEADS": value_heads, "SHARE": value_heads // key_heads, "K": rows, "PRECISION": fp32_products()}
@@ -195,7 +188,7 @@ def chunk_inverse(inputs: Inputs, documents: Documents, out: torch.Tensor, solve
         BLOCK_K=min(32, padded(inputs.k.shape[2])),
         num_warps=1,
         num_stages=1,
-        **_constants(inputs),
+        **constants(inputs),
     )
 
 
@@ -259,7 +252,7 @@ def scan(
             ALL_FINAL=final is not None and len(final) == len(documents.spans),
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **_constants(inputs),
+            **constants(inputs),
         )
 
 
@@ -312,7 +305,7 @@ def reverse_scan(
             CONTINUES=continues,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **_constants(inputs),
+            **constants(inputs),
         )
 
 
@@ -362,7 +355,7 @@ def chunk_gradients(
     dlast = inputs.v.new_empty(blocks, chunks, heads, dtype=torch.float32)
     dp = inputs.v.new_empty(chunks * key_heads * parts, CHUNK, CHUNK)
     dm = torch.empty_like(dp) if inputs.delta else None
-    common = {"OF_PROGRAM": of_program, "V": inputs.v.shape[2], "DELTA": inputs.delta, **_constants(inputs)}
+    common = {"OF_PROGRAM": of_program, "V": inputs.v.shape[2], "DELTA": inputs.delta, **constants(inputs)}
     pair_gradients_kernel[(len(dp),)](
         inputs.q,
         inputs.k,

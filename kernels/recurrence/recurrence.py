@@ -21,13 +21,8 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_second_deriva
 from liger_trainer.kernels.documents import CHUNK, Documents, resolved
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.recurrence import launch
-from liger_trainer.kernels.recurrence.channel_launch import (
-    MAX_ROWS,
-    channel_factors,
-    channel_gradients,
-    channel_totals,
-)
-from liger_trainer.kernels.recurrence.chunked import chunked_recurrence
+from liger_trainer.kernels.recurrence.channel_launch import channel_factors, channel_gradients, channel_totals
+from liger_trainer.kernels.recurrence.chunked import Arguments, chunked_recurrence
 from liger_trainer.kernels.runtime import cdiv, has_elements, on_device, reference_of, use_triton
 
 
@@ -37,16 +32,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.dim() == 2 else x.contiguous()
 
 
-def _inputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    scale: float,
-    delta: bool,
-) -> launch.Inputs:
+def _inputs(arguments: Arguments, scale: float, delta: bool) -> launch.Inputs:
+    q, k, v, g, beta, skip, _ = arguments
     beta = None if beta is None else _flat(beta)
     skip = None if skip is None else skip.contiguous()
     return launch.Inputs(_flat(q), _flat(k), _flat(v), _flat(g), beta, skip, scale, delta)
@@ -67,30 +54,21 @@ def _zeros_or_empty(like: torch.Tensor, documents: Documents, dtype: torch.dtype
 
 @operator("liger_trainer::recurrence")
 def _recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    documents: Documents,
-    scale: float,
-    delta: bool,
-    final_state: bool,
+    arguments: Arguments, documents: Documents, scale: float, delta: bool, final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    v, initial = arguments.v, arguments.initial_state
     number, roots, chunks = _counts(documents, v)
-    heads, rows, columns = v.shape[2], k.shape[3], v.shape[3]
+    heads, rows, columns = v.shape[2], arguments.k.shape[3], v.shape[3]
     o = _zeros_or_empty(v, documents)
     final = v.new_empty(number if final_state else 0, heads, rows, columns, dtype=torch.float32)
     inverse = v.new_empty(chunks if delta else 0, heads, CHUNK, CHUNK)
     if has_elements(v):
-        inputs, documents = _inputs(q, k, v, g, beta, skip, scale, delta), resolved(documents, v)
-        initial = None if initial_state is None else initial_state.contiguous()
+        inputs, documents = _inputs(arguments, scale, delta), resolved(documents, v)
+        initial = None if initial is None else initial.contiguous()
         of_parents = final if final_state else _states_of_parents(inputs, number, roots)
         with on_device(v):
             solve, of_scan = None, inputs
-            if g.dim() == 4:
+            if arguments.g.dim() == 4:
                 solve = v.new_empty(inverse.shape, dtype=torch.float32)
                 of_scan = channel_factors(inputs, documents, channel_totals(inputs, documents), solve)
             if delta:
@@ -111,19 +89,14 @@ def _states_of_parents(inputs: launch.Inputs, documents: int, roots: int) -> tor
 def _recurrence_backward(
     do: torch.Tensor,
     dfinal: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
+    arguments: Arguments,
     inverse: torch.Tensor,
     documents: Documents,
     scale: float,
     delta: bool,
     needed: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, g, beta, skip, initial = arguments
     number, roots, chunks = _counts(documents, v)
     heads, rows, columns = v.shape[2], k.shape[3], v.shape[3]
     dq, dk, dv = (_zeros_or_empty(x, documents) for x in (q, k, v))
@@ -133,8 +106,8 @@ def _recurrence_backward(
     first_states = number if number > roots or needed[6] else 0
     dinitial = v.new_empty(first_states, heads, rows, columns, dtype=torch.float32)
     if has_elements(v):
-        inputs, documents = _inputs(q, k, v, g, beta, skip, scale, delta), resolved(documents, v)
-        initial = None if initial_state is None else initial_state.contiguous()
+        inputs, documents = _inputs(arguments, scale, delta), resolved(documents, v)
+        initial = None if initial is None else initial.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
         do, of_delta = _flat(do), inverse if delta else None
         states, dstates = inputs.empty(chunks, rows, columns), inputs.empty(chunks, rows, columns)
@@ -161,7 +134,7 @@ def _recurrence_backward(
         for need, x, like in (
             (needed[3], dg, g),
             (needed[5], dskip.sum(0), skip),
-            (needed[6], dinitial[:roots], initial_state),
+            (needed[6], dinitial[:roots], initial),
         )
     )
     return dq, dk, dv, dg, dbeta, dskip, dinitial
@@ -171,19 +144,19 @@ refuse_second_derivative(_recurrence_backward, "delta_rule, state_space and deca
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, documents, ctx.scale, ctx.delta, ctx.final_state = inputs
+    arguments, documents, ctx.scale, ctx.delta, ctx.final_state = inputs
     ctx.roots, ctx.padding = documents.roots, documents.padding
-    ctx.save_for_backward(*tensors, output[2], documents.spans, documents.chunks)
+    ctx.save_for_backward(*arguments, output[2], documents.spans, documents.chunks)
 
 
 def _backward(ctx, do, dfinal, _):
-    *tensors, spans, chunks = ctx.saved_tensors
-    documents = Documents(spans, chunks, ctx.roots, ctx.padding)
+    *tensors, inverse, spans, chunks = ctx.saved_tensors
+    arguments, documents = Arguments(*tensors), Documents(spans, chunks, ctx.roots, ctx.padding)
     needed = list(ctx.needs_input_grad[:7])
     if do is None:
-        do = torch.zeros_like(tensors[2])
+        do = torch.zeros_like(arguments.v)
     dfinal = dfinal if ctx.final_state else None
-    gradients = _recurrence_backward(do, dfinal, *tensors, documents, ctx.scale, ctx.delta, needed)
+    gradients = _recurrence_backward(do, dfinal, arguments, inverse, documents, ctx.scale, ctx.delta, needed)
     return input_gradients(ctx, *where_needed(needed, *gradients))
 
 
@@ -191,31 +164,18 @@ _recurrence.register_autograd(_backward, setup_context=_setup_context)
 
 
 def recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    scale: float,
-    delta: bool,
-    documents: Documents,
-    final_state: bool,
+    arguments: Arguments, scale: float, delta: bool, documents: Documents, final_state: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The result, and the final states with `final_state`; arguments and results are those of `chunked_recurrence`."""
-    tensors = [x for x in (q, k, v, g, beta, skip, initial_state) if x is not None]
+    q, k, v, g = arguments[:4]
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    fits = launch.takes(k.shape[3], v.shape[3], dtype, v.device) and v.numel() > 0
-    if g.dim() == 4:
-        fits = fits and delta and k.shape[3] <= MAX_ROWS
-    if all(map(use_triton, tensors)) and fits:
-        o, states, _ = _recurrence(
-            q.to(dtype), k.to(dtype), v.to(dtype), g, beta, skip, initial_state, documents, scale, delta, final_state
-        )
+    fits = launch.takes(k.shape[3], v.shape[3], dtype, v.device, g.dim() == 4) and (delta or g.dim() == 3)
+    if v.numel() and fits and all(use_triton(x) for x in arguments if x is not None):
+        converted = arguments._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
+        o, states, _ = _recurrence(converted, documents, scale, delta, final_state)
         o = o.to(v.dtype)
     else:
-        o, states = chunked_recurrence(q, k, v, g, beta, skip, initial_state, scale, delta, resolved(documents, v))
+        o, states = chunked_recurrence(arguments, scale, delta, resolved(documents, v))
     return (o, states) if final_state else o
 
 

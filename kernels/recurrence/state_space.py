@@ -13,6 +13,7 @@ import torch
 
 from liger_trainer.kernels.documents import ROWS, Documents
 from liger_trainer.kernels.recurrence.arguments import check_heads, check_initial_state, check_shape, check_tensors
+from liger_trainer.kernels.recurrence.chunked import Arguments
 from liger_trainer.kernels.recurrence.recurrence import recurrence, recurrence_reference
 from liger_trainer.kernels.runtime import reference_of
 
@@ -59,26 +60,17 @@ def state_space(
     """
     name = "state_space"
     check_tensors(name, "x", x=x, dt=dt, A=A, B=B, C=C, D=D, dt_bias=dt_bias, initial_state=initial_state)
-    if x.dim() != 4 or B.dim() != 4:
-        argument, tensor = ("x", x) if x.dim() != 4 else ("B", B)
-        raise ValueError(
-            f"`{argument}` of {name} has {tensor.dim()} dimensions; give (batch, tokens, heads, channels)."
-        )
-    batch, tokens, heads, columns = x.shape
-    groups, rows = B.shape[2:]
-    check_heads(name, "B", groups, "x", heads)
-    check_shape(name, "B", B, (batch, tokens, groups, rows), "(batch, tokens, groups, N)")
-    check_shape(name, "C", C, (batch, tokens, groups, rows), "the shape of `B`")
-    check_shape(name, "dt", dt, (batch, tokens, heads), "(batch, tokens, heads)")
+    sizes = check_heads(name, C, B, x, names=("C", "B", "x"))
+    check_shape(name, "dt", dt, tuple(x.shape[:3]), "(batch, tokens, heads)")
     for argument, parameter in (("A", A), ("D", D), ("dt_bias", dt_bias)):
         if parameter is not None:
-            check_shape(name, argument, parameter, (heads,), "(heads,)")
-    check_initial_state(name, initial_state, documents, batch, heads, rows, columns)
+            check_shape(name, argument, parameter, (sizes.heads,), "(heads,)")
+    check_initial_state(name, initial_state, documents, sizes)
     compute = torch.promote_types(x.dtype, torch.float32)
     steps = dt.to(compute) if dt_bias is None else dt.to(compute) + dt_bias.to(compute)
     steps = torch.nn.functional.softplus(steps).clamp(*dt_limit)
     g = steps * A.to(compute)
-    return recurrence(C, B, x, g, steps, D, initial_state, 1.0, False, documents, final_state)
+    return recurrence(Arguments(C, B, x, g, steps, D, initial_state), 1.0, False, documents, final_state)
 
 
 state_space_reference = reference_of(state_space, recurrence=recurrence_reference)

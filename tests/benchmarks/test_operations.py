@@ -16,6 +16,7 @@ from liger_trainer.benchmarks.records import Machine
 from liger_trainer.benchmarks.registry import OPERATIONS, Data, load_operations
 from liger_trainer.functional import delta_rule, short_conv
 from liger_trainer.kernels.documents import documents_of
+from liger_trainer.kernels.recurrence.chunked import Arguments
 from liger_trainer.kernels.recurrence.chunked import chunked_recurrence as recurrence
 
 load_operations()
@@ -274,7 +275,7 @@ def test_packages_for_recurrences_are_given_the_same_work(monkeypatch):
 
     def simple_gla(q, k, v, g=None, g_gamma=None, *, scale):
         g = g_gamma.expand(v.shape[:3]) if g is None else g
-        return recurrence(q, k, v, g.float(), None, None, None, scale, False, documents_of_rows(v))[0]
+        return recurrence(Arguments(q, k, v, g.float()), scale, False, documents_of_rows(v))[0]
 
     def documents_of_rows(x):
         return documents_of([x.shape[1]] * x.shape[0])

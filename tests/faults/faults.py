@@ -46,7 +46,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "::test_layer_norm_reference_is_torchs"),
         ("a gate comes last that comes first", "gated_rms_norm", r"wide \* factor if gate_first else wide",
          "wide", "norms/test_gated_rms_norm::test_reference_has_the_bits_of_the_models_module", "mamba2"),
-        ("a child begins with zeros", "_inputs", r"torch\.where\(continued, parent, document\)", "document",
+        ("a child begins with zeros", "_input_numbers", r"torch\.where\(continued, parent, document\)", "document",
          "conv/test_reference::test_short_conv", "4-None-False"),
         ("LayerNorm of groups is of the whole row", "layer_norm",
          r"wide\.unflatten\(-1, \(-1, group_size\)\)",

@@ -5,10 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.functional import delta_rule
-from liger_trainer.kernels.documents import ROWS, documents_of, places, resolved
+from liger_trainer.kernels.documents import ROWS, documents_of, resolved
 from liger_trainer.kernels.recurrence.channel_launch import channel_factors, channel_totals
-from liger_trainer.kernels.recurrence.chunked import chunked_recurrence
+from liger_trainer.kernels.recurrence.chunked import Arguments, chunked_recurrence
 from liger_trainer.kernels.recurrence.launch import Inputs
+from tests.kernels.document_places import places
 from tests.kernels.recurrence.oracle import hard_documents, hard_tokens, sequential
 
 pytestmark = pytest.mark.kernel
@@ -49,7 +50,11 @@ def kernels(documents):
     return lambda *x: delta_rule(*x[:5], initial_state=x[5], documents=documents, final_state=True)
 
 
-def plain(documents, compute=chunked_recurrence):
+def in_chunks(q, k, v, g, beta, skip, initial_state, scale, delta, documents):
+    return chunked_recurrence(Arguments(q, k, v, g, beta, skip, initial_state), scale, delta, documents)
+
+
+def plain(documents, compute=in_chunks):
     return lambda *x: compute(*x[:5], None, x[5], x[1].shape[-1] ** -0.5, True, documents)
 
 
