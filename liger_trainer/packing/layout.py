@@ -53,7 +53,7 @@ class Segment(NamedTuple):
     prefix: tuple[int, int] = (0, 0)
 
 
-class Documents(NamedTuple):
+class AttentionDocuments(NamedTuple):
     """What attention needs to know of a packed row; see `kernels.attention.plan`.
 
     Attributes:
@@ -83,7 +83,7 @@ class Layout:
     places: np.ndarray
     segments: list[Segment]
 
-    def documents(self, window: int, chunk: int) -> Documents:
+    def documents(self, window: int, chunk: int) -> AttentionDocuments:
         """The documents of attention that sees `window` keys, in chunks of `chunk` tokens of a row; 0 for all."""
         queries, keys = [0], [0]
         pieces: list[np.ndarray] = []
@@ -103,7 +103,7 @@ class Layout:
                 queries.append(queries[-1] + end - begin)
                 keys.append(keys[-1] + end - seen)
         own_keys = None if keys == queries else np.concatenate(pieces)
-        return Documents(np.array(queries, np.int32), own_keys, np.array(keys, np.int32))
+        return AttentionDocuments(np.array(queries, np.int32), own_keys, np.array(keys, np.int32))
 
 
 def starts_and_lengths(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -72,26 +73,22 @@ class PackedRow:
     inputs: dict[str, torch.Tensor]
     scored: Scored
     _plans: dict[tuple[int, int], AttentionPlan] = dataclasses.field(default_factory=dict)
-    _documents: Documents | None = None
 
     def attended(self) -> contextlib.AbstractContextManager[None]:
         """Around the model's forward: attention sees of each row what it saw in the batch."""
-        return running(dataclasses.replace(current_step(), plan_of=self.plan, documents=self.documents))
+        return running(dataclasses.replace(current_step(), plan_of=self.plan, documents=lambda: self.documents))
 
+    @functools.cached_property
     def documents(self) -> Documents:
         """Each segment of the row, which continues the one before it in a row; for recurrences and convolutions."""
-        if self._documents is None:
-            segments = self.layout.segments
-            numbers = {(each.begin, each.end): place for place, each in enumerate(segments)}
-            made = documents_of(
-                [each.end - each.begin for each in segments],
-                [each.begin for each in segments],
-                [numbers.get(each.prefix, -1) for each in segments],
-                device=self.inputs["input_ids"].device,
-            )
-            object.__setattr__(self, "_documents", made)
-        assert self._documents is not None
-        return self._documents
+        segments = self.layout.segments
+        numbers = {(each.begin, each.end): place for place, each in enumerate(segments)}
+        return documents_of(
+            [each.end - each.begin for each in segments],
+            [each.begin for each in segments],
+            [numbers.get(each.prefix, -1) for each in segments],
+            device=self.inputs["input_ids"].device,
+        )
 
     def plan(self, window: int, chunk: int) -> AttentionPlan:
         """The plan of attention that sees `window` keys, in chunks of `chunk` tokens; 0 for all."""

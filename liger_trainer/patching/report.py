@@ -64,6 +64,14 @@ def proved(component: str, target: str, module: nn.Module, proof: Proof) -> Find
     return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason, bind)
 
 
+def candidate(component: str, module: nn.Module, is_enabled: bool, prove: Callable[[], Proof]) -> Finding:
+    """The finding for a module that looks like `component`: that of its proof, or why it is left alone without one."""
+    target = type(module).__name__
+    if reason := reason_to_leave(module, is_enabled):
+        return Finding(component, target, module, reason=reason)
+    return proved(component, target, module, prove())
+
+
 def rows(findings: Iterable[Finding]) -> list[KernelReportRow]:
     """The rows of the report: equal findings are counted together, in order of appearance."""
     groups: dict[tuple, list[Finding]] = {}

@@ -23,6 +23,7 @@ from torch import nn
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import PLANNED_ATTENTION
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.patching.recurrent.mixers import is_depthwise
 from liger_trainer.plan.parameters import Parameters, decoder_layers
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
@@ -139,8 +140,7 @@ def _shape_of(config: Any, layer: nn.Module, hybrid: bool, fused_adapters: bool,
 
 def _convolution(layer: nn.Module) -> nn.Conv1d | None:
     """The convolution along the tokens of a layer with a mixer."""
-    found = (module for module in layer.modules() if isinstance(module, nn.Conv1d))
-    return next((module for module in found if module.groups == module.in_channels), None)
+    return next(filter(is_depthwise, layer.modules()), None)
 
 
 def _parts(layer: nn.Module) -> tuple[bool, bool, bool]:

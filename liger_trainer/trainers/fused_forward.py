@@ -199,7 +199,7 @@ def packed_statistics(
     def of(row: PackedRow) -> tuple[TokenStatistics, torch.Tensor | None]:
         arguments = {**kwargs, **row.inputs}
         step = step_of_forward(model, native, (), arguments, Forward(has_labels=True))
-        with running(replace(step, labelled=None, plan_of=row.plan, documents=row.documents)):
+        with running(replace(step, labelled=None)), row.attended():
             outputs = native(model, **arguments)
             logits = rows_of(outputs.logits, row.scored.tokens)
             found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else recomputed)

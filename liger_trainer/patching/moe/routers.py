@@ -22,7 +22,7 @@ from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.inputs import BIASES, CLOSE_SCORES, MODES, ROUTER, crowded
 from liger_trainer.patching.probe import Probe, Proof, dummy_module, full_shape, identity, no_formula, refused
-from liger_trainer.patching.report import Finding, proved, reason_to_leave
+from liger_trainer.patching.report import Finding, candidate
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import Agreement, Computation, Trial, runs
 
@@ -141,11 +141,9 @@ def find_router(module: nn.Module, enabled: Callable[[str], bool], probe: Probe)
         return None
     if not isinstance(module.__dict__.get("top_k"), int):
         return None
-    target = type(module).__name__
-    reason = reason_to_leave(module, enabled("router"))
-    if reason:
-        return Finding("router", target, module, reason=reason)
-    return proved("router", target, module, probe.once(identity(module), _probe_router, module, probe))
+    return candidate(
+        "router", module, enabled("router"), lambda: probe.once(identity(module), _probe_router, module, probe)
+    )
 
 
 class _Verdict(NamedTuple):

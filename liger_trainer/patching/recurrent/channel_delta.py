@@ -17,7 +17,7 @@ from liger_trainer.kernels.recurrence.delta_rule import delta_rule
 from liger_trainer.patching.probe import Probe, Proof, full_shape, refused
 from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
-from liger_trainer.patching.report import Finding, proved, reason_to_leave
+from liger_trainer.patching.report import Finding, candidate
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "forget_gate", "o_norm", "o_proj"}
 _HEADS = 2  # in a proof
@@ -29,11 +29,9 @@ def find_channel_delta(module: nn.Module, enabled: Callable[[str], bool], probe:
     children = {name for name, child in module._modules.items() if child is not None}
     if children - _PARTS not in _GATES or not children >= _PARTS or module._parameters:
         return None
-    target = type(module).__name__
-    reason = reason_to_leave(module, enabled("recurrence"))
-    if reason:
-        return Finding("recurrence", target, module, reason=reason)
-    return proved("recurrence", target, module, probe.once(key_of(module), _prove, module, probe))
+    return candidate(
+        "recurrence", module, enabled("recurrence"), lambda: probe.once(key_of(module), _prove, module, probe)
+    )
 
 
 def _prove(module: nn.Module, probe: Probe) -> Proof:

@@ -20,7 +20,7 @@ from liger_trainer.kernels.recurrence.delta_rule import delta_rule
 from liger_trainer.patching.probe import Probe, Proof, refused
 from liger_trainer.patching.recurrent.mixers import Compute, conv_weight, is_depthwise, masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
-from liger_trainer.patching.report import Finding, proved, reason_to_leave
+from liger_trainer.patching.report import Finding, candidate
 
 _HEADS = 2  # of queries and keys, in a proof
 _SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
@@ -80,11 +80,12 @@ def find_delta_net(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
     structure = next((each for each in _STRUCTURES if {*each.widths, each.norm, each.out, "conv1d"} == children), None)
     if structure is None or {*module._parameters} != {"A_log", "dt_bias"}:
         return None
-    target = type(module).__name__
-    reason = reason_to_leave(module, enabled("recurrence"))
-    if reason:
-        return Finding("recurrence", target, module, reason=reason)
-    return proved("recurrence", target, module, probe.once(key_of(module), _prove, module, structure, probe))
+    return candidate(
+        "recurrence",
+        module,
+        enabled("recurrence"),
+        lambda: probe.once(key_of(module), _prove, module, structure, probe),
+    )
 
 
 def _prove(module: nn.Module, structure: _Structure, probe: Probe) -> Proof:

@@ -39,11 +39,12 @@ def mixers_of(model: Any) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     for inside in model.modules():
         if getattr(inside, "config", None) is config and hasattr(inside, "base_model_prefix"):
-            found.update(dict.fromkeys(filter(_is_mixer, inside.modules())))
+            found.update(dict.fromkeys(filter(is_mixer, inside.modules())))
     return [*found]
 
 
-def _is_mixer(module: nn.Module) -> bool:
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a layer has a state or a convolution along the tokens."""
     return (
         any(map(is_depthwise, module._modules.values()))
         or ("A_log" in module._parameters and "D" in module._parameters)

@@ -14,7 +14,7 @@ from liger_trainer.kernels.recurrence.decayed_attention import decayed_attention
 from liger_trainer.patching.probe import Probe, Proof, refused
 from liger_trainer.patching.recurrent.mixers import masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
-from liger_trainer.patching.report import Finding, proved, reason_to_leave
+from liger_trainer.patching.report import Finding, candidate
 
 _HEADS = 4  # in a proof
 _BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
@@ -25,11 +25,9 @@ def find_lightning(module: nn.Module, enabled: Callable[[str], bool], probe: Pro
     children = {name for name, child in module._modules.items() if child is not None}
     if children != {"qkv_proj", "output_gate", "out_proj", "norm", "act_fn"} or {*module._buffers} != {*_BUFFERS}:
         return None
-    target = type(module).__name__
-    reason = reason_to_leave(module, enabled("recurrence"))
-    if reason:
-        return Finding("recurrence", target, module, reason=reason)
-    return proved("recurrence", target, module, probe.once(key_of(module), _prove, module, probe))
+    return candidate(
+        "recurrence", module, enabled("recurrence"), lambda: probe.once(key_of(module), _prove, module, probe)
+    )
 
 
 def _prove(module: nn.Module, probe: Probe) -> Proof:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -122,7 +122,7 @@ def conv_weight(conv: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def is_depthwise(module: Any) -> bool:
+def is_depthwise(module: Any) -> TypeGuard[nn.Conv1d]:
     """Whether `module` is a causal convolution of each channel by itself, of the kind that models write."""
     return (
         isinstance(module, nn.Conv1d)

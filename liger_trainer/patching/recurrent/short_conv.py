@@ -13,7 +13,7 @@ from liger_trainer.kernels.documents import Documents
 from liger_trainer.patching.probe import Probe, Proof
 from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, key_of, prove, values_of
-from liger_trainer.patching.report import Finding, proved, reason_to_leave
+from liger_trainer.patching.report import Finding, candidate
 from liger_trainer.patching.trial import Slack
 
 
@@ -22,11 +22,9 @@ def find_short_conv(module: nn.Module, enabled: Callable[[str], bool], probe: Pr
     children = {name for name, child in module._modules.items() if child is not None}
     if children != {"in_proj", "conv", "out_proj"} or not is_depthwise(module.conv):
         return None
-    target = type(module).__name__
-    reason = reason_to_leave(module, enabled("short_conv"))
-    if reason:
-        return Finding("short_conv", target, module, reason=reason)
-    return proved("short_conv", target, module, probe.once(key_of(module), _prove, module, probe))
+    return candidate(
+        "short_conv", module, enabled("short_conv"), lambda: probe.once(key_of(module), _prove, module, probe)
+    )
 
 
 def _prove(module: nn.Module, probe: Probe) -> Proof:

@@ -18,7 +18,7 @@ from liger_trainer.kernels.recurrence.state_space import state_space
 from liger_trainer.patching.probe import Probe, Proof, refused
 from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
-from liger_trainer.patching.report import Finding, proved, reason_to_leave
+from liger_trainer.patching.report import Finding, candidate
 
 _SIZES = ("intermediate_size", "conv_dim", "num_heads", "head_dim", "n_groups", "ssm_state_size")
 _GROUPS, _HEADS = 2, 4  # in a proof, and heads of a group
@@ -28,16 +28,14 @@ _IN, _OUT = "ssm_in_multiplier", "mup_vector"
 def find_state_space(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -> Finding | None:
     """The finding for `module` if it has the parts of a Mamba 2 layer, else None; Mamba's has a reason alone."""
     children = {name for name, child in module._modules.items() if child is not None} - {"act"}
-    target = type(module).__name__
-    reason = reason_to_leave(module, enabled("recurrence"))
     if {"A_log", "D"} <= {*module._parameters} and module._parameters["A_log"].dim() == 2:  # type: ignore[union-attr]
-        reason = reason or "it has a state with a decay for each channel and state (Mamba)"
-        return Finding("recurrence", target, module, reason=reason)
+        of_mamba = refused("it has a state with a decay for each channel and state (Mamba)")
+        return candidate("recurrence", module, enabled("recurrence"), lambda: of_mamba)
     if children != {"in_proj", "conv1d", "norm", "out_proj"} or {*module._parameters} != {"A_log", "D", "dt_bias"}:
         return None
-    if reason:
-        return Finding("recurrence", target, module, reason=reason)
-    return proved("recurrence", target, module, probe.once(key_of(module), _prove, module, probe))
+    return candidate(
+        "recurrence", module, enabled("recurrence"), lambda: probe.once(key_of(module), _prove, module, probe)
+    )
 
 
 def _prove(module: nn.Module, probe: Probe) -> Proof:

@@ -21,6 +21,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from liger_trainer.packing.proof import small_config
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.recurrent.find import is_mixer
 from liger_trainer.plan.parameters import decoder_layers
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.model import model_class
@@ -179,9 +180,8 @@ def _linear_layers(model: Any) -> tuple[dict[str, list[str]], dict[str, list[str
 
 
 def _mixers(model: Any) -> set[str]:
-    """Classes of the decoder whose modules have a convolution along the tokens."""
-    modules = decoder_layers(model).modules()
-    return {type(each).__name__ for each in modules if any(isinstance(child, nn.Conv1d) for child in each.children())}
+    """Classes of the decoder's layers that mix tokens without attention."""
+    return {type(each).__name__ for each in decoder_layers(model).modules() if is_mixer(each)}
 
 
 def _all_names(case: Case, *layers: dict[str, list[str]]) -> str:
