@@ -29,7 +29,7 @@ from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.packing.packing import NOT_OURS
 from liger_trainer.patching.probe import Agreement
-from liger_trainer.patching.recurrent.find import mixers_patched, reason_against_mixers
+from liger_trainer.patching.recurrent.find import mixers_in_torch, mixers_patched, reason_against_mixers
 
 _HEADS, _HIDDEN = 4, 32
 _EXPERTS, _EXPERTS_A_TOKEN = 4, 2
@@ -332,9 +332,10 @@ def _compared_scores(model: Any, pack: Callable[[Any, bool | None], None]) -> Ag
 
 def _agreement(model: Any, padded: Callable[[], _Outputs], packed: Callable[[bool], _Outputs]) -> Agreement:
     """Compares the values of a batch, and all of their gradients, with those of packed rows, shared and not."""
-    values, outputs = padded()
-    weights = torch.randn(values.shape)
-    wanted = _results(model, values, outputs, weights)
+    with mixers_in_torch(model):
+        values, outputs = padded()
+        weights = torch.randn(values.shape)
+        wanted = _results(model, values, outputs, weights)
     own = model.config.get_text_config()._attn_implementation
     model.config.get_text_config()._attn_implementation = {"": NAME}
     with mixers_patched(model):
@@ -344,8 +345,9 @@ def _agreement(model: Any, padded: Callable[[], _Outputs], packed: Callable[[boo
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + torch.randn_like(parameter).sign() * torch.finfo(parameter.dtype).eps)
-        if error <= _TIMES_NOISE * _difference(wanted, _results(model, *padded(), weights)):
-            return Agreement(error)
+        with mixers_in_torch(model):
+            if error <= _TIMES_NOISE * _difference(wanted, _results(model, *padded(), weights)):
+                return Agreement(error)
     return Agreement(error, reason="" if error <= TOLERANCE else f"packed rows give other values ({error:.1e})")
 
 

@@ -25,6 +25,7 @@ from liger_trainer.patching.as_written import is_ours
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Agreement
+from liger_trainer.patching.recurrent.find import reason_against_float16
 from liger_trainer.patching.report import KernelReportRow
 from liger_trainer.trainers.tried_adapters import TriedAdapters, try_adapters
 
@@ -119,7 +120,7 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     target = type(base).__name__
     if not reason:
         agreement = prove_packed_scores(base) if base.get_output_embeddings() is None else prove_packing(base)
-        reason = agreement.reason
+        reason = agreement.reason or (reason_against_float16(base) if getattr(args, "fp16", False) else "")
     error = None if agreement is None else agreement.error
     adapters = TriedAdapters() if reason else try_adapters(model)
     reason = reason or adapters.mixing

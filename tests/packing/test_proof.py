@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     LlamaForCausalLM,
 )
+from transformers.models.lfm2 import modeling_lfm2
 
 from liger_trainer.attention.interface import NAME
 from liger_trainer.kernels.documents import documents_of
@@ -25,7 +29,9 @@ from liger_trainer.packing.proof import TOLERANCE, prove_packing, small_config
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import unbind_forward
 from liger_trainer.patching.recurrent import proof as proof_of_mixers
+from liger_trainer.patching.trial import Trial
 from liger_trainer.recipe.model import published_config
+from liger_trainer.trainers.choose_packing import choose_packing
 from tests.attention.families import TAKEN, build
 from tests.kernels.document_places import places
 from tests.patching.comparisons import LAYERS
@@ -139,6 +145,35 @@ def test_a_layer_that_is_no_longer_ours_is_refused():
     unbind_forward(layer)
     assert prove_packing(model).reason == "its Lfm2ShortConv is not ours"
     assert prove_packing(meta_model("lfm2", **MIXING["lfm2"])).reason == "its Lfm2ShortConv is not ours"
+
+
+def test_a_package_that_runs_on_a_gpu_alone_is_not_called(monkeypatch):
+    """The small copy is on the CPU; transformers calls a package in these layers wherever it is installed."""
+
+    @functools.wraps(inspect.unwrap(modeling_lfm2.causal_conv1d_fn))
+    def of_a_package(*args, **kwargs):
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", of_a_package)
+    agreement = prove_packing(mixing_model("lfm2"))
+    assert agreement.equal, agreement.reason
+
+
+def test_a_layer_that_steps_aside_under_autocast_is_refused(monkeypatch):
+    monkeypatch.setattr(Trial, "under_autocast", lambda *args: False)
+    assert prove_packing(mixing_model("lfm2")).reason == "its Lfm2ShortConv was not proved under autocast"
+
+
+def test_a_layer_that_steps_aside_in_float16_stays_padded():
+    """Mamba 2 overflows elsewhere than ours does; in bfloat16 it is packed."""
+    model = mixing_model("nemotron_h")
+    for args, packed in (
+        (SimpleNamespace(padding_free=True, fp16=True), False),
+        (SimpleNamespace(padding_free=True), True),
+    ):
+        packing, (row, *_) = choose_packing(args, model, False)
+        assert (packing is not None) == packed
+        assert packed or row.reason == "batches stay padded: its NemotronHMamba2Mixer was not proved in float16"
 
 
 @pytest.mark.parametrize("name", REFUSED)

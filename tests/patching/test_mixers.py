@@ -13,8 +13,11 @@ from torch import nn
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.configs.kernel_config import KERNEL_KEYS
 from liger_trainer.kernels.documents import documents_of
+from liger_trainer.patching.binding import bound_function
 from liger_trainer.patching.recurrent.documents import KEYWORD
 from liger_trainer.patching.recurrent.find import mixers_of
+from liger_trainer.patching.recurrent.mixers import precisions_of
+from liger_trainer.patching.trial import Trial
 from tests.kernels.document_places import places
 from tests.patching import comparisons
 from tests.patching.comparisons import LAYERS
@@ -49,6 +52,15 @@ def test_loss_and_gradients_are_the_models(name, padding):
     assert revert_liger_kernel(model) > 0
     assert not any("forward" in vars(module) for module in model.modules())
     comparisons.assert_same(comparisons.loss_and_gradients(model, batch), expected)
+
+
+def test_another_draw_is_made_where_the_rounding_under_autocast_is_unlucky(monkeypatch):
+    draws = iter((False, True))
+    monkeypatch.setattr(Trial, "under_autocast", lambda *args: next(draws))
+    model = built("lfm2")
+    apply_liger_kernel(model, LAYERS)
+    assert {precisions_of(bound_function(module)).autocast for module in mixers(model)} == {True}
+    assert next(draws, None) is None
 
 
 def packed(kind):

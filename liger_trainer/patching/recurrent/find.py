@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from torch import nn
 
 from liger_trainer.patching.as_written import is_as_proved, is_bound_by_us
-from liger_trainer.patching.binding import unbind_forward
+from liger_trainer.patching.binding import bound_function, unbind_forward
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.recurrent.channel_delta import find_channel_delta
 from liger_trainer.patching.recurrent.delta import find_delta_net
 from liger_trainer.patching.recurrent.documents import carries_documents, carry_documents, owners
 from liger_trainer.patching.recurrent.lightning import find_lightning
-from liger_trainer.patching.recurrent.mixers import is_depthwise
+from liger_trainer.patching.recurrent.mixers import is_depthwise, precisions_of, torch_forward
 from liger_trainer.patching.recurrent.short_conv import find_short_conv
 from liger_trainer.patching.recurrent.state_space import find_state_space
 from liger_trainer.patching.report import Finding
@@ -65,7 +66,30 @@ def reason_against(mixers: Iterable[nn.Module]) -> str:
     for module in mixers:
         if not is_bound_by_us(module) or not is_as_proved(module):
             return f"its {type(module).__name__} is not ours"
+        if not precisions_of(bound_function(module)).autocast:
+            return f"its {type(module).__name__} was not proved under autocast"
     return ""
+
+
+def reason_against_float16(model: Any) -> str:
+    """Which of the layers of a transformers model that mix tokens was not proved in float16; empty if all were."""
+    ours = (module for module in mixers_of(model) if is_bound_by_us(module))
+    wrong = next((module for module in ours if not precisions_of(bound_function(module)).fp16), None)
+    return "" if wrong is None else f"its {type(wrong).__name__} was not proved in float16"
+
+
+@contextlib.contextmanager
+def mixers_in_torch(model: Any) -> Iterator[None]:
+    """Layers of a transformers model, on the CPU, that mix tokens call no package inside: most are for GPUs alone."""
+    forwards = [(module, torch_forward(module)) for module in mixers_of(model)]
+    for module, forward in forwards:
+        if forward is not None:
+            module.forward = types.MethodType(forward, module)
+    try:
+        yield
+    finally:
+        for module, _ in forwards:
+            module.__dict__.pop("forward", None)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,13 @@ def mixer_forward(original: Callable, compute: Compute, conv: str | None, precis
             return compute(self, hidden_states, given.get("attention_mask"), ROWS)
         return compute(self, hidden_states, None, documents)
 
+    forward.precisions = precisions  # type: ignore[attr-defined]
     return forward
+
+
+def precisions_of(forward: Any) -> Precisions:
+    """Where the proof of a [`mixer_forward`] holds."""
+    return forward.precisions
 
 
 def arguments(forward: Callable) -> tuple[str, ...]:
@@ -85,8 +91,10 @@ def _reason_to_step_aside(
     # A row of several documents has no next token, so nobody reads a cache of it.
     if (documents is None or documents.padding) and any(given.get(name) is not None for name in CACHE_NAMES):
         return "it has a cache"
-    if x.dtype not in _DTYPES or is_dtensor(x) or x.dim() != 3 or not runs_ours(x, precisions):
+    if x.dtype not in _DTYPES or is_dtensor(x) or x.dim() != 3:
         return f"its input is {x.dtype}"
+    if not runs_ours(x, precisions):
+        return "it was not proved in this precision"
     held = [*module._parameters.values()]
     if conv is not None:
         convolution: Any = getattr(module, conv)

@@ -26,7 +26,14 @@ from liger_trainer.patching.probe import (
     projection,
     refused,
 )
-from liger_trainer.patching.recurrent.mixers import Compute, arguments, is_depthwise, mixer_forward, torch_forward
+from liger_trainer.patching.recurrent.mixers import (
+    Compute,
+    arguments,
+    is_depthwise,
+    mixer_forward,
+    precisions_of,
+    torch_forward,
+)
 from liger_trainer.patching.side_effects import run_part
 from liger_trainer.patching.trial import OF_RECURRENCES, Agreement, Slack, Trial
 
@@ -73,7 +80,7 @@ def prove(
     """The proof of the first of `candidates` that equals the layer.
 
     In a small layer a few numbers make most of the rounding error, so errors and their quotients scatter. If one is a
-    little too large, others are drawn.
+    little too large, others are drawn: for the proof itself, and for the one under autocast.
 
     Args:
         module: The layer.
@@ -90,12 +97,14 @@ def prove(
     if theirs is None or arguments(original)[2:3] != ("attention_mask",):
         return refused("its forward is not of the kind that we know")
     conv = next((name for name, child in module.named_children() if is_depthwise(child)), None)
-    proof = refused("")
+    best = refused("")
     for _ in range(_DRAWS):
         proof = _proof(module, probe, draw(), (original, theirs), conv, candidates, what, slack, buffers, sizes)
-        if proof.forward is not None or proof.agreement.error > _ROUNDING:
+        if best.forward is None or (proof.forward is not None and precisions_of(proof.forward).autocast):
+            best = proof
+        if proof.agreement.error > _ROUNDING or (best.forward is not None and precisions_of(best.forward).autocast):
             break
-    return proof
+    return best
 
 
 def _proof(
