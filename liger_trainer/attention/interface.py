@@ -34,6 +34,7 @@ from liger_trainer.head.lm_head import version_of
 from liger_trainer.head.step import current_step
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.kernels.documents import FIRST
 from liger_trainer.kernels.runtime import TRITON_DEVICES, use_triton
 
 require(DEFAULT_ATTENTION)
@@ -164,12 +165,8 @@ def attention_mask(
     """
     if isinstance(attention_mask, AttentionPlan):
         return attention_mask  # which `generate` made before the model was called
-    plan_of_row = None if torch.compiler.is_compiling() else current_step().plan_of
-    if plan_of_row is not None:
-        pattern = _pattern(mask_function)
-        if pattern is None or pattern.packed is not None:
-            raise NotPackable("a mask that is neither causal, nor a window, nor chunks")
-        of_row = plan_of_row(pattern.window, pattern.chunk)
+    of_row = _plan_of_documents(mask_function, attention_mask, batch_size * q_length, device)
+    if of_row is not None:
         device = torch.device(device)
         return of_row if device.type in TRITON_DEVICES else dense(of_row, batch_size, q_length, device)
     plan = None
@@ -189,6 +186,27 @@ def attention_mask(
         arguments |= {"allow_is_causal_skip": allow_is_causal_skip, "dtype": dtype, "device": device, **kwargs}
         return sdpa_mask(batch_size, q_length, kv_length, **arguments)
     return None if plan.masks_nothing and attention_mask is not None else plan
+
+
+def _plan_of_documents(
+    mask_function: Callable, padding_mask: Any, tokens: int, device: torch.device | str
+) -> AttentionPlan | None:
+    """The plan of a packed row of ours, or of one whose documents the forward knows, and does not tell its masks of."""
+    if torch.compiler.is_compiling():
+        return None
+    step = current_step()
+    if step.plan_of is None and (step.documents is None or padding_mask is not None):
+        return None
+    pattern = _pattern(mask_function)
+    if step.plan_of is not None:
+        if pattern is None or pattern.packed is not None:
+            raise NotPackable("a mask that is neither causal, nor a window, nor chunks")
+        return step.plan_of(pattern.window, pattern.chunk)
+    assert step.documents is not None
+    spans = step.documents().spans
+    if pattern is None or pattern.packed is not None or pattern.chunk or spans is None:
+        return None
+    return plan_of(spans[:, FIRST].tolist(), tokens, pattern.window, device)
 
 
 def _pattern(function: Callable) -> Pattern | None:

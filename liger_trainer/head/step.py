@@ -116,7 +116,8 @@ class Step:
         forward: The forward that lets its head defer the logits.
         rows: The rows that its masks are for.
         plan_of: Makes the attention plans of a packed row; None for any other forward.
-        documents: Makes the documents of a packed row, for layers that mix tokens without attention.
+        documents: Makes the documents of the rows, for layers that mix tokens without attention, and for the masks of
+            models with such layers; None for any other forward, and where each row is one.
         computation: First or second time, for a forward that runs twice; None for a forward that runs once.
         generates: Whether the forward computes the next token of a generation: with a cache, and without gradients.
     """

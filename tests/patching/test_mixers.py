@@ -79,8 +79,6 @@ def packed(kind):
 @families
 @pytest.mark.parametrize("kind", ["positions", "offsets", "numbers"])
 def test_documents_of_a_row_are_computed_alone(name, kind):
-    if name == "granitemoehybrid":
-        pytest.skip("its attention tells its masks of no positions")
     model, ids = built(name).eval(), torch.randint(3, 120, (1, sum(LENGTHS)))
     with torch.no_grad():
         alone = [model(each, **OPTIONS).logits for each in ids.split(LENGTHS, 1)]

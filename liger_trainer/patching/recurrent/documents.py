@@ -8,6 +8,7 @@ would multiply.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from liger_trainer.attention.interface import find_packed_sequence_indices
 from liger_trainer.attention.masks import packed_documents
 from liger_trainer.head.forward import never_a_frame
-from liger_trainer.head.step import current_step
+from liger_trainer.head.step import current_step, running
 from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.binding import bind_forward, overriding_forward
@@ -40,9 +41,15 @@ def forward_with_documents(native: Callable) -> Callable:
 
     @functools.wraps(native)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if KEYWORD not in kwargs and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return native(self, *args, **kwargs)
+        if KEYWORD not in kwargs:
             kwargs[KEYWORD] = documents_of_forward({**dict(zip(names, args)), **kwargs})
-        return native(self, *args, **kwargs)
+        documents, step = kwargs[KEYWORD], current_step()
+        if documents is None or step.documents is not None:
+            return native(self, *args, **kwargs)
+        with running(dataclasses.replace(step, documents=lambda: documents)):  # for the masks that it makes
+            return native(self, *args, **kwargs)
 
     _carriers.add(forward)
     return forward

@@ -111,7 +111,7 @@ def _say(module: nn.Module, documents: Documents | None, reason: str) -> None:
     if documents is None or documents.padding:
         return
     message = f"{type(module).__name__} mixes the documents of a packed row: {reason}, so its class's own forward runs."
-    if current_step().documents is not None:
+    if current_step().plan_of is not None:
         raise RuntimeError(f"{message} Set `padding_free` to false.")
     warn_once(f"mixes {type(module).__name__} {reason}", f"{message} (Shown once.)")
 

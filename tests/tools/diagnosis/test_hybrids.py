@@ -100,7 +100,7 @@ def test_flash_linear_attention_in_whose_place_ours_runs(hopper, tmp_path, monke
 
 def test_packing_a_hybrid_is_a_trap_without_our_kernels_alone(tmp_path):
     pytest.importorskip("liger_trainer.patching.recurrent", reason="layers with a state are not patched yet")
-    for family in ("lfm2", "qwen3_5_text"):
+    for family in ("lfm2", "qwen3_5_text", "granitemoehybrid"):
         config = FAMILIES["qwen3_5"]["text_config"] if family == "qwen3_5_text" else FAMILIES[family]
         values = {"model_config": {"model_type": family, "vocab_size": 128, **config}, "packing": True}
         assert leaks(case(tmp_path, "lfm2", **values)) == []
