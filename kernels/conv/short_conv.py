@@ -130,16 +130,17 @@ def short_conv(
     inputs = torch.cat([*(each.to(x.dtype) for each in before), rows])
     if not on_triton:
         taps = weight.to(torch.promote_types(x.dtype, torch.float32))
+        wide = inputs.to(taps.dtype)  # so that the terms of a gradient are rounded once, when they are added
         table = _sources(tables, len(rows), halo, states)
-        y = inputs[table[:, 0]].to(taps.dtype) * taps[:, 0]
+        y = wide[table[:, 0]] * taps[:, 0]
         for tap in range(1, halo + 1):
-            y = y + inputs[table[:, tap]].to(taps.dtype) * taps[:, tap]
+            y = y + wide[table[:, tap]] * taps[:, tap]
         if bias is not None:
             y = y + bias.to(taps.dtype)
         if activation == "silu":
             y = torch.nn.functional.silu(y)
         if residual:
-            y = y + rows.to(taps.dtype)
+            y = y + wide[len(wide) - len(rows) :]
         if documents.padding:
             y = y.where(table[:, -1:] > 0, 0.0)
         y = y.to(x.dtype).view_as(x)

@@ -44,6 +44,7 @@ LLAMA3_ROPE = {
 _LAYERS = ["linear_attention"] * 5 + ["full_attention"]
 MIXING = {  # layers that mix tokens by a recurrence or a convolution
     **{name: {} for name in ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "zamba2")},
+    "lara_mini": {},
     "nemotron_h": {
         **{"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"] * 3, "mamba_num_heads": 64},
         "n_routed_experts": 128,

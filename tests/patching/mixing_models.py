@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.tiny_models import COMMON
+from tests.tiny_models import COMMON, VOCAB
 
 _MIXTURE = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -23,6 +23,11 @@ _LATENT = {
     **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 4},
     **{"linear_head_dim": 8, "linear_num_heads": 4},
 }
+_SLIDING = {
+    **{"layer_types": ["hybrid_sliding", "hybrid"], "sliding_window_size": 8, "d_rel": 4, "rel_extent": 16},
+    **{"head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
+}
+_INDEXED = {"layer_types": ["linear_attention", "indexed_attention"]}
 _MAMBA = {
     **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2},
     "mamba_chunk_size": 8,
@@ -53,7 +58,34 @@ FIELDS = {
         "use_mem_rope": True,
     },
     "minimax": {**_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8, "head_dim": 8},
+    "lara_mini": {**_DELTA, **_MIXTURE},
+    "inkling_text": {**_SLIDING, "mlp_layer_types": ["dense", "dense"]},
+    "inkling2_text": {
+        **{**_SLIDING, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "unpadded_vocab_size": VOCAB,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "qwen4_exp_text": {
+        **{**_DELTA, **_MIXTURE, **_INDEXED, "output_gate_type": "sigmoid", "hc_count": 2, "hc_lowrank": 4},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_budget": 8, "indexer_compress_ratio": 4},
+    },
+    "glm5_next": {
+        "text_config": {
+            **{**COMMON, **_LATENT, **_INDEXED, "qk_rope_head_dim": 0, "q_lora_rank": 8, "n_routed_experts": 4},
+            **{"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2},
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+        },
+    },
 }
+UNPACKED = ("inkling_text", "inkling2_text", "mamba2", "qwen4_exp_text", "glm5_next")
+"""Families of which batches stay padded: their attention is not ours, or there is none, or layers get no keywords."""
 _BY_CHANNEL, _STATE_SPACE = "delta_rule (a decay for each channel, 4 taps)", "state_space (2 groups)"
 _RULE = "delta_rule (one decay a head, 4 taps)"
 ROWS = {  # of the report: the target, the kernel, and how many
@@ -71,9 +103,15 @@ ROWS = {  # of the report: the target, the kernel, and how many
     "bamba": ("BambaMixer", _STATE_SPACE, 1),
     "zamba2": ("Zamba2MambaMixer", _STATE_SPACE, 3),
     "minimax": ("MiniMaxLightningAttention", "decayed_attention", 1),
+    "lara_mini": ("LaraMiniGatedDeltaNet", _RULE, 1),
+    "inkling_text": ("InklingShortConvolution", "short_conv (4 taps, with residual)", 8),
+    "inkling2_text": ("Inkling2ShortConvolution", "short_conv (4 taps, with residual, scaled)", 6),
+    "mamba2": ("Mamba2Mixer", _STATE_SPACE, 2),
+    "qwen4_exp_text": ("Qwen4ExpTextGatedDeltaNet", _RULE, 1),
+    "glm5_next": ("Glm5NextTextLinearAttention", _BY_CHANNEL, 1),
     "olmo_hybrid": ("OlmoHybridGatedDeltaNet", _RULE.replace(")", ", steps up to 2)"), 1),
 }
-MULTIPLE = {"short_conv": ("lfm2", "lfm2_moe", "lfm3")}
+MULTIPLE = {"short_conv": ("lfm2", "lfm2_moe", "lfm3", "inkling_text", "inkling2_text")}
 
 
 def component_of(name: str) -> str:
@@ -83,14 +121,21 @@ def component_of(name: str) -> str:
 
 def built(name: str, dtype: torch.dtype = torch.float32, **fields):
     """A model whose parameters all differ from what they are when a model is made."""
-    config = CONFIG_MAPPING[name](**{**COMMON, **FIELDS[name], **fields})
+    common = {} if "text_config" in FIELDS[name] else COMMON
+    config = CONFIG_MAPPING[name](**{**common, **FIELDS[name], **fields})
+    auto = AutoModelForImageTextToText if "text_config" in FIELDS[name] else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.05 * torch.randn_like(parameter))
-    return model.to(dtype)
+    model.to(dtype)
+    in_fp32 = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        if any(f".{part}." in f".{name}." for part in in_fp32):
+            parameter.data = parameter.data.float()
+    return model
 
 
 def mixers(model):

@@ -21,9 +21,10 @@ from liger_trainer.patching.trial import Trial
 from tests.kernels.document_places import places
 from tests.patching import comparisons
 from tests.patching.comparisons import LAYERS
-from tests.patching.mixing_models import FIELDS, ROWS, built, component_of, mixers
+from tests.patching.mixing_models import FIELDS, ROWS, UNPACKED, built, component_of, mixers
 
 families = pytest.mark.parametrize("name", FIELDS)
+packed_families = pytest.mark.parametrize("name", [name for name in FIELDS if name not in UNPACKED])
 LENGTHS = (13, 1, 2, 17)
 OPTIONS = {"use_cache": False}
 
@@ -76,7 +77,7 @@ def packed(kind):
     return told
 
 
-@families
+@packed_families
 @pytest.mark.parametrize("kind", ["positions", "offsets", "numbers"])
 def test_documents_of_a_row_are_computed_alone(name, kind):
     model, ids = built(name).eval(), torch.randint(3, 120, (1, sum(LENGTHS)))
@@ -87,7 +88,7 @@ def test_documents_of_a_row_are_computed_alone(name, kind):
     torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
-@families
+@packed_families
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_documents_are_known_in_the_recomputation(name, reentrant):
     model, ids = built(name).train(), torch.randint(3, 120, (1, sum(LENGTHS)))

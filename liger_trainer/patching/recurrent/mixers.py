@@ -32,6 +32,7 @@ Compute = Callable[[Any, torch.Tensor, "torch.Tensor | None", Documents], Any]
 there is one, and the documents."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MASKS = ("attention_mask", "conv_mask")
 _BOUNDARIES = ("cu_seq_lens_q", "seq_idx")
 
 
@@ -45,7 +46,8 @@ def mixer_forward(original: Callable, compute: Compute, conv: str | None, precis
         conv: Name of the child whose weights are read, not called; None if there is none.
         precisions: Where the proof holds.
     """
-    names = arguments(original)[1:]
+    names, mask = arguments(original)[1:], mask_name(original)
+    assert mask is not None
 
     def forward(self, hidden_states, *args, **kwargs):
         documents = kwargs.pop(KEYWORD, None)
@@ -55,7 +57,7 @@ def mixer_forward(original: Callable, compute: Compute, conv: str | None, precis
             _say(self, documents, reason)
             return original(self, hidden_states, *args, **kwargs)
         if documents is None:
-            return compute(self, hidden_states, given.get("attention_mask"), ROWS)
+            return compute(self, hidden_states, given.get(mask), ROWS)
         return compute(self, hidden_states, None, documents)
 
     forward.precisions = precisions  # type: ignore[attr-defined]
@@ -71,6 +73,11 @@ def arguments(forward: Callable) -> tuple[str, ...]:
     """The names of the arguments of a forward that may be given by their places, besides `self`."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return tuple(each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def mask_name(forward: Callable) -> str | None:
+    """The name of the padding mask among the arguments of a forward, if there is one."""
+    return next((each for each in arguments(forward) if each in _MASKS), None)
 
 
 def masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

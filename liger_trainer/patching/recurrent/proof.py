@@ -30,6 +30,7 @@ from liger_trainer.patching.recurrent.mixers import (
     Compute,
     arguments,
     is_depthwise,
+    mask_name,
     mixer_forward,
     precisions_of,
     torch_forward,
@@ -42,7 +43,7 @@ HIDDEN = 16
 
 _ROWS, _LENGTH = 2, 96
 _DRAWS, _ROUNDING = 4, 1e-3  # what differs by more is no rounding
-_OF_PLACES = ("layer_idx", "layer_type")
+_OF_PLACES = ("layer_idx", "layer_type", "conv_idx")
 
 
 def key_of(module: nn.Module) -> tuple[Any, ...]:
@@ -94,7 +95,7 @@ def prove(
         sizes: Attributes of the layer and its children in the proof; see [`few`].
     """
     original, theirs = type(module).forward, torch_forward(module)
-    if theirs is None or arguments(original)[2:3] != ("attention_mask",):
+    if theirs is None or mask_name(original) is None:
         return refused("its forward is not of the kind that we know")
     conv = next((name for name, child in module.named_children() if is_depthwise(child)), None)
     best = refused("")
@@ -121,6 +122,9 @@ def _proof(
 ) -> Proof:
     """As [`prove`], with these values; `forwards` are the class's, and that with torch's own functions."""
     original, theirs = forwards
+    names, mask_at = arguments(original), mask_name(original)
+    assert mask_at is not None
+    between = [None] * (names.index(mask_at) - 1)
     tensors = [probe.randn(_ROWS, _LENGTH, HIDDEN), *values.values()]
     mask = torch.ones(_ROWS, _LENGTH, dtype=torch.long, device=probe.device)
 
@@ -128,7 +132,7 @@ def _proof(
         def computation(x: torch.Tensor, *given: torch.Tensor, training: bool = True) -> torch.Tensor:
             dummy = _dummy(module, dict(zip(values, given)), training, sizes)
             dummy._buffers.update({name: each.to(x.dtype) for name, each in buffers.items()})
-            result = run_part(forward, dummy, x, None, given[-1])
+            result = run_part(forward, dummy, x, *between, given[-1])
             return result[0] if isinstance(result, tuple) else result
 
         return computation
