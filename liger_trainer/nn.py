@@ -1,4 +1,4 @@
-"""The operators as modules and losses, with the call signatures of Liger's.
+"""The operators as modules and losses, with the call signatures of Liger's, and the parts of hybrids that it lacks.
 
 Arguments that only steer how Liger's kernels work inside are accepted and have no effect, as each class says.
 """
@@ -14,6 +14,7 @@ from liger_trainer.liger.nn.distillation import (
     LigerKLDIVLoss,
     LigerTVDLoss,
 )
+from liger_trainer.liger.nn.hybrids import LigerGatedRMSNorm, LigerGatedShortConv, LigerShortConv
 from liger_trainer.liger.nn.layers import (
     LigerEmbedding,
     LigerExperts,
@@ -84,6 +85,8 @@ __all__ = [
     "LigerFusedLinearKLDivLoss",
     "LigerGEGLUMLP",
     "LigerGEGLUMLPForGemma4",
+    "LigerGatedRMSNorm",
+    "LigerGatedShortConv",
     "LigerGroupNorm",
     "LigerHunyuanV1SwiGLUMLP",
     "LigerJSD",
@@ -106,6 +109,7 @@ __all__ = [
     "LigerRMSNormForOlmo2",
     "LigerRMSNormForQwen3Next",
     "LigerReLUSquared",
+    "LigerShortConv",
     "LigerSoftmax",
     "LigerSparsemax",
     "LigerSwiGLUMLP",

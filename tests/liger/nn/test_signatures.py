@@ -1,10 +1,11 @@
-"""What `liger_trainer.nn` exports takes the arguments that Liger's takes, with Liger's defaults."""
+"""What `liger_trainer.nn` exports takes the arguments that Liger's takes, with its defaults; and the parts of hybrids."""
 
 import inspect
 
 import pytest
 
 from liger_trainer import nn
+from liger_trainer.kernels.documents import ROWS
 
 NORM = "eps=1e-06, offset=0.0, casting_mode='llama', init_fn='ones'"
 GEMMA = "eps=1e-06, offset=1.0, casting_mode='gemma', init_fn='zeros'"
@@ -25,6 +26,10 @@ SIGNATURES = {  # of a function, or of a class and, where it takes more than one
     "config | hidden_states, top_k_index, top_k_weights": "LigerExperts",
     "args, kwargs": "LigerReLUSquared LigerSoftmax",
     "dim=-1": "LigerSparsemax",
+    f"channels, kernel_size, bias=False, activation=None, residual=False | x, documents={ROWS}": "LigerShortConv",
+    f"channels, kernel_size, bias=False | bcx, documents={ROWS}": "LigerGatedShortConv",
+    "hidden_size, eps=1e-06, group_size=None, activation='silu', gate_first=False, casting_mode='llama' | "
+    "hidden_states, gate": "LigerGatedRMSNorm",
     "in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=True, "
     "sparse=False": "LigerMultiTokenAttention",
     "num_embeddings, embedding_dim, padding_idx=None": "LigerEmbedding",
