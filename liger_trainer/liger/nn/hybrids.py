@@ -25,7 +25,7 @@ class _ShortConv(nn.Conv1d):
 
 
 class LigerShortConv(_ShortConv):
-    """A causal convolution of each channel over the tokens of its document; see [`liger_trainer.functional.short_conv`].
+    """A causal convolution of each channel over tokens of a document; see [`liger_trainer.functional.short_conv`].
 
     `channels` and `kernel_size`, the number of taps, 2 to 8, are the sizes of `weight`, (channels, 1, kernel_size), and
     `bias` says whether there is one, (channels,). Both are those of `nn.Conv1d`, names and initial values too, so the

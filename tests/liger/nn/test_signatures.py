@@ -1,4 +1,4 @@
-"""What `liger_trainer.nn` exports takes the arguments that Liger's takes, with its defaults; and the parts of hybrids."""
+"""What `liger_trainer.nn` exports takes Liger's arguments and defaults, but for parts of hybrids, which it lacks."""
 
 import inspect
 
