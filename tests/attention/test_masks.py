@@ -29,7 +29,9 @@ from transformers.masking_utils import (
 
 import liger_trainer.attention.interface  # noqa: F401  registers the name
 from liger_trainer.compat.private import is_at_least
+from liger_trainer.head.step import Step, running
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.kernels.documents import documents_of
 
 OURS = "liger_trainer"
 CREATE = {
@@ -153,6 +155,19 @@ PACKED = {
 @pytest.mark.parametrize("size", SIZES)
 def test_packing(kind, packed, size):
     assert_equal_to_sdpas(kind, size, position_ids=PACKED[packed])
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_documents_that_the_forward_knows(kind):
+    """The masks of models with a state, some of which pass on no positions."""
+    documents = documents_of([5, 3, 4, 2, 9, 1])
+    given = {"position_ids": PACKED["documents"]}
+    with running(Step(documents=lambda: documents)):
+        assert_sound(create(kind), 2, LENGTH)
+        for arguments in ({}, given):
+            assert torch.equal(as_dense(create(kind, **arguments), 2), as_dense(create(kind, "sdpa", **given), 2))
+        behind_padding = create(kind, attention_mask=MASKS["left"])
+    assert torch.equal(as_dense(behind_padding, 2), as_dense(create(kind, attention_mask=MASKS["left"]), 2))
 
 
 @kinds
