@@ -51,7 +51,7 @@ def _compare(function, expected, leaves):
 @pytest.mark.parametrize("kind", _ROWS_OF)
 @pytest.mark.parametrize(("gates", "beta"), [(0.0, 1.0), (1e-3, 2.0), (30.0, 1.0), (1e4, 1.0), (1.0, 0.0)])
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_delta_rule(kind, gates, beta, by_channel):
+def test_delta_rule_in_chunks(kind, gates, beta, by_channel):
     q, k, v, g, factor, initial, documents = _inputs(kind, gates, beta)
     if by_channel:
         g = g[..., None] * torch.linspace(0.1, 1.0, k.shape[-1], dtype=F64)
@@ -65,7 +65,7 @@ def test_delta_rule(kind, gates, beta, by_channel):
 
 @pytest.mark.parametrize("kind", _ROWS_OF)
 @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.5, 1.0)])
-def test_state_space(kind, limit):
+def test_state_space_in_chunks(kind, limit):
     C, B, x, dt, _, initial, documents = _inputs(kind, 8.0, 1.0)
     A, D, bias = -torch.tensor([0.01, 0.5, 4.0, 16.0], dtype=F64), torch.randn(4, dtype=F64), torch.randn(4, dtype=F64)
     leaves = [each.requires_grad_() for each in (x, dt, A, B, C, D, bias, initial)]
