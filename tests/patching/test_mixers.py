@@ -184,6 +184,16 @@ def test_a_layer_that_cannot_be_ours_runs_as_it_is_and_says_so_in_a_packed_row(l
     assert "mixes the documents of a packed row" in caplog.text
 
 
+def test_a_model_that_tells_its_layers_of_no_documents_says_so(caplog):
+    model, ids = built("inkling_text").eval(), torch.randint(3, 120, (1, sum(LENGTHS)))
+    apply_liger_kernel(model, LAYERS)
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        model(ids, **OPTIONS)
+        assert "mixes the documents" not in caplog.text
+        model(ids, **packed("positions"), **OPTIONS)
+    assert "mixes the documents of a packed row: its model does not tell it of them" in caplog.text
+
+
 def test_switched_off_is_left_alone():
     (row,) = (
         each

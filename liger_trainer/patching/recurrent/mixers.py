@@ -50,11 +50,14 @@ def mixer_forward(original: Callable, compute: Compute, conv: str | None, precis
     assert mask is not None
 
     def forward(self, hidden_states, *args, **kwargs):
+        if KEYWORD not in kwargs and not torch.compiler.is_compiling():
+            made = current_step().documents
+            _say(self, None if made is None else made(), "its model does not tell it of them")
         documents = kwargs.pop(KEYWORD, None)
         given = {**dict(zip(names, args)), **kwargs}
         reason = _reason_to_step_aside(self, hidden_states, given, documents, conv, precisions)
         if reason:
-            _say(self, documents, reason)
+            _say(self, documents, f"{reason}, so its class's own forward runs")
             return original(self, hidden_states, *args, **kwargs)
         if documents is None:
             return compute(self, hidden_states, given.get(mask), ROWS)
@@ -114,10 +117,10 @@ def _reason_to_step_aside(
 
 
 def _say(module: nn.Module, documents: Documents | None, reason: str) -> None:
-    """Says that the class's own forward does not know of documents, where there are several in a row."""
+    """Says why a layer mixes the documents of a row, if there are several in it."""
     if documents is None or documents.padding:
         return
-    message = f"{type(module).__name__} mixes the documents of a packed row: {reason}, so its class's own forward runs."
+    message = f"{type(module).__name__} mixes the documents of a packed row: {reason}."
     if current_step().plan_of is not None:
         raise RuntimeError(f"{message} Set `padding_free` to false.")
     warn_once(f"mixes {type(module).__name__} {reason}", f"{message} (Shown once.)")
