@@ -12,6 +12,7 @@ from torch import nn
 
 from liger_trainer.patching.as_written import is_as_proved, is_bound_by_us
 from liger_trainer.patching.binding import bound_function, unbind_forward
+from liger_trainer.patching.fp8 import decoder_layers
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.recurrent.channel_delta import find_channel_delta
 from liger_trainer.patching.recurrent.delta import find_delta_net
@@ -35,7 +36,12 @@ def find_mixer(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) 
 
 
 def mixers_of(model: Any) -> list[nn.Module]:
-    """The modules of a transformers model for text that have a state or a convolution along its tokens."""
+    """The modules of a transformers model for text that have a state or a convolution along its tokens.
+
+    In a decoder with a list of layers they are in these; there may be encoders of sound beside them.
+    """
+    if layers := decoder_layers(model):
+        return [module for layer in layers for module in layer.modules() if is_mixer(module)]
     config = model.config.get_text_config()
     found: dict[nn.Module, None] = {}
     for inside in model.modules():
