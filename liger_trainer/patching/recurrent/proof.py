@@ -42,7 +42,7 @@ HIDDEN = 16
 """The size of the hidden states in a proof."""
 
 _ROWS, _LENGTH = 2, 96
-_DRAWS, _ROUNDING = 4, 1e-3  # what differs by more is no rounding
+_DRAWS, _ROUNDING = 8, 1e-3  # what differs by more is no rounding
 _OF_PLACES = ("layer_idx", "layer_type", "conv_idx")
 
 
