@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, List, Value, load_dataset
 
+from liger_trainer.data.turns import parsed
 from liger_trainer.errors import UserError
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,9 +30,8 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 """Ends that may follow those in `KINDS`."""
 
 PICTURES = ("image", "images")
-"""The columns of pictures, which TRL puts before the text of the first turn of the user."""
+"""The columns of pictures: one, or a list of them."""
 
-_MARK = "<image>"  # of LLaVA and LLaMA-Factory, for the place of a picture
 _NO_PATH = ("http://", "https://", "data:")
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # with a byte order mark
 
@@ -87,7 +87,7 @@ def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -
 
     Raises:
         FileError: for files that are missing, empty, of several kinds or with several columns, or cannot be read; for
-            pictures that are missing, or whose place is marked in the text.
+            pictures that are missing.
     """
     files = find_files(given, key)
     empty = [file for file in files if Path(file).stat().st_size == 0]
@@ -117,31 +117,34 @@ def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         hint = " Save the text as UTF-8." if "utf" in reason.lower() else ""
         raise FileError(f"`{key}`: {files} cannot be read: {reason}{hint}") from error
-    pictures = [name for name in PICTURES if name in loaded.column_names]
     folders = [str(folder) for folder in dict.fromkeys([Path.cwd(), *(Path(file).resolve().parent for file in files)])]
-    find = functools.partial(_with_pictures, columns=pictures, folders=folders, key=key)
-    return loaded.map(find, with_indices=True) if pictures else loaded
+    return _with_files(loaded, folders, key)
 
 
-def _with_pictures(
-    row: Mapping[str, Any], index: int, columns: Sequence[str], folders: Sequence[str], key: str
-) -> dict[str, Any]:
-    """The columns of pictures, with paths that lead to files."""
-    if any(_MARK in str(value) for name, value in row.items() if name not in columns):
-        raise FileError(
-            f"`{key}`: row {index + 1} marks the place of a picture by '{_MARK}' in its text, which the model would "
-            "read as text; the pictures come before the text of the first turn, so leave the mark out."
-        )
-    found = {}
-    for name in columns:
-        value = row[name]
-        listed = isinstance(value, list)
-        paths = [_path_of(each, folders, f"`{key}`: row {index + 1}") for each in (value if listed else [value])]
-        found[name] = paths if listed else paths[0]
-    return found
+def _with_files(rows: Dataset, folders: Sequence[str], key: str) -> Dataset:
+    """`rows` with their pictures in a list, `images`, whose paths lead to files; rows without pictures as they are."""
+    names = [name for name in PICTURES if name in rows.column_names]
+    if not names:
+        return rows
+    if len(names) > 1:
+        raise FileError(f"`{key}` has pictures in `image` and in `images`; leave one of the columns out.")
+    find = functools.partial(_listed, name=names[0], folders=folders, key=key)
+    feature = rows.features[names[0]]
+    one = getattr(feature, "feature", feature)
+    of_text = isinstance(one, Value) and one.dtype in ("string", "large_string", "null")
+    features = rows.features.copy()
+    del features[names[0]]
+    features["images"] = List(Value("string") if of_text else one)
+    return rows.map(find, with_indices=True, remove_columns=names, features=features, desc="Finding the pictures")
 
 
-def _path_of(picture: Any, folders: Sequence[str], where: str) -> Any:
+def _listed(row: Mapping[str, Any], index: int, name: str, folders: Sequence[str], key: str) -> dict[str, list[Any]]:
+    value = parsed(row[name])
+    pictures = value if isinstance(value, list) else [] if value is None else [value]
+    return {"images": [_file_of(each, folders, f"`{key}`: row {index + 1}") for each in pictures]}
+
+
+def _file_of(picture: Any, folders: Sequence[str], where: str) -> Any:
     """A picture's file, from the first of `folders` that has it; what is no path stays as it is."""
     if not isinstance(picture, str) or picture.startswith(_NO_PATH) or len(picture) > 1024:  # base64
         return picture

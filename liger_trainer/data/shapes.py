@@ -393,7 +393,9 @@ _READERS: dict[str, Callable[[Shape, Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
-def in_words(shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any]], kept: Sequence[str] = ()) -> str:
+def in_words(
+    shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any]], kept: Sequence[str] = (), pictures: str = ""
+) -> str:
     """A line that says what rows are made from, and which columns are not used.
 
     Args:
@@ -401,6 +403,7 @@ def in_words(shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any
         names: Its columns.
         rows: The first rows; the names of roles in them are in the line.
         kept: Columns that something else reads, such as a reward function.
+        pictures: Words on where pictures go, which follow those on the roles.
     """
     talks = [parsed(row[shape.columns["turns"]]) for row in rows if "turns" in shape.columns]
     talks += [
@@ -414,5 +417,6 @@ def in_words(shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any
         text = "in Alpaca's words: there is no chat template"
         text = "with `prompt_template`" if shape.prompt_template else "" if shape.plain else text
         line += ", as a conversation" if shape.converses else f", as plain text {text}".rstrip()
+    line += pictures
     unused = [f"`{name}`" for name in names if name not in (*shape.made_from, *kept)]
     return f"{line}; not used: {', '.join(unused)}." if unused else f"{line}."

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
+from liger_trainer.data.pictures import at_marks, have_marks
 from liger_trainer.data.shapes import NAMES, ShapeError, in_words, recognised, with_system_prompt
 from liger_trainer.data.turns import ROLES, TurnError, as_turns, parsed
 from liger_trainer.head.warn_once import warn_once
@@ -53,13 +54,14 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool], evalua
         columns = {}
     rows = _reshaped(renamed(rows, columns), recipe, has_template)
     check_columns(rows, recipe)
+    names = rows.column_names or list(next(iter(rows)))
     system = recipe.recipe.system_prompt
-    if system is None:
-        return rows
-    if not {*SPOKEN} & {*(rows.column_names or next(iter(rows)))}:
-        raise RecipeError("`system_prompt` is given, but the data is text or tokens without turns; leave it out.")
-    answers = () if recipe.kind.generates else ("completion", "chosen", "rejected")
-    return _mapped(rows, partial(with_system_prompt, system=system, answers=answers), recipe)
+    if system is not None:
+        if not {*SPOKEN} & {*names}:
+            raise RecipeError("`system_prompt` is given, but the data is text or tokens without turns; leave it out.")
+        answers = () if recipe.kind.generates else ("completion", "chosen", "rejected")
+        rows = _mapped(rows, partial(with_system_prompt, system=system, answers=answers), recipe)
+    return _mapped(rows, at_marks, recipe) if have_marks(rows, names) else rows
 
 
 _READ_BY_TRL = ("tools", "images", "image", "chat_template_kwargs")
@@ -76,6 +78,7 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
     names = rows.column_names or list(first[0])
     text = recipe.get(TEXT_FIELD)
     shape = recognised(kind, names, first, ours.roles or {}, ours.prompt_template, text, has_template)
+    pictures = ", pictures at the marks `<image>`" if have_marks(first, names) else ""
     if shape is None:
         if ours.prompt_template is not None:
             raise RecipeError(
@@ -85,13 +88,15 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
         others = [f"`{name}`" for name in names if name not in (text, *_READ_BY_TRL)]
         if kind == "messages" and text in names and others and not {"messages", "prompt", "input_ids"} & {*names}:
             _say(recipe, f"Data: `{text}`, as plain text; not used: {', '.join(others)}.")
+        if pictures:
+            _say(recipe, f"Data: {pictures.removeprefix(', ')}.")
         return rows
     for name in shape.made_from:
         if name not in names:
             raise RecipeError(f"`prompt_template` names {name!r}, but the data has the columns {', '.join(names)}.")
     kept = names if kind == "prompt" else [name for name in _READ_BY_TRL if name in names]
     _made(shape, first[0], 0)  # refuses a row that cannot be read, before what it is read from is said
-    _say(recipe, in_words(shape, names, first, kept))
+    _say(recipe, in_words(shape, names, first, kept, pictures))
     return _mapped(rows, shape, recipe, [name for name in names if name not in kept])
 
 

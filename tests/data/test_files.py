@@ -51,9 +51,19 @@ def test_pictures_are_found_beside_the_data_or_here(tmp_path, monkeypatch):
     file.write_text(json.dumps({"image": "c.png", "text": "one"}))
     with pytest.raises(FileError, match=r"`data_files`: row 1 has the picture 'c.png', which is not in .*here or in"):
         load_files([str(file)], "data_files", bool)
-    file.write_text(json.dumps({"image": "a.png", "messages": [{"role": "user", "content": "<image>What?"}]}))
-    with pytest.raises(FileError, match="row 1 marks the place of a picture by '<image>' in its text"):
+    file.write_text(json.dumps({"image": "a.png", "images": ["a.png"], "text": "one"}))
+    with pytest.raises(FileError, match="`data_files` has pictures in `image` and in `images`"):
         load_files([str(file)], "data_files", bool)
+
+
+@pytest.mark.parametrize("name", ["image", "images"])
+def test_pictures_become_lists(name, tmp_path):
+    (tmp_path / "a.png").touch()
+    found = str(tmp_path / "a.png")
+    for value, listed in ((None, []), ("a.png", [found]), ('["a.png", "a.png"]', [found, found])):
+        (tmp_path / "seen.jsonl").write_text(json.dumps({name: value, "text": "one"}), encoding="utf-8")
+        rows = load_files([str(tmp_path / "seen.jsonl")], "data_files", bool)
+        assert rows.to_list() == [{"text": "one", "images": listed}]
 
 
 @pytest.mark.parametrize(

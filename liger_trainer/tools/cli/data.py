@@ -125,9 +125,16 @@ def _print_row(console: Console, row: Mapping[str, Any]) -> None:
             for turn in value:
                 said = {key: each for key, each in turn.items() if key not in ("role", "content")}
                 more = f" {json.dumps(said, ensure_ascii=False)}" if said else ""
-                console.print(Text(f"  {name} · {turn.get('role')}: {turn.get('content')}{more}"))
+                console.print(Text(f"  {name} · {turn.get('role')}: {_said(turn.get('content'))}{more}"))
         else:
             console.print(Text(f"  {name}: {value if isinstance(value, str) else json.dumps(value, default=str)}"))
+
+
+def _said(content: Any) -> Any:
+    """The content of a turn; of parts, their texts, with the kind of any other part in its place."""
+    if not isinstance(content, list):
+        return content
+    return "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
 
 
 def _print_tokens(console: Console, sample: Sample, count: int) -> None:
