@@ -13,8 +13,8 @@ from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
 from liger_trainer.data.pictures import at_marks, have_marks
-from liger_trainer.data.shapes import NAMES, ShapeError, in_words, recognised, with_system_prompt
-from liger_trainer.data.turns import ROLES, TurnError, as_turns, parsed
+from liger_trainer.data.shapes import NAMES, ShapeError, holds_text, in_words, recognised, with_system_prompt
+from liger_trainer.data.turns import ROLES, TurnError, as_turns, is_conversation, parsed
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
@@ -219,7 +219,7 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         choices = " or ".join(" and ".join(f"`{name}`" for name in names) for names in wanted)
         raise RecipeError(
             f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
-            f"{_advice(columns, wanted[0], text)}"
+            f"{_advice(next(iter(rows)), wanted[0], text)}"
         )
     functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
     needed = sorted({name for function in functions for name in needed_columns(function)} - {*columns})
@@ -242,8 +242,16 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
             _check_tools(rows)
 
 
-def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> str:
-    others = [name for name in columns if name not in (*wanted, *SPOKEN)]
+def _advice(row: Mapping[str, Any], wanted: Sequence[str], text: str | None) -> str:
+    """What to do about columns such as those of `row`, of which none has a name that is wanted."""
+    columns = list(row)
+    talk = next((name for name, value in row.items() if is_conversation(parsed(value))), None)
+    if talk is not None and "messages" in wanted:
+        return f"Say which holds conversations with `columns`: {json.dumps({'messages': talk})}."
+    if len(columns) == 1 and (signs := [sign for sign in (";", "|", "\t") if sign in columns[0]]):
+        return f"Its columns are separated by {signs[0]!r}; save the table with commas, or with tabs as .tsv."
+    others = [name for name, value in row.items() if isinstance(value, str) and name not in (*wanted, *SPOKEN)]
+    others = others if text else [name for name in others if not holds_text(name)]
     fitting = [
         kind
         for kind, known in TRAINERS.items()
@@ -251,7 +259,7 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
     ]
     if fitting:
         return f"These are the columns of `trainer: {fitting[0]}`: use other data, or that trainer."
-    if not others:
+    if not others or (len(others) == 1 and holds_text(others[0])):
         return "Use other data, or add the missing columns."
     if text and len(others) > 1:  # supervised: a question and its answer, or text
         pair = json.dumps({"prompt": others[0], "completion": others[1]})

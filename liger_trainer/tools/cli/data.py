@@ -121,7 +121,7 @@ def _print_row(console: Console, row: Mapping[str, Any]) -> None:
     from rich.text import Text
 
     for name, value in row.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" in value[0]:
             for turn in value:
                 said = {key: each for key, each in turn.items() if key not in ("role", "content")}
                 more = f" {json.dumps(said, ensure_ascii=False)}" if said else ""
@@ -164,11 +164,14 @@ def coloured(tokens: Tokens, tokenizer: Any) -> Text:
 
 def summary(rows: Any, sample: Sample | None, limit: int | None) -> list[str]:
     """Lines on all rows, and on the tokens of the first ones."""
-    different, count, empty = set(), 0, 0
+    different, count, empty, unanswered = set(), 0, 0, 0
     for row in rows:
         different.add(hash(json.dumps(row, sort_keys=True, default=str)))
         count, empty = count + 1, empty + _has_empty_answer(row)
+        unanswered += bool(row.get("messages")) and row["messages"][-1].get("role") != "assistant"
     lines = [f"{count:,} rows, {count - len(different):,} of them duplicates, {empty:,} with an empty answer."]
+    if unanswered:
+        lines.append(f"{unanswered:,} conversations end without an answer.")
     if sample is None or not sample.whole:
         return lines
     lengths = sorted(len(tokens.ids) for tokens in sample.whole)
