@@ -240,6 +240,8 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
             _check_common_prompt(rows)
         if "tools" in columns:
             _check_tools(rows)
+        if "images" in columns and isinstance(rows[0]["images"], str):
+            raise RecipeError("The column `images` holds text, not lists of pictures; one picture a row is `image`.")
 
 
 def _advice(row: Mapping[str, Any], wanted: Sequence[str], text: str | None) -> str:

@@ -121,6 +121,16 @@ def test_the_line_says_where_pictures_go(seen, capsys, caplog):
     assert "Row 1 of the data: Marks '<image>' in the text: 2, pictures in `images`: 1." in capsys.readouterr().err
 
 
+def test_one_picture_a_row_by_another_name(seen, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"messages": [says("user", "<image>?"), says("assistant", "A cat.")], "picture": "red.png"}]
+    seen.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert main(["data", str(seen), "--columns", '{"images": "picture"}']) == 2
+    assert "one picture a row is `image`." in capsys.readouterr().err
+    assert main(["data", str(seen), "--columns", '{"image": "picture"}']) == 0
+    assert "user: [image]?" in capsys.readouterr().out
+
+
 def test_a_recipe_trains_on_them(seen, tmp_path):
     folder = str(tmp_path / "model")
     TINY_MODELS["gemma3"](max_position_embeddings=256).save_pretrained(folder)
