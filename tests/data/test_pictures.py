@@ -131,6 +131,29 @@ def test_one_picture_a_row_by_another_name(seen, tmp_path, monkeypatch, capsys):
     assert "user: [image]?" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"messages": [says("user", [{"type": "image_url", "image_url": {"url": "a"}}]), says("assistant", "A")]},
+            "`messages` holds a part of type 'image_url' in row 1, which the model would not see; list the pictures",
+        ),
+        (
+            {"messages": [says("user", [{"type": "image", "image": "a.png"}]), says("assistant", "A")]},
+            "a part of type 'image' in row 1",
+        ),
+        (
+            {"messages": [says("user", "<video>?"), says("assistant", "A")], "videos": ["a.mp4"]},
+            "The text has marks '<video>' for `videos`, which no trainer reads",
+        ),
+    ],
+)
+def test_what_the_model_would_not_see_is_refused(row, words, tmp_path, capsys):
+    (tmp_path / "unseen.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    assert main(["data", str(tmp_path / "unseen.jsonl")]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_recipe_trains_on_them(seen, tmp_path):
     folder = str(tmp_path / "model")
     TINY_MODELS["gemma3"](max_position_embeddings=256).save_pretrained(folder)

@@ -964,6 +964,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "data/test_files::test_hidden_files_of_a_folder_are_passed_by"),
         ("OpenAI's older calls are left out", "_turn", r"if \"function_call\" in rest and", "if False and",
          "data/test_shapes::test_conversations", "older"),
+        ("pictures that no column holds are text", "_check_seen", r"if unseen is not None:", "if False:",
+         "data/test_pictures::test_what_the_model_would_not_see_is_refused"),
         ("a row of turns among rows of text is cast to text", "_Change.__call__",
          r"not isinstance\(made\[name\], kind\)", "False", "bad_input_alignment::test_rows_of_two_kinds"),
         ("a smoke run keeps the recipe's rewards", "_small_generation", r"if given & set\(rewards\)", "if True",
