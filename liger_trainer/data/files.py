@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import functools
 import glob
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+import datasets
+from datasets import Dataset, List, Value, load_dataset
 
+from liger_trainer.data.turns import parsed
 from liger_trainer.errors import UserError
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,9 +34,8 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 """Ends that may follow those in `KINDS`."""
 
 PICTURES = ("image", "images")
-"""The columns of pictures, which TRL puts before the text of the first turn of the user."""
+"""The columns of pictures: one, or a list of them."""
 
-_MARK = "<image>"  # of LLaVA and LLaMA-Factory, for the place of a picture
 _NO_PATH = ("http://", "https://", "data:")
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # with a byte order mark
 
@@ -62,7 +66,7 @@ def find_files(given: Sequence[str], key: str) -> list[str]:
     for name in given:
         path = Path(name).expanduser()
         if path.is_dir():
-            files = sorted(str(file) for file in path.rglob("*") if file.is_file() and suffix(file))
+            files = sorted(str(file) for file in path.rglob("*") if _is_data(file, path))
             hint = f"the folder {name!r} holds no file that ends in {', '.join(KINDS)}"
         elif path.is_file():
             files, hint = [str(path)], ""
@@ -75,6 +79,24 @@ def find_files(given: Sequence[str], key: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _is_data(file: Path, folder: Path) -> bool:
+    """Whether a file of a folder is taken: hidden ones are those of an editor, a notebook or a system."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.is_file() and bool(suffix(file)) and not hidden
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Hides what `datasets` logs of an error that it raises too."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+
+
+@_unlogged()
 def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -> Dataset:
     """The rows of all files that `given` stands for, as one dataset.
 
@@ -87,7 +109,7 @@ def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -
 
     Raises:
         FileError: for files that are missing, empty, of several kinds or with several columns, or cannot be read; for
-            pictures that are missing, or whose place is marked in the text.
+            pictures that are missing.
     """
     files = find_files(given, key)
     empty = [file for file in files if Path(file).stat().st_size == 0]
@@ -108,40 +130,49 @@ def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -
         if reader == "csv":
             columns = _first_row(files[0], reader, options)
             options = {**options, "converters": {name: _cell for name in columns if is_text(name)}}
-        loaded = load_dataset(reader, data_files=files, split="train", **options)
+        loaded = load_dataset(reader, data_files=[*map(glob.escape, files)], split="train", **options)
         loaded.data.validate(full=True)  # the JSON lines reader accepts text that is not UTF-8
     except Exception as error:  # datasets raises its own errors, chained to those of the file's reader
         difference = _difference(files, reader, options)
         if difference:
             raise FileError(f"`{key}`: {difference}") from error
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        hint = " Save the text as UTF-8." if "utf" in reason.lower() else ""
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        if "no data" in reason:
+            raise FileError(f"`{key}`: {files} hold no rows.") from error
+        hint = " Save the text as UTF-8." if "utf" in reason.lower() or any(map(_is_utf16, files)) else ""
         raise FileError(f"`{key}`: {files} cannot be read: {reason}{hint}") from error
-    pictures = [name for name in PICTURES if name in loaded.column_names]
-    folders = [str(folder) for folder in dict.fromkeys([Path.cwd(), *(Path(file).resolve().parent for file in files)])]
-    find = functools.partial(_with_pictures, columns=pictures, folders=folders, key=key)
-    return loaded.map(find, with_indices=True) if pictures else loaded
-
-
-def _with_pictures(
-    row: Mapping[str, Any], index: int, columns: Sequence[str], folders: Sequence[str], key: str
-) -> dict[str, Any]:
-    """The columns of pictures, with paths that lead to files."""
-    if any(_MARK in str(value) for name, value in row.items() if name not in columns):
+    if "__index_level_0__" in loaded.column_names and reader == "csv":  # pandas took the first column for names of rows
         raise FileError(
-            f"`{key}`: row {index + 1} marks the place of a picture by '{_MARK}' in its text, which the model would "
-            "read as text; the pictures come before the text of the first turn, so leave the mark out."
+            f"`{key}`: rows of {files} have more cells than the first row; put cells with commas in quotes."
         )
-    found = {}
-    for name in columns:
-        value = row[name]
-        listed = isinstance(value, list)
-        paths = [_path_of(each, folders, f"`{key}`: row {index + 1}") for each in (value if listed else [value])]
-        found[name] = paths if listed else paths[0]
-    return found
+    folders = [str(folder) for folder in dict.fromkeys([Path.cwd(), *(Path(file).resolve().parent for file in files)])]
+    return _with_files(loaded, folders, key)
 
 
-def _path_of(picture: Any, folders: Sequence[str], where: str) -> Any:
+def _with_files(rows: Dataset, folders: Sequence[str], key: str) -> Dataset:
+    """`rows` with their pictures in a list, `images`, whose paths lead to files; rows without pictures as they are."""
+    names = [name for name in PICTURES if name in rows.column_names]
+    if not names:
+        return rows
+    if len(names) > 1:
+        raise FileError(f"`{key}` has pictures in `image` and in `images`; leave one of the columns out.")
+    find = functools.partial(_listed, name=names[0], folders=folders, key=key)
+    feature = rows.features[names[0]]
+    one = getattr(feature, "feature", feature)
+    of_text = isinstance(one, Value) and one.dtype in ("string", "large_string", "null")
+    features = rows.features.copy()
+    del features[names[0]]
+    features["images"] = List(Value("string") if of_text else one)
+    return rows.map(find, with_indices=True, remove_columns=names, features=features, desc="Finding the pictures")
+
+
+def _listed(row: Mapping[str, Any], index: int, name: str, folders: Sequence[str], key: str) -> dict[str, list[Any]]:
+    value = parsed(row[name])
+    pictures = value if isinstance(value, list) else [] if value is None else [value]
+    return {"images": [_file_of(each, folders, f"`{key}`: row {index + 1}") for each in pictures]}
+
+
+def _file_of(picture: Any, folders: Sequence[str], where: str) -> Any:
     """A picture's file, from the first of `folders` that has it; what is no path stays as it is."""
     if not isinstance(picture, str) or picture.startswith(_NO_PATH) or len(picture) > 1024:  # base64
         return picture
@@ -155,12 +186,19 @@ def _cell(text: str) -> str | None:
     return text or None
 
 
+def _is_utf16(file: str) -> bool:
+    with open(file, "rb") as stream:
+        return stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 def _first_row(file: str, reader: str, options: dict[str, Any]) -> dict[str, Any]:
-    return next(iter(load_dataset(reader, data_files=[file], split="train", streaming=True, **options)), {})
+    return next(
+        iter(load_dataset(reader, data_files=[glob.escape(file)], split="train", streaming=True, **options)), {}
+    )
 
 
 def _difference(files: Sequence[str], reader: str, options: dict[str, Any]) -> str:
-    """Says which file has other columns than the first; empty if none has, or one cannot be read."""
+    """Says which file has other columns than the first, or other types; empty if none has, or one cannot be read."""
     first: dict[str, Any] = {}
     for file in files:
         try:
@@ -171,6 +209,10 @@ def _difference(files: Sequence[str], reader: str, options: dict[str, Any]) -> s
         if row.keys() != first.keys():
             columns = f"the columns {', '.join(first)}, and {file!r} {', '.join(row)}"
             return f"{files[0]!r} has {columns}; give files with the same columns."
+        for name, value in row.items():
+            kinds = [type(each).__name__ for each in (first[name], value)]
+            if kinds[0] != kinds[1] and "NoneType" not in kinds:
+                return f"`{name}` holds {kinds[0]} in {files[0]!r} and {kinds[1]} in {file!r}; give one type."
     return ""
 
 

@@ -13,7 +13,16 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from liger_trainer.data.turns import STANDARD_ROLES, Turn, TurnError, as_turns, is_conversation, parsed, renamed_roles
+from liger_trainer.data.turns import (
+    STANDARD_ROLES,
+    Turn,
+    TurnError,
+    as_turns,
+    is_conversation,
+    of_cell,
+    parsed,
+    renamed_roles,
+)
 from liger_trainer.errors import UserError
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -124,7 +133,9 @@ class Shape:
     def value(self, row: Mapping[str, Any], part: str) -> Any:
         """What the column of `part` holds in `row`; None where there is no such column."""
         name = self.columns.get(part)
-        return None if name is None else row[name]
+        value = None if name is None else row[name]
+        in_turns = part in ("chosen", "rejected") or name in ("prompt", "completion")
+        return of_cell(value, self.roles) if in_turns else value  # JSON in another column is an answer in JSON
 
     @property
     def made_from(self) -> tuple[str, ...]:
@@ -220,7 +231,7 @@ def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles:
     if group == ("chosen", "rejected") and {*NAMES["prompt"], *NAMES["turns"]} & {*names}:
         return False
     values = [row[name] for name in group if name != "label"]
-    if group != ("messages",) and all(isinstance(value, str) for value in values):
+    if group != ("messages",) and all(isinstance(value, str) and of_cell(value, roles) is value for value in values):
         return True
     if not all(isinstance(value, list) and is_conversation(value) for value in values):
         return False
@@ -255,7 +266,7 @@ def _prompt(shape: Shape, row: Mapping[str, Any]) -> Any:
         asked = as_turns(shape.value(row, "turns"), shape.roles)
     else:
         asked = shape.value(row, "prompt")
-        if is_conversation(asked):
+        if isinstance(asked, Mapping) or is_conversation(asked):
             asked = as_turns(asked, shape.roles)
         elif isinstance(asked, str):
             asked = _with_input(shape, asked, shape.value(row, "input"))
@@ -393,7 +404,9 @@ _READERS: dict[str, Callable[[Shape, Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
-def in_words(shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any]], kept: Sequence[str] = ()) -> str:
+def in_words(
+    shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any]], kept: Sequence[str] = (), pictures: str = ""
+) -> str:
     """A line that says what rows are made from, and which columns are not used.
 
     Args:
@@ -401,11 +414,10 @@ def in_words(shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any
         names: Its columns.
         rows: The first rows; the names of roles in them are in the line.
         kept: Columns that something else reads, such as a reward function.
+        pictures: Words on where pictures go, which follow those on the roles.
     """
     talks = [parsed(row[shape.columns["turns"]]) for row in rows if "turns" in shape.columns]
-    talks += [
-        row[column] for column in shape.columns.values() for row in rows if isinstance(row[column], list | Mapping)
-    ]
+    talks += [shape.value(row, part) for part in shape.columns for row in rows]
     roles = ", ".join(f"{name} → {role}" for name, role in renamed_roles(talks, shape.roles).items())
     sources = ", ".join(f"`{name}`" for name in shape.made_from)
     line = f"Data: {sources} → {', '.join(f'`{name}`' for name in shape(rows[0]))}"
@@ -414,5 +426,6 @@ def in_words(shape: Shape, names: Sequence[str], rows: Sequence[Mapping[str, Any
         text = "in Alpaca's words: there is no chat template"
         text = "with `prompt_template`" if shape.prompt_template else "" if shape.plain else text
         line += ", as a conversation" if shape.converses else f", as plain text {text}".rstrip()
+    line += pictures
     unused = [f"`{name}`" for name in names if name not in (*shape.made_from, *kept)]
     return f"{line}; not used: {', '.join(unused)}." if unused else f"{line}."

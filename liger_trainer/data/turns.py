@@ -51,6 +51,18 @@ def parsed(value: Any) -> Any:
     return value
 
 
+def of_cell(value: Any, roles: Mapping[str, str]) -> Any:
+    """The conversation that text holds as JSON, as the cell of a table does; anything else as it is."""
+    found = parsed(value) if isinstance(value, str) else None
+    if not is_conversation(found):
+        return value
+    try:
+        as_turns(found, roles)
+    except TurnError:  # such as a list of books by their authors
+        return value
+    return found
+
+
 def as_turns(value: Any, roles: Mapping[str, str]) -> list[Turn]:
     """The turns of a conversation with `role` and `content`.
 
@@ -114,6 +126,8 @@ def _turn(turn: Any, roles: Mapping[str, str]) -> Turn:
         raise TurnError(f"a turn without `content` ({str(dict(turn))[:60]})")
     if content is not None and not isinstance(content, (str, list)):
         raise TurnError(f"a turn whose `content` is {type(content).__name__} ({str(dict(turn))[:60]})")
+    if "function_call" in rest and "tool_calls" not in rest:  # OpenAI's older key, which no template reads
+        rest["tool_calls"] = _calls(rest.pop("function_call"))
     if isinstance(rest.get("tool_calls"), list):
         rest["tool_calls"] = [_with_arguments(call) for call in rest["tool_calls"]]
     return {"role": role, "content": "" if content is None else content, **rest}

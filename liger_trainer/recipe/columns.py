@@ -12,8 +12,10 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
-from liger_trainer.data.shapes import NAMES, ShapeError, in_words, recognised, with_system_prompt
-from liger_trainer.data.turns import ROLES, TurnError, as_turns, parsed
+from liger_trainer.data.files import PICTURES
+from liger_trainer.data.pictures import at_marks, have_marks
+from liger_trainer.data.shapes import NAMES, ShapeError, holds_text, in_words, recognised, with_system_prompt
+from liger_trainer.data.turns import ROLES, TurnError, as_turns, is_conversation, parsed
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
@@ -53,16 +55,19 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool], evalua
         columns = {}
     rows = _reshaped(renamed(rows, columns), recipe, has_template)
     check_columns(rows, recipe)
+    names = rows.column_names or list(next(iter(rows)))
     system = recipe.recipe.system_prompt
-    if system is None:
-        return rows
-    if not {*SPOKEN} & {*(rows.column_names or next(iter(rows)))}:
-        raise RecipeError("`system_prompt` is given, but the data is text or tokens without turns; leave it out.")
-    answers = () if recipe.kind.generates else ("completion", "chosen", "rejected")
-    return _mapped(rows, partial(with_system_prompt, system=system, answers=answers), recipe)
+    if system is not None:
+        if not {*SPOKEN} & {*names}:
+            raise RecipeError("`system_prompt` is given, but the data is text or tokens without turns; leave it out.")
+        answers = () if recipe.kind.generates else ("completion", "chosen", "rejected")
+        rows = _mapped(rows, partial(with_system_prompt, system=system, answers=answers), recipe)
+    return _mapped(rows, at_marks, recipe) if have_marks(rows, names) else rows
 
 
 _READ_BY_TRL = ("tools", "images", "image", "chat_template_kwargs")
+_UNSEEN = ("image", "image_url", "video", "video_url", "audio", "input_audio")
+_UNREAD = {"videos": "<video>", "audios": "<audio>"}
 _FIRST = 100
 """Rows in which names of roles are looked for, to be said."""
 
@@ -76,6 +81,10 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
     names = rows.column_names or list(first[0])
     text = recipe.get(TEXT_FIELD)
     shape = recognised(kind, names, first, ours.roles or {}, ours.prompt_template, text, has_template)
+    for name, mark in _UNREAD.items():
+        if name in names and any(mark in str(row) for row in first):
+            raise RecipeError(f"The text has marks {mark!r} for `{name}`, which no trainer reads; take these rows out.")
+    pictures = ", pictures at the marks `<image>`" if have_marks(first, names) else ""
     if shape is None:
         if ours.prompt_template is not None:
             raise RecipeError(
@@ -85,13 +94,15 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
         others = [f"`{name}`" for name in names if name not in (text, *_READ_BY_TRL)]
         if kind == "messages" and text in names and others and not {"messages", "prompt", "input_ids"} & {*names}:
             _say(recipe, f"Data: `{text}`, as plain text; not used: {', '.join(others)}.")
+        if pictures:
+            _say(recipe, f"Data: {pictures.removeprefix(', ')}.")
         return rows
     for name in shape.made_from:
         if name not in names:
             raise RecipeError(f"`prompt_template` names {name!r}, but the data has the columns {', '.join(names)}.")
     kept = names if kind == "prompt" else [name for name in _READ_BY_TRL if name in names]
     _made(shape, first[0], 0)  # refuses a row that cannot be read, before what it is read from is said
-    _say(recipe, in_words(shape, names, first, kept))
+    _say(recipe, in_words(shape, names, first, kept, pictures))
     return _mapped(rows, shape, recipe, [name for name in names if name not in kept])
 
 
@@ -214,7 +225,7 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         choices = " or ".join(" and ".join(f"`{name}`" for name in names) for names in wanted)
         raise RecipeError(
             f"The data has the columns {', '.join(columns)}; `trainer: {recipe.recipe.trainer}` needs {choices}. "
-            f"{_advice(columns, wanted[0], text)}"
+            f"{_advice(next(iter(rows)), wanted[0], text)}"
         )
     functions = [function for function in load_reward_functions(recipe.more) if callable(function)]
     needed = sorted({name for function in functions for name in needed_columns(function)} - {*columns})
@@ -229,16 +240,28 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         if "prompt" in columns and "prompt" not in found and found[0] in SPOKEN[2:]:
             found = ("prompt", *found)
         for name in found:
-            _check_column(rows, name, recipe.recipe.roles or {})
+            _check_column(
+                rows, name, recipe.recipe.roles or {}, bool({*PICTURES} & {*columns}) or recipe.kind.generates
+            )
         _check_alike(rows, [name for name in found if name in SPOKEN])
         if found == ("chosen", "rejected") and not recipe.kind.scores:
             _check_common_prompt(rows)
         if "tools" in columns:
             _check_tools(rows)
+        if "images" in columns and isinstance(rows[0]["images"], str):
+            raise RecipeError("The column `images` holds text, not lists of pictures; one picture a row is `image`.")
 
 
-def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> str:
-    others = [name for name in columns if name not in (*wanted, *SPOKEN)]
+def _advice(row: Mapping[str, Any], wanted: Sequence[str], text: str | None) -> str:
+    """What to do about columns such as those of `row`, of which none has a name that is wanted."""
+    columns = list(row)
+    talk = next((name for name, value in row.items() if is_conversation(parsed(value))), None)
+    if talk is not None and "messages" in wanted:
+        return f"Say which holds conversations with `columns`: {json.dumps({'messages': talk})}."
+    if len(columns) == 1 and (signs := [sign for sign in (";", "|", "\t") if sign in columns[0]]):
+        return f"Its columns are separated by {signs[0]!r}; save the table with commas, or with tabs as .tsv."
+    others = [name for name, value in row.items() if isinstance(value, str) and name not in (*wanted, *SPOKEN)]
+    others = others if text else [name for name in others if not holds_text(name)]
     fitting = [
         kind
         for kind, known in TRAINERS.items()
@@ -246,7 +269,7 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
     ]
     if fitting:
         return f"These are the columns of `trainer: {fitting[0]}`: use other data, or that trainer."
-    if not others:
+    if not others or (len(others) == 1 and holds_text(others[0])):
         return "Use other data, or add the missing columns."
     if text and len(others) > 1:  # supervised: a question and its answer, or text
         pair = json.dumps({"prompt": others[0], "completion": others[1]})
@@ -257,7 +280,7 @@ def _advice(columns: Sequence[str], wanted: Sequence[str], text: str | None) -> 
     return f"Rename one with `columns`, such as {json.dumps({missing: others[0]})}."
 
 
-def _check_column(rows: Dataset, name: str, roles: Mapping[str, str]) -> None:
+def _check_column(rows: Dataset, name: str, roles: Mapping[str, str], sees: bool) -> None:
     nulls = rows.data.column(name).null_count
     if nulls:
         raise RecipeError(f"The column `{name}` is null in {nulls} rows; remove or fill them.")
@@ -273,8 +296,22 @@ def _check_column(rows: Dataset, name: str, roles: Mapping[str, str]) -> None:
         problem = _turns_problem(value, roles) if name in SPOKEN and isinstance(value, list) else None
         if problem is not None:
             raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
+        if not sees and name in SPOKEN and isinstance(value, list):
+            _check_seen(value, name, number)
     if name == "label" and not set(rows.unique(name)) <= {0, 1}:
         raise RecipeError(f"The column `label` holds {rows.unique(name)[:5]}; it must hold {words}.")
+
+
+def _check_seen(turns: list[Any], name: str, number: int) -> None:
+    """Refuses turns with pictures in data without a column of them: TRL would pass on the text alone."""
+    contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
+    kinds = [part.get("type") for parts in contents for part in parts if isinstance(part, Mapping)]
+    unseen = next((kind for kind in kinds if kind in _UNSEEN), None)
+    if unseen is not None:
+        raise RecipeError(
+            f"The column `{name}` holds a part of type {unseen!r} in row {number}, which the model would not see; list "
+            'the pictures of a row in a column `images`, and leave {"type": "image"} in their places.'
+        )
 
 
 def _check_tools(rows: Dataset) -> None:

@@ -89,18 +89,32 @@ class ReferenceMixin(LigerTRLMixin):
             if self.state.global_step > 0:
                 self._must_be_policy = False  # a second training starts with a trained policy
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """TRL's loss of a micro-batch; in the first step, the reference has to be the policy."""
         if self.state.global_step > 0 or self.ref_model is not self._own_reference:
             self._must_be_policy = False
+        if return_outputs:
+            return self._with_logits(model, inputs, num_items_in_batch)
         if not self._must_be_policy or not self.model.training:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         with first_scored_call(model) as calls:
-            result = super().compute_loss(model, inputs, *args, **kwargs)
+            result = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         metric = _first_not_0(self._metrics["train"])
         if metric is not None and calls:
             self._check_reference(metric, calls[0], inputs)
         return result
+
+    def _with_logits(self, model: nn.Module, inputs: Any, num_items: Any) -> tuple[torch.Tensor, Any]:
+        """The loss, and outputs from which metrics are computed: TRL 2.0 returns those of the loss, without logits."""
+        with first_scored_call(model, inputs.get("input_ids")) as calls:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items)
+        if not hasattr(outputs, "logits"):
+            call = {name: value for name, value in calls[0].items() if name not in ("fused_lm_head", "labels")}
+            with torch.no_grad():
+                outputs = model(**call)
+        return loss, outputs
 
     def _check_reference(self, metric: str, call: Mapping[str, Any], inputs: Any) -> None:
         """Compares the policy with its reference on the tokens of `call`, and what was cached with what it should be.

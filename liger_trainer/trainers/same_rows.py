@@ -25,12 +25,16 @@ _TF32 = 2.0**-10
 
 
 @contextlib.contextmanager
-def first_scored_call(model: nn.Module) -> Iterator[list[dict[str, Any]]]:
-    """Notes the arguments of the first call of `model` in the context that asks for per-token statistics."""
+def first_scored_call(model: nn.Module, ids: torch.Tensor | None = None) -> Iterator[list[dict[str, Any]]]:
+    """Notes the arguments of the first call of `model` in the context that asks for per-token statistics.
+
+    With `ids`, of the first call for these `input_ids`: KTO scores others before them.
+    """
     calls: list[dict[str, Any]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not calls and not args and kwargs.get("fused_lm_head"):
+        of_these = ids is None or kwargs.get("input_ids") is ids
+        if not calls and not args and kwargs.get("fused_lm_head") and of_these:
             calls.append(kwargs)
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)

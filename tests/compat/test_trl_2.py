@@ -56,6 +56,10 @@ def largest(given):
     return {"largest": float(given.predictions.max())}
 
 
+def mean(given):
+    return {"mean": float(given.predictions.mean())}
+
+
 def distilling(kind, folder, **options):
     import liger_trainer
     from tests.trainers.tiny import COMMON, chat_dataset, llama, tokenizer
@@ -85,6 +89,7 @@ def cases(folder):
     evaluation = {"eval_strategy": "steps", "eval_steps": 1}
     found |= {f"{kind} evaluates": of(kind, True, **evaluation) for kind in EVALUATES}
     found["metrics"] = of("SFT", True, **evaluation, compute_metrics=largest, preprocess_logits_for_metrics=predicted)
+    found |= {f"metrics of {kind}": of(kind, True, **evaluation, compute_metrics=mean) for kind in ("DPO", "KTO")}
     found["label smoothing"] = of("SFT", True, label_smoothing_factor=0.1)
     return found
 
@@ -154,6 +159,22 @@ def test_trls_trainers_run_our_kernels(kind, results):
 def test_metrics_are_computed(results):
     assert "error" not in results["metrics"], results["metrics"]["trace"]
     assert 0 < results["metrics"]["logs"]["eval_largest"] < 128  # ids, not logits
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_metrics_get_the_logits_that_trl_had_given(kind, results, tmp_path):
+    from tests.trainers.parity import build
+    from tests.trainers.tiny import llama, tokenizer
+
+    llama().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "compute_metrics": mean}
+    stock = build(kind, False, tmp_path / "out", str(tmp_path), **evaluation)
+    stock.train()
+    found = results[f"metrics of {kind}"]
+    assert "error" not in found, found["trace"]
+    (expected,) = (log["eval_mean"] for log in stock.state.log_history if "eval_mean" in log)
+    assert found["logs"]["eval_mean"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_what_trl_no_longer_does_is_refused(results):

@@ -51,9 +51,19 @@ def test_pictures_are_found_beside_the_data_or_here(tmp_path, monkeypatch):
     file.write_text(json.dumps({"image": "c.png", "text": "one"}))
     with pytest.raises(FileError, match=r"`data_files`: row 1 has the picture 'c.png', which is not in .*here or in"):
         load_files([str(file)], "data_files", bool)
-    file.write_text(json.dumps({"image": "a.png", "messages": [{"role": "user", "content": "<image>What?"}]}))
-    with pytest.raises(FileError, match="row 1 marks the place of a picture by '<image>' in its text"):
+    file.write_text(json.dumps({"image": "a.png", "images": ["a.png"], "text": "one"}))
+    with pytest.raises(FileError, match="`data_files` has pictures in `image` and in `images`"):
         load_files([str(file)], "data_files", bool)
+
+
+@pytest.mark.parametrize("name", ["image", "images"])
+def test_pictures_become_lists(name, tmp_path):
+    (tmp_path / "a.png").touch()
+    found = str(tmp_path / "a.png")
+    for value, listed in ((None, []), ("a.png", [found]), ('["a.png", "a.png"]', [found, found])):
+        (tmp_path / "seen.jsonl").write_text(json.dumps({name: value, "text": "one"}), encoding="utf-8")
+        rows = load_files([str(tmp_path / "seen.jsonl")], "data_files", bool)
+        assert rows.to_list() == [{"text": "one", "images": listed}]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +111,37 @@ def test_patterns_and_folders(tmp_path, monkeypatch):
     assert find_files(["data"], "data_files") == ["data/a.jsonl", "data/b.jsonl", "data/deep/c.jsonl"]
     assert find_files(["data", "data/a.jsonl"], "data_files") == find_files(["data"], "data_files")
     assert len(load_files(["data"], "data_files", str.islower)) == 6
+
+
+def test_hidden_files_of_a_folder_are_passed_by(tmp_path):
+    for name in ("data/a.jsonl", "data/._a.jsonl", "data/.ipynb_checkpoints/a-checkpoint.jsonl"):
+        write(tmp_path, name)
+    assert find_files([str(tmp_path / "data")], "data_files") == [str(tmp_path / "data" / "a.jsonl")]
+    hidden = str(tmp_path / "data" / ".ipynb_checkpoints")
+    assert find_files([hidden], "data_files") == [f"{hidden}/a-checkpoint.jsonl"]  # named itself
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a[1].csv", "a {b} (2).jsonl"])
+def test_a_name_with_signs_of_a_pattern(name, tmp_path):
+    write(tmp_path, name)
+    assert len(load_files([str(tmp_path / name)], "data_files", str.islower)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", LINES.encode("utf-16"), "Save the text as UTF-8."),
+        ("a.json", b"[]", "hold no rows."),
+        ("a.csv", b"question,answer\na,b,c\n", "have more cells than the first row; put cells with commas in quotes."),
+        ("a.csv", b"question,answer\na,b\na,b,c\n", "Expected 2 fields in line 3, saw 3"),
+    ],
+)
+def test_files_that_are_not_what_they_seem_are_one_line(name, text, words, tmp_path, capfd):
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(FileError) as caught:
+        load_files([str(tmp_path / name)], "data_files", str.islower)
+    assert str(caught.value).endswith(words)
+    assert "Failed to" not in capfd.readouterr().err  # of the library's own log
 
 
 @pytest.mark.parametrize(
@@ -152,3 +193,10 @@ def test_files_with_other_columns_are_named(names, texts, tmp_path):
         file.write_text(text + "\n", encoding="utf-8")
     with pytest.raises(FileError, match=r"a\.\w+' has the columns q, and '.*b\.\w+' .*; give files"):
         load_files([*map(str, files)], "data_files", str.islower)
+
+
+def test_files_with_other_types_are_named(tmp_path):
+    for name, value in (("a.jsonl", 1), ("b.jsonl", "x")):
+        (tmp_path / name).write_text(json.dumps({"q": "a", "r": value}) + "\n", encoding="utf-8")
+    with pytest.raises(FileError, match=r"`r` holds int in '.*a\.jsonl' and str in '.*b\.jsonl'; give one type\."):
+        load_files([str(tmp_path)], "data_files", str.islower)

@@ -65,6 +65,17 @@ TALKS = {
         {"messages": [{**ASK, "tool_calls": None}, {**CALLED, "name": None}, turn("tool", "3"), SAY]},
         [ASK, CALLED, turn("tool", "3"), SAY],
     ),
+    "OpenAI's older calls": (
+        {
+            "messages": [
+                ASK,
+                turn("assistant", None, function_call={"name": "f", "arguments": '{"x": 1}'}),
+                turn("function", "3"),
+                SAY,
+            ]
+        },
+        [ASK, CALLED, turn("tool", "3"), SAY],
+    ),
     "arguments that Arrow has added": (
         {
             "messages": [
@@ -281,6 +292,33 @@ def test_a_system_prompt(row, changed):
 
 def test_an_empty_system_prompt_makes_turns_alone():
     assert with_system_prompt({"prompt": "q", "completion": "a"}, "", ()) == {"prompt": [ASK]}
+
+
+@pytest.mark.parametrize("kind", ["preference", "unpaired"])
+def test_cells_of_json_are_the_turns_that_they_hold(kind):
+    cells = {"prompt": "q", "chosen": json.dumps([ASK, *GOOD]), "rejected": json.dumps([ASK, *BAD])}
+    assert shape_of(kind, cells)(cells) == {"chosen": [ASK, *GOOD], "rejected": [ASK, *BAD]}
+    cells = {"prompt": json.dumps(SHAREGPT[:1]), "chosen": json.dumps(GOOD), "rejected": "bad"}
+    shape = shape_of(kind, cells)
+    assert shape(cells) == {"prompt": [ASK], "chosen": GOOD, "rejected": BAD}
+    assert "(human → user)" in in_words(shape, list(cells), [cells])
+
+
+def test_cells_of_json_in_questions_and_answers():
+    cells = {"prompt": json.dumps([SYSTEM, ASK]), "completion": json.dumps([SAY])}
+    assert shape_of("messages", cells)(cells) == {"prompt": [SYSTEM, ASK], "completion": [SAY]}
+    written = {"instruction": "q", "output": json.dumps([ASK, SAY])}  # a dialogue is what was asked for
+    assert shape_of("messages", written)(written)["completion"] == [turn("assistant", written["output"])]
+    one = {"prompt": ASK, "completion": SAY}
+    assert shape_of("messages", one)(one) == {"prompt": [ASK], "completion": [SAY]}
+
+
+def test_lists_of_json_that_are_no_turns_stay_text():
+    books = json.dumps([{"author": "Tolkien", "title": "The Hobbit"}])
+    row = {"prompt": "q", "chosen": books, "rejected": "bad"}
+    assert shape_of("preference", row) is None
+    row = {"prompt": "q", "completion": books, "system": ""}
+    assert shape_of("messages", row)(row) == {"prompt": [ASK], "completion": [turn("assistant", books)]}
 
 
 def test_text_that_happens_to_be_json_stays_text():

@@ -77,6 +77,7 @@ def _with(**options: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(options.items())
 
 
+_EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 _CHECKPOINTED = {"gradient_checkpointing": True}
 _REENTRANT = {
     **_CHECKPOINTED,
@@ -105,6 +106,8 @@ CASES: dict[str, Case] = {
     "kept": Case("trainer", options=_with(activation_memory="1GiB", max_steps=5, **_CHECKPOINTED)),
     "kept, sft": Case("sft", "lora", options=_with(activation_memory="1GiB", max_steps=5, **_CHECKPOINTED)),
     "evaluated": Case("trainer", evaluated=True),
+    "evaluated between": Case("trainer", evaluated=True, options=_with(**_EVALUATED)),
+    "evaluated between, dpo": Case("dpo", options=_with(**_EVALUATED)),
     "sampled": Case("trainer", sampled=True),
     "sampled, lora": Case("sft", "lora", options=_with(**_CHECKPOINTED), sampled=True),
     "use_kernels": Case("trainer", switched=True),

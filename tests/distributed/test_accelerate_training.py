@@ -64,7 +64,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
     "zero3": (
         *("trainer, full", "trainer, tied head", "sft, lora with head", "a rank without labels, sft", "dpo, full"),
         *("dpo, lora with head", "accumulated, sft", "sft, dora with head", "sft, modules to save"),
-        *("trainer, frozen head", "kept", "evaluated", "sampled"),
+        *("trainer, frozen head", "kept", "evaluated", "evaluated between", "evaluated between, dpo", "sampled"),
     ),
 }
 """What runs where there are no GPUs: every case that can, once at least.

@@ -121,13 +121,20 @@ def _print_row(console: Console, row: Mapping[str, Any]) -> None:
     from rich.text import Text
 
     for name, value in row.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" in value[0]:
             for turn in value:
                 said = {key: each for key, each in turn.items() if key not in ("role", "content")}
                 more = f" {json.dumps(said, ensure_ascii=False)}" if said else ""
-                console.print(Text(f"  {name} · {turn.get('role')}: {turn.get('content')}{more}"))
+                console.print(Text(f"  {name} · {turn.get('role')}: {_said(turn.get('content'))}{more}"))
         else:
             console.print(Text(f"  {name}: {value if isinstance(value, str) else json.dumps(value, default=str)}"))
+
+
+def _said(content: Any) -> Any:
+    """The content of a turn; of parts, their texts, with the kind of any other part in its place."""
+    if not isinstance(content, list):
+        return content
+    return "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
 
 
 def _print_tokens(console: Console, sample: Sample, count: int) -> None:
@@ -157,11 +164,14 @@ def coloured(tokens: Tokens, tokenizer: Any) -> Text:
 
 def summary(rows: Any, sample: Sample | None, limit: int | None) -> list[str]:
     """Lines on all rows, and on the tokens of the first ones."""
-    different, count, empty = set(), 0, 0
+    different, count, empty, unanswered = set(), 0, 0, 0
     for row in rows:
         different.add(hash(json.dumps(row, sort_keys=True, default=str)))
         count, empty = count + 1, empty + _has_empty_answer(row)
+        unanswered += bool(row.get("messages")) and row["messages"][-1].get("role") != "assistant"
     lines = [f"{count:,} rows, {count - len(different):,} of them duplicates, {empty:,} with an empty answer."]
+    if unanswered:
+        lines.append(f"{unanswered:,} conversations end without an answer.")
     if sample is None or not sample.whole:
         return lines
     lengths = sorted(len(tokens.ids) for tokens in sample.whole)

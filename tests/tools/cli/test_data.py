@@ -60,6 +60,14 @@ def test_rows_without_a_model(folder, capsys):
     assert "`--model MODEL` shows tokens and labels." in out
 
 
+def test_conversations_without_an_answer_and_tools_are_shown(folder, capsys):
+    talk = [*SHAREGPT["conversations"], {"from": "human", "value": "more?"}]
+    out = shown(capsys, write("a.jsonl", {"conversations": talk, "tools": [{"name": "search"}]}, 3))
+    assert "3 conversations end without an answer." in out
+    assert 'tools: [{"name": "search"}]' in out
+    assert "without an answer" not in shown(capsys, write("b.jsonl", SHAREGPT))
+
+
 def test_a_recipe_and_its_data(folder, capsys):
     keys = {"trainer": "sft", "model_name_or_path": "model", "data_files": write("a.jsonl", ALPACA), "max_length": 25}
     out = shown(capsys, write_recipe(folder / "mine.yaml", {**keys, "output_dir": "run"}))
@@ -167,6 +175,9 @@ def test_samples_of_a_model_of_conversations_are_answers_to_a_question(folder, c
             {"title": "a", "body": "b"},
             'Say which is what with `columns`, such as {"prompt": "title", "completion": "body"}',
         ),
+        ({"items": SHAREGPT["conversations"], "id": "7"}, 'holds conversations with `columns`: {"messages": "items"}.'),
+        ({"question;answer": "q;a"}, "Its columns are separated by ';'; save the table with commas"),
+        ({"instruction": "a"}, "Use other data, or add the missing columns."),
         ({"body": "b"}, "Set `dataset_text_field` to the column that holds the text, such as 'body'."),
     ],
 )
