@@ -61,21 +61,29 @@ MAKERS = {
     "gemma3": TINY_MODELS["gemma3_text"],
     "qwen3_moe": TINY_MODELS["qwen3_moe"],
     "attention with dropout": lambda: llama(attention_dropout=0.3),
+}
+MIXING = {
     **{name: functools.partial(built, name) for name in ("qwen3_5_text", "nemotron_h", "lfm2")},
     "qwen3_5_text, lora": lambda: lora(model=lambda: built("qwen3_5_text")),
 }
+MAKERS |= MIXING
 
 
 @pytest.mark.parametrize("budget", ["40KiB", "1GiB"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_no_bit_changes(name, budget, tmp_path):
+def test_no_bit_changes(name, budget, tmp_path, monkeypatch):
+    if name in MIXING:  # beside a recurrence in plain torch, no other result is worth its bytes
+        monkeypatch.setattr(recording, "_LEAST_SHARE", 0)
+        monkeypatch.setattr(recording, "_LEAST_COPIES", 0)
     without = trained(causal, tmp_path, MAKERS[name])
     kept = trained(causal, tmp_path, MAKERS[name], activation_memory=budget)
     assert_same(kept, without)
     assert kept._kept.kept > 0
     assert kept._kept.kept <= (40 * 2**10 if budget == "40KiB" else 2**30)
     layers = kept.model.config.num_hidden_layers
-    assert len(kept._kept.phase.record.layers) == len(kept._kept.plan().calls) == layers
+    assert len(kept._kept.phase.record.layers) == layers
+    # Where layers differ, their times decide which of them a small budget goes to.
+    assert len(kept._kept.plan().calls) == layers or (name in MIXING and budget == "40KiB")
 
 
 @pytest.mark.parametrize("options", [

@@ -52,7 +52,7 @@ def test_logs_gradients_and_weights_are_those_of_trl(name, tmp_path, models):
     applied = {row.component for row in ours.kernel_report.applied} if ours.kernel_report else set()
     stocks = "stock" in name
     assert bool(applied & {"recurrence", "short_conv"}) != stocks
-    if kind not in ("SFT",):
+    if kind != "SFT":
         assert ("padding_free" in applied) == (not stocks and "padded" not in name), left
         assert ("share_prompt" in applied) == (kind != "KTO" and "padding_free" in applied and "not shared" not in name)
     assert len(logged(stock)) == 3
@@ -64,8 +64,9 @@ def test_logs_gradients_and_weights_are_those_of_trl(name, tmp_path, models):
 TEXTS = ["the cat sat on the mat a dog ran far away", "birds fly south", "we read books", "a dog"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("model", [QWEN, NEMOTRON, LFM])
+@pytest.mark.parametrize(
+    ("model", "compiled"), [(QWEN, False), (NEMOTRON, False), (LFM, False), (QWEN, True), (LFM, True)]
+)
 def test_packed_rows_train_as_documents_alone(model, compiled, tmp_path, models, request):
     """All documents of a step in one row, and each in a row of its own."""
     from datasets import Dataset
@@ -76,7 +77,7 @@ def test_packed_rows_train_as_documents_alone(model, compiled, tmp_path, models,
     data = Dataset.from_list([{"text": text} for text in TEXTS])
     options = {"max_steps": 1, "adam_epsilon": 1e-2, "kernel_report": False, "max_length": 128}
     packed = {"packing": True, "packing_strategy": "bfd", "per_device_train_batch_size": 1}
-    compiler = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled else {}
+    compiler = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
     logs = []
     for more in ({"per_device_train_batch_size": len(TEXTS)}, {**packed, **compiler}):
         trainer = sft(tmp_path, AutoModelForCausalLM.from_pretrained(models[model]), data=data, **options, **more)
