@@ -50,6 +50,7 @@ ROWS = Documents()
 """Each row of the batch is a document."""
 
 
+@torch.compiler.disable  # it computes with numbers, of which a compiler would make tensors
 def documents_of(
     lengths: Sequence[int],
     firsts: Sequence[int] | None = None,

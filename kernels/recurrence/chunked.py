@@ -52,6 +52,7 @@ class Arguments(NamedTuple):
     initial_state: torch.Tensor | None = None
 
 
+@torch.compiler.disable  # it reads where documents are, at which a compiler would break its graph many times
 def chunked_recurrence(
     arguments: Arguments, scale: float, delta: bool, documents: Documents
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.matrix_batches import BATCHES, LOSSES, concatenated, naive_loss, product_loss
-from tests.distributed.matrix_models import PARAMETERS, SIZES, build_model, inner_model
+from tests.distributed.matrix_models import HYBRIDS, PARAMETERS, SIZES, build_model, inner_model
 from tests.distributed.matrix_wrappings import (
     WRAPPINGS,
     Steps,
@@ -177,7 +177,26 @@ def _packed_cells() -> list[Cell]:
     return [cell for cell in cells if (cell.wrapping, cell.parameters) not in LEFT_OUT]
 
 
-CELLS: dict[str, Cell] = {str(cell): cell for cell in (*_cells(), *_packed_cells())}
+_RECOMPUTED = "several rows, layers recomputed"
+_OF_HYBRIDS = (
+    Cell("ddp", "qwen3_5_text", loss="dpo", batches="shared", packing=_RECOMPUTED),
+    Cell("ddp", "lfm2, lora", loss="labels", batches="accumulated"),
+    Cell("ddp", "nemotron_h", loss="grpo", batches="unequal"),
+    Cell("fsdp1", "qwen3_5_text", loss="sft", batches="a rank without labels"),
+    Cell("fsdp2 tail resharded", "qwen3_5_text", loss="grpo", batches="shared", packing="one row"),
+    Cell("fsdp2 tail resharded", "qwen3_5_text, lora", loss="dpo", batches="shared", packing=_RECOMPUTED),
+    Cell("fsdp2 tail", "qwen3_5_text", "bf16 shards", loss="labels"),
+    Cell("fsdp2 head alone resharded", "nemotron_h", loss="sft", batches="accumulated"),
+    Cell("fsdp2 root resharded", "lfm2", loss="labels", batches="short last"),
+    Cell("zero2", "qwen3_5_text", loss="labels", batches="accumulated"),
+    Cell("zero3", "qwen3_5_text", loss="grpo", batches="shared", packing="one row"),
+    Cell("zero3", "qwen3_5_text, lora", loss="dpo", batches="shared", packing=_RECOMPUTED),
+    Cell("zero3", "nemotron_h", loss="labels"),
+    Cell("zero3", "lfm2, lora", loss="sft"),
+    Cell("tp", "nemotron_h", loss="labels"),
+)
+OF_HYBRIDS: dict[str, Cell] = {str(cell): cell for cell in _OF_HYBRIDS if cell.wrapping in WRAPPINGS}
+CELLS: dict[str, Cell] = {**{str(cell): cell for cell in (*_cells(), *_packed_cells())}, **OF_HYBRIDS}
 
 
 @dataclasses.dataclass
@@ -221,11 +240,13 @@ def expected_training(parameters: str, weights: torch.dtype, loss_name: str, bat
 def _with_kernels(parameters: str, weights: torch.dtype) -> nn.Module:
     from liger_trainer import apply_liger_kernel
 
-    model, fused = copy.deepcopy(_unpatched(parameters)).to(weights), PARAMETERS[parameters].fused
-    report = apply_liger_kernel(model, {"logits_memory": CHUNK, "linear_cross_entropy": fused})
+    model, options = copy.deepcopy(_unpatched(parameters)).to(weights), {**PARAMETERS, **HYBRIDS}[parameters]
+    report = apply_liger_kernel(model, {"logits_memory": CHUNK, "linear_cross_entropy": options.fused})
     head = next(row for row in report if row.component in ("linear_cross_entropy", "cross_entropy"))
     assert head.applied, head
-    assert any(row.component == "lora" for row in report.applied) or not parameters.startswith("lora")
+    applied = {row.component for row in report.applied}
+    assert "lora" in applied or "lora" not in parameters
+    assert applied & {"recurrence", "short_conv"} or options.hybrid is None
     return model
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.patching.mixing_models import built
 from tests.tiny_models import TINY_MODELS
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
@@ -25,12 +26,14 @@ class Parameters:
         tied: Whether the head is the input embedding.
         frozen: Names of parameters of the model that do not train.
         fused: Whether the loss is fused with the head, or runs on logits built for it.
+        hybrid: The family of a model whose layers mix tokens without attention; None for a Llama.
     """
 
     lora: dict[str, Any] | None = None
     tied: bool = False
     frozen: tuple[str, ...] = ()
     fused: bool = True
+    hybrid: str | None = None
 
 
 PARAMETERS: dict[str, Parameters] = {
@@ -48,10 +51,26 @@ PARAMETERS: dict[str, Parameters] = {
 }
 
 
+HYBRIDS: dict[str, Parameters] = {
+    **{name: Parameters(hybrid=name) for name in ("qwen3_5_text", "nemotron_h", "lfm2")},
+    "qwen3_5_text, lora": Parameters({"target_modules": "all-linear"}, hybrid="qwen3_5_text"),
+    "lfm2, lora": Parameters({"target_modules": "all-linear"}, hybrid="lfm2"),
+}
+"""Further ones, which not every wrapping trains."""
+
+
 def build_model(name: str, **sizes: int) -> nn.Module:
-    """The model with `PARAMETERS[name]`, in fp32; the same weights at every call, adapters that do something."""
-    parameters = PARAMETERS[name]
-    model: Any = TINY_MODELS["llama"](**{**SIZES, **sizes}, tie_word_embeddings=parameters.tied).train()
+    """The model with `PARAMETERS[name]` or `HYBRIDS[name]`, in fp32.
+
+    Its weights are the same at every call, and adapters do something.
+    """
+    parameters = {**PARAMETERS, **HYBRIDS}[name]
+    tied = parameters.tied
+    if parameters.hybrid is None:
+        model: Any = TINY_MODELS["llama"](**{**SIZES, **sizes}, tie_word_embeddings=tied).train()
+    else:
+        fields = {"vocab_size": SIZES["vocab_size"], "tie_word_embeddings": tied, "use_cache": False, **sizes}
+        model = built(parameters.hybrid, **fields).train()
     for frozen in parameters.frozen:
         model.get_parameter(frozen).requires_grad_(False)
     if parameters.lora is None:

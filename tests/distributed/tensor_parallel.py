@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from transformers import (
 
 from tests.distributed.matrix_batches import BATCHES, LOSSES, Batch, concatenated, naive_loss, product_loss
 from tests.distributed.matrix_models import inner_model
+from tests.patching.mixing_models import built
 from tests.tiny_models import TINY_MODELS, _causal
 
 IGNORE = -100
@@ -62,6 +64,8 @@ FAMILIES = {
         *(NemotronHConfig, NemotronHForCausalLM),
         **{**_ROUTED, "layers_block_type": ["moe", "attention"], "moe_shared_expert_intermediate_size": 24},
     ),
+    **{name: functools.partial(built, name, use_cache=False) for name in ("qwen3_5_text", "qwen3_5_moe_text", "lfm2")},
+    "mamba 2": functools.partial(built, "nemotron_h", use_cache=False),
 }
 """`TINY_MODELS`, and those that only these tests need."""
 

@@ -19,14 +19,26 @@ REENTRANT = {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": 
 SPLIT = {"own": {"tokens_per_micro_batch": 60}}
 SHORT = {"own": {"tokens_per_micro_batch": 20}}  # what is generated may have fewer than 60
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj")
+ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+CENTERED = {"center_rewards_coefficient": 0.1}  # or the gradients of like answers nearly cancel
+SCORED = lora(*PROJECTIONS, task_type="SEQ_CLS")
 MIXING = {  # layers that mix tokens by a recurrence or a convolution
     "DPO lfm2": ("DPO", {"model": "lfm2", **CHECKPOINTED}),
     "DPO nemotron_h": ("DPO", {"model": "nemotron_h"}),
     "DPO qwen3_5": ("DPO", {"model": "qwen3_5_text", **REENTRANT}),
     "DPO qwen3_5 lora": ("DPO", {"model": "qwen3_5_text", "peft_config": lora(*PROJECTIONS)}),
     "DPO lfm2 split": ("DPO", {"model": "lfm2", **SPLIT, **CHECKPOINTED}),
+    "KTO qwen3_5 lora": ("KTO", {"model": "qwen3_5_text", "peft_config": lora(*PROJECTIONS), **CHECKPOINTED}),
+    "KTO nemotron_h split": ("KTO", {"model": "nemotron_h", **SPLIT}),
+    "Reward qwen3_5": ("Reward", {"model": "qwen3_5_text", **CENTERED, **CHECKPOINTED}),
+    "Reward qwen3_5 lora": ("Reward", {"model": "qwen3_5_text", "peft_config": SCORED, **CENTERED}),
     "GRPO qwen3_5": ("GRPO", {"model": "qwen3_5_text", "beta": 0.1}),
+    "GRPO qwen3_5 lora": (
+        "GRPO",
+        {"model": "qwen3_5_text", "peft_config": lora(*PROJECTIONS), "beta": 0.1, **REENTRANT},
+    ),
     "GRPO lfm2": ("GRPO", {"model": "lfm2", "beta": 0.1}),
+    "GRPO nemotron_h accumulated": ("GRPO", {"model": "nemotron_h", "beta": 0.1, **ACCUMULATED}),
 }
 SMOOTHED = {"label_smoothing": 1e-3}
 OPTIONS = {
@@ -38,10 +50,9 @@ OPTIONS = {
     "split, checkpointed": {**SPLIT, **CHECKPOINTED},
     "split, lora": {**SPLIT, "peft_config": lora("q_proj", "v_proj")},
     "not shared": {"own": {"share_prompt": False}},
-    "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    "accumulated": ACCUMULATED,
 }
 ROUTERS = {"router_aux_loss_coef": 0.1}
-CENTERED = {"center_rewards_coefficient": 0.1}  # or the gradients of like answers nearly cancel
 MIXTURE = {"model": "mixtral", **ROUTERS}
 
 CASES = {

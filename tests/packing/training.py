@@ -47,7 +47,12 @@ def prompts(n: int = 16) -> Dataset:
     return Dataset.from_list([{"prompt": PROMPTS[i % 4]} for i in range(n)])
 
 
+def completed(n: int = 16) -> Dataset:
+    return unpaired(n).remove_columns("label")
+
+
 DATA = {
+    "SFT": completed,
     "DPO": pairs, "ORPO": pairs, "CPO": pairs, "Reward": pairs, "KTO": unpaired, "GRPO": prompts, "RLOO": prompts,
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from liger_trainer.recompute.activation_memory import ActivationMemory, Keeping
 from liger_trainer.recompute.budget import Call, Candidate, Layer, RecordedStep
 from liger_trainer.recompute.keeping import Replaced
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.patching.mixing_models import built
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.builders import causal, dpo, losses_and_norms, sft
 from tests.trainers.parity import KINDS, build
@@ -29,8 +30,10 @@ ON = {"gradient_checkpointing": True, "max_steps": 5, "kernel_report": False}
 
 
 def lora(dropout=0.0, model=llama):
+    base = model()
+    torch.manual_seed(0)
     adapted = get_peft_model(
-        model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout)
+        base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout)
     )
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -59,17 +62,28 @@ MAKERS = {
     "qwen3_moe": TINY_MODELS["qwen3_moe"],
     "attention with dropout": lambda: llama(attention_dropout=0.3),
 }
+MIXING = {
+    **{name: functools.partial(built, name) for name in ("qwen3_5_text", "nemotron_h", "lfm2")},
+    "qwen3_5_text, lora": lambda: lora(model=lambda: built("qwen3_5_text")),
+}
+MAKERS |= MIXING
 
 
 @pytest.mark.parametrize("budget", ["40KiB", "1GiB"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_no_bit_changes(name, budget, tmp_path):
+def test_no_bit_changes(name, budget, tmp_path, monkeypatch):
+    if name in MIXING:  # beside a recurrence in plain torch, no other result is worth its bytes
+        monkeypatch.setattr(recording, "_LEAST_SHARE", 0)
+        monkeypatch.setattr(recording, "_LEAST_COPIES", 0)
     without = trained(causal, tmp_path, MAKERS[name])
     kept = trained(causal, tmp_path, MAKERS[name], activation_memory=budget)
     assert_same(kept, without)
     assert kept._kept.kept > 0
     assert kept._kept.kept <= (40 * 2**10 if budget == "40KiB" else 2**30)
-    assert len(kept._kept.phase.record.layers) == len(kept._kept.plan().calls) == 2
+    layers = kept.model.config.num_hidden_layers
+    assert len(kept._kept.phase.record.layers) == layers
+    # Where layers differ, their times decide which of them a small budget goes to.
+    assert len(kept._kept.plan().calls) == layers or (name in MIXING and budget == "40KiB")
 
 
 @pytest.mark.parametrize("options", [

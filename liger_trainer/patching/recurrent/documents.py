@@ -21,15 +21,22 @@ from transformers import PreTrainedModel
 
 from liger_trainer.attention.interface import find_packed_sequence_indices
 from liger_trainer.attention.masks import packed_documents
-from liger_trainer.head.forward import never_a_frame
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import DEVICE_ASSERTIONS
+from liger_trainer.head.forward import never_a_frame, whole_graph_wanted
 from liger_trainer.head.step import current_step, running
 from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.binding import bind_forward, overriding_forward
 from liger_trainer.patching.model_forward import CACHE_NAMES
 
+require(DEVICE_ASSERTIONS)
+
 KEYWORD = "liger_documents"
 """What a layer is given its documents as; None, or nothing, if each row of the batch is one."""
+
+BOUNDARIES = ("cu_seq_lens_q", "seq_idx")
+"""Arguments of a forward that say where the documents of its rows begin."""
 
 _carriers: set[Callable] = set()
 
@@ -39,10 +46,7 @@ def forward_with_documents(native: Callable) -> Callable:
     """`native`, the forward of a model, which gives its layers the documents of what it is given."""
     names = tuple(inspect.signature(native).parameters)[1:]
 
-    @functools.wraps(native)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return native(self, *args, **kwargs)
+    def told(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if KEYWORD not in kwargs:
             kwargs[KEYWORD] = documents_of_forward({**dict(zip(names, args)), **kwargs})
         documents, step = kwargs[KEYWORD], current_step()
@@ -51,8 +55,51 @@ def forward_with_documents(native: Callable) -> Callable:
         with running(dataclasses.replace(step, documents=lambda: documents)):  # for the masks that it makes
             return native(self, *args, **kwargs)
 
+    told_outside = torch.compiler.disable(told, recursive=False)  # the layers are compiled, with the documents given
+
+    @functools.wraps(native)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return told(self, *args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        if KEYWORD in kwargs or not _may_hold_several(given):
+            return native(self, *args, **kwargs)
+        if not whole_graph_wanted():
+            return told_outside(self, *args, **kwargs)
+        _assert_one_a_row(given)
+        return native(self, *args, **kwargs)
+
     _carriers.add(forward)
     return forward
+
+
+def _may_hold_several(given: Mapping[str, Any]) -> bool:
+    """Whether a row may hold several documents, where nothing can be read."""
+    if any(given.get(name) is not None for name in CACHE_NAMES):
+        return False
+    unmasked = given.get("attention_mask") is None
+    return any(given.get(name) is not None for name in BOUNDARIES) or (unmasked and _text_positions(given) is not None)
+
+
+def _assert_one_a_row(given: Mapping[str, Any]) -> None:
+    """Fails in a graph that may not break if a row has several documents: the graph cannot read where they begin.
+
+    Raises:
+        ValueError: if their boundaries are given.
+    """
+    named = [name for name in BOUNDARIES if given.get(name) is not None]
+    if named:
+        raise ValueError(
+            f"`{named[0]}` is given in a graph that may not break; layers with a state cannot read the documents of a "
+            "packed row there. Compile without `fullgraph`, or give one document in each row."
+        )
+    positions = _text_positions(given)
+    assert positions is not None
+    torch._assert_async(
+        (positions.diff(dim=-1) == 1).all(),
+        "`position_ids` begin anew inside of a row, and layers with a state cannot read where in a graph that may not "
+        "break. Compile without `fullgraph`, or give one document in each row.",
+    )
 
 
 def documents_of_forward(given: Mapping[str, Any]) -> Documents | None:
@@ -75,7 +122,7 @@ def documents_of_forward(given: Mapping[str, Any]) -> Documents | None:
         lengths = np.diff(bounds).tolist()
         return documents_of(lengths, bounds[:-1], tokens=batch * length, device=tokens.device)
     if numbers is None and mask is None and step.rows is None:
-        numbers = _numbers(given.get("position_ids"), batch)
+        numbers = _numbers(_text_positions(given), batch)
     if numbers is not None:
         firsts = packed_documents(numbers)
         lengths = np.diff([*firsts, batch * length]).tolist()
@@ -88,16 +135,20 @@ def documents_of_forward(given: Mapping[str, Any]) -> Documents | None:
     return documents_of(lengths, firsts, tokens=batch * length, device=tokens.device)
 
 
-def _numbers(positions: Any, batch: int) -> torch.Tensor | None:
-    """The number (batch, length) of each token's document, from its position; None if each row is one.
+def _numbers(positions: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """The number (batch, length) of each token's document, from its position; None if each row is one."""
+    return None if positions is None else find_packed_sequence_indices(positions.expand(batch, -1))
+
+
+def _text_positions(given: Mapping[str, Any]) -> torch.Tensor | None:
+    """`position_ids` (batch or 1, length); None without.
 
     With several positions a token, as for images, the first of four are those of the text, as transformers has it.
     """
+    positions = given.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.dim() == 3 and len(positions) == 4:
         positions = positions[0]
-    if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
-        return None
-    return find_packed_sequence_indices(positions.expand(batch, -1))
+    return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
 
 never_a_frame(documents_of_forward)

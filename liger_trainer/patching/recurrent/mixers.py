@@ -25,7 +25,7 @@ from liger_trainer.kernels.documents import ROWS, Documents
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.model_forward import CACHE_NAMES
-from liger_trainer.patching.recurrent.documents import KEYWORD
+from liger_trainer.patching.recurrent.documents import BOUNDARIES, KEYWORD
 
 Compute = Callable[[Any, torch.Tensor, "torch.Tensor | None", Documents], Any]
 """What a kind of layer computes of itself, the hidden states (batch, length, size), the padding mask (batch, length) if
@@ -33,7 +33,6 @@ there is one, and the documents."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MASKS = ("attention_mask", "conv_mask")
-_BOUNDARIES = ("cu_seq_lens_q", "seq_idx")
 
 
 @functools.cache
@@ -96,8 +95,8 @@ def _reason_to_step_aside(
     conv: str | None,
     precisions: Precisions,
 ) -> str:
-    if documents is None and any(given.get(name) is not None for name in _BOUNDARIES):
-        return "its documents are not known"  # in a compiled graph
+    if documents is None and any(given.get(name) is not None for name in BOUNDARIES):
+        return "its documents are not known"
     # A row of several documents has no next token, so nobody reads a cache of it.
     if (documents is None or documents.padding) and any(given.get(name) is not None for name in CACHE_NAMES):
         return "it has a cache"
@@ -108,12 +107,17 @@ def _reason_to_step_aside(
     held = [*module._parameters.values()]
     if conv is not None:
         convolution: Any = getattr(module, conv)
-        if available(OFFLOADED_WEIGHTS) and hasattr(convolution, "_hf_hook"):
+        if _knows_offloading() and hasattr(convolution, "_hf_hook"):
             return "the weights of its convolution are offloaded"
         held += [convolution.weight, convolution.bias]
     if any(is_dtensor(each) for each in held if each is not None):
         return "its weights are sharded"
     return ""
+
+
+@torch.compiler.assume_constant_result  # a compiler would look for the names itself
+def _knows_offloading() -> bool:
+    return available(OFFLOADED_WEIGHTS)
 
 
 def _say(module: nn.Module, documents: Documents | None, reason: str) -> None:
