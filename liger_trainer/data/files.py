@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import dataclasses
 import functools
 import glob
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, List, Value, load_dataset
 
+from liger_trainer._version import __version__
 from liger_trainer.data.turns import parsed
 from liger_trainer.errors import UserError
 
@@ -42,6 +44,21 @@ _BLANK = b" \t\r\n\xef\xbb\xbf"  # with a byte order mark
 
 class FileError(UserError):
     """Files that are not there or cannot be read; the text names the key of the recipe."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OfThisVersion:
+    """A function of rows whose cached results another version of ours does not take.
+
+    `datasets` caches what a function makes, and knows a function of a package by its name alone.
+    """
+
+    function: Callable[..., dict[str, Any]]
+    version: str = __version__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The result of the function."""
+        return self.function(*args, **kwargs)
 
 
 def suffix(path: str | Path) -> str:
@@ -156,7 +173,7 @@ def _with_files(rows: Dataset, folders: Sequence[str], key: str) -> Dataset:
         return rows
     if len(names) > 1:
         raise FileError(f"`{key}` has pictures in `image` and in `images`; leave one of the columns out.")
-    find = functools.partial(_listed, name=names[0], folders=folders, key=key)
+    find = OfThisVersion(functools.partial(_listed, name=names[0], folders=folders, key=key))
     feature = rows.features[names[0]]
     one = getattr(feature, "feature", feature)
     of_text = isinstance(one, Value) and one.dtype in ("string", "large_string", "null")

@@ -12,8 +12,7 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
-from liger_trainer._version import __version__
-from liger_trainer.data.files import PICTURES
+from liger_trainer.data.files import PICTURES, OfThisVersion
 from liger_trainer.data.pictures import at_marks, have_marks
 from liger_trainer.data.shapes import NAMES, ShapeError, holds_text, in_words, recognised, with_system_prompt
 from liger_trainer.data.turns import ROLES, TurnError, as_turns, is_conversation, parsed
@@ -145,12 +144,10 @@ class _Change:
     Args:
         change: Makes a row of a row.
         kinds: The columns that it makes, each with the type of its values.
-        version: Part of the key of the cache of `datasets`, which knows a function of ours by its name alone.
     """
 
     change: Callable[[Mapping[str, Any]], dict[str, Any]]
     kinds: Mapping[str, type]
-    version: str = __version__
 
     def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         made = _made(self.change, row, index)
@@ -186,7 +183,7 @@ def _mapped(rows: Any, change: Any, recipe: Recipe, dropped: Sequence[str] = ())
     processes = getattr(recipe.training, "dataset_num_proc", None)
     with PartialState().local_main_process_first():
         return rows.map(
-            numbered,
+            OfThisVersion(numbered),
             with_indices=True,
             remove_columns=dropped,
             features=Features(features),

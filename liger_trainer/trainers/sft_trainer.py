@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import SFT_ANSWERS, SFT_HEAD, SFT_LOSS, SFT_OWN_LOSS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
+from liger_trainer.data.files import OfThisVersion
 from liger_trainer.data.response_labels import answer_mask
 from liger_trainer.data.turns import is_learnt, without_none
 from liger_trainer.head.deferred_logits import DeferredLogits, recordable
@@ -106,7 +107,7 @@ def with_answer_masks(rows: Any, tokenizer: PreTrainedTokenizerFast, processes: 
     if "input_ids" in names:
         return rows
     more = {"num_proc": processes, "desc": "Finding the answers"} if isinstance(rows, Dataset) else {}
-    return rows.map(partial(_tokenized, tokenizer=tokenizer), remove_columns=names, **more)
+    return rows.map(OfThisVersion(partial(_tokenized, tokenizer=tokenizer)), remove_columns=names, **more)
 
 
 def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import json
 import lzma
@@ -11,6 +12,7 @@ import zipfile
 import pytest
 from datasets import Dataset
 
+from liger_trainer.data import files
 from liger_trainer.data.files import FileError, find_files, load_files
 
 ROWS = [{"question": "one, two?", "answer": "3"}, {"question": "ü", "answer": "4"}]
@@ -54,6 +56,17 @@ def test_pictures_are_found_beside_the_data_or_here(tmp_path, monkeypatch):
     file.write_text(json.dumps({"image": "a.png", "images": ["a.png"], "text": "one"}))
     with pytest.raises(FileError, match="`data_files` has pictures in `image` and in `images`"):
         load_files([str(file)], "data_files", bool)
+
+
+def test_another_version_makes_what_is_cached_again(tmp_path, monkeypatch):
+    """`datasets` finds what it has cached by a fingerprint of the function, in which ours is a name."""
+    (tmp_path / "a.png").touch()
+    file = tmp_path / "seen.jsonl"
+    file.write_text(json.dumps({"image": "a.png", "text": "one"}))
+    now, again = (load_files([str(file)], "data_files", bool)._fingerprint for _ in range(2))
+    monkeypatch.setattr(files, "OfThisVersion", functools.partial(files.OfThisVersion, version="0.0.9"))
+    before = load_files([str(file)], "data_files", bool)._fingerprint
+    assert now == again != before
 
 
 @pytest.mark.parametrize("name", ["image", "images"])
