@@ -15,7 +15,7 @@ Each pair of tokens is in two halves of one part, on one of six levels. With m t
     exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)
 
 so each token has one factor a level, which is at most 1 whatever the gates are, and a level is a product of matrices of
-which only its own pairs are kept.
+which only its own pairs are kept. G is kept in units of ln 2, as exp2 is one instruction where exp is several.
 
 Shapes: chunks of 64 tokens; q, k (tokens, K), in blocks of BLOCK_K columns.
 """
@@ -43,45 +43,72 @@ def level_decays(base, token_stride, tokens, total, half, first_column, K: tl.co
     """exp(G_i - G_m) of tokens in second halves of `half` tokens, and exp(G_m - G_j) of those in first ones."""
     middle = (tl.arange(0, _N) & -(2 * half)) + half - 1
     middle = load_totals(base, token_stride, tl.minimum(middle, tokens - 1), first_column, K, BLOCK_K)
-    return tl.exp(-tl.abs(total - middle))
+    return tl.exp2(-tl.abs(total - middle))
 
 
 @triton.jit
-def level_pairs(half, ROW_LATER: tl.constexpr):
-    """The pairs of tokens of a level: rows in second halves and columns in the first ones before them, or reversed."""
-    row, column = tl.arange(0, _N)[:, None], tl.arange(0, _N)[None, :]
-    apart = row ^ column
-    of_level = (apart >= half) & (apart < 2 * half)
-    return of_level & ((row > column) if ROW_LATER else (row < column))
-
-
-@triton.jit
-def channel_totals_kernel(
-    g_ptr, chunks_ptr, out_ptr, g_token, g_head, HEADS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """G of one chunk, value head and block of channels, fp32 (T, HEADS, K). As in `load_decays`, -100 is the least."""
-    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    column = tl.program_id(0) % BLOCKS * BLOCK_K
-    head = (tl.program_id(0) // BLOCKS % HEADS).to(tl.int64)
-    chunk = (tl.program_id(0) // BLOCKS // HEADS).to(tl.int64)
-    first = tl.load(chunks_ptr + chunk * 3 + 1).to(tl.int64)
-    tokens = tl.load(chunks_ptr + chunk * 3 + 2)
-    g = load_tile(g_ptr + first * g_token + head * g_head, 0, g_token, tokens, column, K, BLOCK_K).to(tl.float32)
-    total = tl.cumsum(tl.where(g < -100.0, -100.0, g), 0)  # NaN stays
-    store_tile(out_ptr + (first * HEADS + head) * K, total, 0, HEADS * K, tokens, column, K, BLOCK_K)
+def level_pairs(half, BOTH_ORDERS: tl.constexpr):
+    """The pairs of tokens of a level: rows in second halves and columns in the first ones before them, or both ways."""
+    place = tl.arange(0, _N)
+    other = (place & -half) ^ half
+    if not BOTH_ORDERS:
+        other = tl.where((place & half) != 0, other, -1)
+    return other[:, None] == (place & -half)[None, :]
 
 
 @triton.jit
 def channel_factors_kernel(
     q_ptr,
     k_ptr,
-    totals_ptr,
-    beta_ptr,
+    g_ptr,
     chunks_ptr,
+    totals_ptr,
     from_start_q_ptr,
     from_start_k_ptr,
     to_end_k_ptr,
     decay_ptr,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    g_token,
+    g_head,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """G, Qh, Kh, Kt and exp(G_N) of one chunk, value head and block of channels. As in `load_decays`, -100 is least."""
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    column = tl.program_id(0) % BLOCKS * BLOCK_K
+    head = (tl.program_id(0) // BLOCKS % HEADS).to(tl.int64)
+    chunk = (tl.program_id(0) // BLOCKS // HEADS).to(tl.int64)
+    first = tl.load(chunks_ptr + chunk * 3 + 1).to(tl.int64)
+    tokens = tl.load(chunks_ptr + chunk * 3 + 2)
+    out = (first * HEADS + head) * K
+    g = load_tile(g_ptr + first * g_token + head * g_head, 0, g_token, tokens, column, K, BLOCK_K).to(tl.float32)
+    g = tl.where(g < -100.0, -100.0, g) * 1.4426950408889634  # NaN stays
+    total = tl.cumsum(g, 0)
+    last = tl.sum(g, 0)
+    store_tile(totals_ptr + out, total, 0, HEADS * K, tokens, column, K, BLOCK_K)
+    columns = column + tl.arange(0, BLOCK_K)
+    tl.store(decay_ptr + (chunk * HEADS + head) * K + columns, tl.exp2(last), mask=columns < K)
+    from_start = tl.exp2(total)
+    q = load_tile(q_ptr + first * q_token + head // SHARE * q_head, 0, q_token, tokens, column, K, BLOCK_K)
+    store_tile(from_start_q_ptr + out, q * from_start, 0, HEADS * K, tokens, column, K, BLOCK_K)
+    k = load_tile(k_ptr + first * k_token + head // SHARE * k_head, 0, k_token, tokens, column, K, BLOCK_K)
+    store_tile(from_start_k_ptr + out, k * from_start, 0, HEADS * K, tokens, column, K, BLOCK_K)
+    to_end = tl.exp2(last[None, :] - total)
+    store_tile(to_end_k_ptr + out, k * to_end, 0, HEADS * K, tokens, column, K, BLOCK_K)
+
+
+@triton.jit
+def channel_products_kernel(
+    q_ptr,
+    k_ptr,
+    totals_ptr,
+    beta_ptr,
+    chunks_ptr,
     products_ptr,
     solve_ptr,
     q_token,
@@ -96,48 +123,42 @@ def channel_factors_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Qh, Kh, Kt, exp(G_N) and P of one chunk and value head, and diag(beta) M if there is `solve_ptr`."""
+    """P of one chunk and value head, and diag(beta) M if there is `solve_ptr`."""
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     chunk = (tl.program_id(0) // HEADS).to(tl.int64)
     first = tl.load(chunks_ptr + chunk * 3 + 1).to(tl.int64)
     tokens = tl.load(chunks_ptr + chunk * 3 + 2)
-    of_chunk = chunk * HEADS + head
     q_ptr += first * q_token + head // SHARE * q_head
     k_ptr += first * k_token + head // SHARE * k_head
-    out = (first * HEADS + head) * K
-    totals_ptr += out
+    totals_ptr += (first * HEADS + head) * K
     place = tl.arange(0, _N)
-    square = place[:, None] * _N + place[None, :]
-    products = tl.zeros((_N, _N), tl.float32)
     own = tl.zeros((_N,), tl.float32)  # the diagonal of P
+    for column in range(0, K, BLOCK_K):
+        q = load_tile(q_ptr, 0, q_token, tokens, column, K, BLOCK_K).to(tl.float32)
+        own += tl.sum(q * load_tile(k_ptr, 0, k_token, tokens, column, K, BLOCK_K), 1)
+    products = tl.where(place[:, None] == place[None, :], own[:, None], 0.0)
     if solve_ptr is not None:
         solve = tl.zeros((_N, _N), tl.float32)
 
-    for column in range(0, K, BLOCK_K):
-        q = load_tile(q_ptr, 0, q_token, tokens, column, K, BLOCK_K).to(tl.float32)
-        k = load_tile(k_ptr, 0, k_token, tokens, column, K, BLOCK_K).to(tl.float32)
-        total = load_totals(totals_ptr, HEADS * K, tl.minimum(place, tokens - 1), column, K, BLOCK_K)
-        columns = column + tl.arange(0, BLOCK_K)
-        last = tl.load(totals_ptr + (tokens - 1) * (HEADS * K) + columns, mask=columns < K, other=0.0)
-        tl.store(decay_ptr + of_chunk * K + columns, tl.exp(last), mask=columns < K)
-        from_start = tl.exp(total)
-        store_tile(from_start_q_ptr + out, q * from_start, 0, HEADS * K, tokens, column, K, BLOCK_K)
-        store_tile(from_start_k_ptr + out, k * from_start, 0, HEADS * K, tokens, column, K, BLOCK_K)
-        to_end = tl.exp(last[None, :] - total)
-        store_tile(to_end_k_ptr + out, k * to_end, 0, HEADS * K, tokens, column, K, BLOCK_K)
-        own += tl.sum(q * k, 1)
-        for level in range(LEVELS):
+    for level in range(LEVELS):
+        asked = tl.zeros((_N, _N), tl.float32)
+        if solve_ptr is not None:
+            solved = tl.zeros((_N, _N), tl.float32)
+        for column in range(0, K, BLOCK_K):
+            total = load_totals(totals_ptr, HEADS * K, tl.minimum(place, tokens - 1), column, K, BLOCK_K)
             decay = level_decays(totals_ptr, HEADS * K, tokens, total, 1 << level, column, K, BLOCK_K)
-            pairs = level_pairs(1 << level, True)
-            known = k * decay
-            found = tl.dot(q * decay, known.T, input_precision=PRECISION)
-            products += tl.where(pairs, found, 0.0)
+            known = load_tile(k_ptr, 0, k_token, tokens, column, K, BLOCK_K) * decay
+            q = load_tile(q_ptr, 0, q_token, tokens, column, K, BLOCK_K)
+            asked = tl.dot(q * decay, known.T, asked, input_precision=PRECISION)
             if solve_ptr is not None:
-                found = tl.dot(known, known.T, input_precision=PRECISION)
-                solve += tl.where(pairs, found, 0.0)
+                solved = tl.dot(known, known.T, solved, input_precision=PRECISION)
+        pairs = level_pairs(1 << level, False)
+        products = tl.where(pairs, asked, products)
+        if solve_ptr is not None:
+            solve = tl.where(pairs, solved, solve)
 
-    products = tl.where(place[:, None] == place[None, :], own[:, None], products)
-    tl.store(products_ptr + of_chunk * (_N * _N) + square, products.to(products_ptr.dtype.element_ty))
+    out = (chunk * HEADS + head) * (_N * _N) + place[:, None] * _N + place[None, :]
+    tl.store(products_ptr + out, products.to(products_ptr.dtype.element_ty))
     if solve_ptr is not None:
         beta = load_values(beta_ptr + first * beta_token + head * beta_head, 0, beta_token, tokens)
-        tl.store(solve_ptr + of_chunk * (_N * _N) + square, solve * beta[:, None])
+        tl.store(solve_ptr + out, solve * beta[:, None])

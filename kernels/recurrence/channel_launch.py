@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from liger_trainer.kernels.documents import CHUNK, Documents
-from liger_trainer.kernels.recurrence.channel_factors import channel_factors_kernel, channel_totals_kernel
-from liger_trainer.kernels.recurrence.channel_gradients import channel_gradients_kernel
+from liger_trainer.kernels.recurrence.channel_factors import channel_factors_kernel, channel_products_kernel
+from liger_trainer.kernels.recurrence.channel_gradients import channel_gradients_kernel, channel_pairs_kernel
 from liger_trainer.kernels.recurrence.launch import (
     Channels,
     Gradients,
@@ -28,63 +28,60 @@ def _level_products(inputs: Inputs) -> str:
     return "tf32" if inputs.v.dtype != torch.float32 and torch.version.hip is None else fp32_products()
 
 
+_TILES = {"products": Tile(32, 4, 1), "pairs": Tile(64, 8, 1), "gradients": Tile(64, 8, 1)}
+"""Tiles of Hopper and B200, chosen by registers and instructions, not measured."""
+
+
 def _tile(kernel: str, inputs: Inputs) -> Tile:
-    """Columns, warps and stages of a kernel: ``"factors"`` or ``"gradients"``."""
+    """Columns, warps and stages of a kernel, a key of `_TILES`."""
     if INTERPRETED:
         return Tile(16, 4, 1)
-    if device_limits(inputs.v.device).as_large_as_hopper:  # compared with float64 on an H200, not tuned
-        return Tile(128, 8, 1) if kernel == "factors" else Tile(64, 8, 1)
-    return Tile(32, 4 if kernel == "factors" else 8, 1)
-
-
-def channel_totals(inputs: Inputs, documents: Documents) -> torch.Tensor:
-    """The sums of g from the beginning of each chunk, fp32 (T, HEADS, K)."""
-    assert documents.chunks is not None
-    assert inputs.g is not None
-    totals = inputs.g.new_empty(inputs.g.shape, dtype=torch.float32)
-    heads, rows = inputs.g.shape[1:]
-    block_k = min(64, padded(rows))
-    channel_totals_kernel[(len(documents.chunks) * heads * cdiv(rows, block_k),)](
-        inputs.g,
-        documents.chunks,
-        totals,
-        *inputs.strides("g"),
-        HEADS=heads,
-        K=rows,
-        BLOCK_K=block_k,
-        num_warps=4,
-    )
-    return totals
+    return _TILES[kernel] if device_limits(inputs.v.device).as_large_as_hopper else Tile(32, 8, 1)
 
 
 def channel_factors(
-    inputs: Inputs, documents: Documents, totals: torch.Tensor, solve: torch.Tensor | None = None
-) -> Inputs:
-    """What the scans take.
+    inputs: Inputs, documents: Documents, solve: torch.Tensor | None = None
+) -> tuple[Inputs, torch.Tensor]:
+    """What the scans take, and the sums of g from the beginning of each chunk, fp32 (T, HEADS, K).
 
     Args:
         inputs: The arguments, g (T, HEADS, K).
         documents: With tables.
-        totals: The result of `channel_totals`.
         solve: fp32 (C, HEADS, 64, 64): gets diag(beta) M; None if nobody needs it.
     """
     assert documents.chunks is not None
-    tokens, heads, _ = inputs.v.shape
-    chunks, rows = len(documents.chunks), inputs.k.shape[2]
+    assert inputs.g is not None
+    tokens, heads, rows = inputs.g.shape
+    chunks = len(documents.chunks)
     from_start_q, from_start_k, to_end_k = (inputs.k.new_empty(tokens, heads, rows) for _ in range(3))
-    decay = inputs.v.new_empty(chunks, heads, rows, dtype=torch.float32)
+    totals = inputs.g.new_empty(inputs.g.shape, dtype=torch.float32)
+    decay = totals.new_empty(chunks, heads, rows)
     products = inputs.empty(chunks, CHUNK, CHUNK)
-    tile = _tile("factors", inputs)
-    channel_factors_kernel[(chunks * heads,)](
+    block_k = min(32, padded(rows))
+    channel_factors_kernel[(chunks * heads * cdiv(rows, block_k),)](
+        inputs.q,
+        inputs.k,
+        inputs.g,
+        documents.chunks,
+        totals,
+        from_start_q,
+        from_start_k,
+        to_end_k,
+        decay,
+        *inputs.strides("q", "k", "g"),
+        HEADS=heads,
+        SHARE=heads // inputs.k.shape[1],
+        K=rows,
+        BLOCK_K=block_k,
+        num_warps=4,
+    )
+    tile = _tile("products", inputs)
+    channel_products_kernel[(chunks * heads,)](
         inputs.q,
         inputs.k,
         totals,
         inputs.beta,
         documents.chunks,
-        from_start_q,
-        from_start_k,
-        to_end_k,
-        decay,
         products,
         solve,
         *inputs.strides("q", "k", "beta"),
@@ -93,7 +90,8 @@ def channel_factors(
         num_stages=tile.stages,
         **{**constants(inputs), "PRECISION": _level_products(inputs)},
     )
-    return inputs._replace(q=from_start_q, k=from_start_k, g=None, channels=Channels(to_end_k, decay, products))
+    of_scan = inputs._replace(q=from_start_q, k=from_start_k, g=None, channels=Channels(to_end_k, decay, products))
+    return of_scan, totals
 
 
 def channel_gradients(
@@ -110,19 +108,43 @@ def channel_gradients(
     """Writes the gradients of the arguments."""
     assert documents.chunks is not None
     heads, share = inputs.v.shape[1], inputs.v.shape[1] // inputs.k.shape[1]
+    chunks, rows, columns = len(documents.chunks), inputs.k.shape[2], inputs.v.shape[2]
     dq, dk = out.q, out.k
     if share > 1:
         make = dq.new_zeros if documents.padding else dq.new_empty
         dq, dk = (make(dq.shape[0] * dq.shape[1], heads, dq.shape[3], dtype=torch.float32) for _ in range(2))
-    tile = _tile("gradients", inputs)
-    block_k = min(tile.columns, padded(inputs.k.shape[2]))
-    parts = cdiv(inputs.k.shape[2], block_k)
+    pair_tile, tile = _tile("pairs", inputs), _tile("gradients", inputs)
+    block_k = min(tile.columns, padded(rows))
+    parts = cdiv(rows, block_k)
     make = inputs.v.new_zeros if documents.padding else inputs.v.new_empty
-    dbeta = make(parts, *inputs.v.shape[:2], dtype=torch.float32) if out.beta is not None else None
-    channel_gradients_kernel[(len(documents.chunks) * heads * parts,)](
+    dbeta = make(parts + 1, *inputs.v.shape[:2], dtype=torch.float32) if out.beta is not None else None
+    # Not in fp16, where dP may overflow.
+    dtype = torch.bfloat16 if inputs.v.dtype == torch.bfloat16 else torch.float32
+    dp, yu = (inputs.v.new_empty(chunks, heads, CHUNK, CHUNK, dtype=dtype) for _ in range(2))
+    channel_pairs_kernel[(chunks * heads,)](
+        inputs.v,
+        inputs.beta,
+        do,
+        u,
+        y,
+        documents.chunks,
+        out.v,
+        dp,
+        yu,
+        dbeta,
+        inputs.scale,
+        *inputs.strides("v", "beta"),
+        *do.stride()[:2],
+        HEADS=heads,
+        V=columns,
+        BLOCK_V=min(pair_tile.columns, padded(columns)),
+        PRECISION=fp32_products(),
+        num_warps=pair_tile.warps,
+        num_stages=pair_tile.stages,
+    )
+    channel_gradients_kernel[(chunks * heads * parts,)](
         inputs.q,
         inputs.k,
-        inputs.v,
         totals,
         inputs.beta,
         do,
@@ -130,19 +152,20 @@ def channel_gradients(
         dstates,
         u,
         y,
+        dp,
+        yu,
         documents.chunks,
         dq,
         dk,
-        out.v,
         out.g,
-        dbeta,
+        None if dbeta is None else dbeta[1:],
         inputs.scale,
         inputs.v.shape[0] * heads,
-        *inputs.strides("q", "k", "v", "beta"),
+        *inputs.strides("q", "k", "beta"),
         *do.stride()[:2],
-        V=inputs.v.shape[2],
+        V=columns,
         BLOCK_K=block_k,
-        BLOCK_V=min(tile.columns, padded(inputs.v.shape[2])),
+        BLOCK_V=min(tile.columns, padded(columns)),
         LEVEL_PRECISION=_level_products(inputs),
         num_warps=tile.warps,
         num_stages=tile.stages,

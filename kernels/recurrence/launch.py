@@ -225,7 +225,8 @@ def scan(
     """
     assert documents.spans is not None
     columns = inputs.v.shape[2]
-    tile = tile_for("scan" if states is None else "states", inputs)
+    # With decays by channel, two programs fit on a multiprocessor of Hopper with two stages, and one with three.
+    tile = tile_for("scan" if states is None or inputs.channels else "states", inputs)
     for first, count, continues in _levels(documents):
         chunk_scan_kernel[(count * inputs.v.shape[1] * cdiv(columns, tile.columns),)](
             inputs.q,

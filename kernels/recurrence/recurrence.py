@@ -21,7 +21,7 @@ from liger_trainer.kernels.autograd import input_gradients, refuse_second_deriva
 from liger_trainer.kernels.documents import CHUNK, Documents, resolved
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.recurrence import launch
-from liger_trainer.kernels.recurrence.channel_launch import channel_factors, channel_gradients, channel_totals
+from liger_trainer.kernels.recurrence.channel_launch import channel_factors, channel_gradients
 from liger_trainer.kernels.recurrence.chunked import Arguments, chunked_recurrence
 from liger_trainer.kernels.runtime import cdiv, has_elements, on_device, reference_of, use_triton
 
@@ -70,7 +70,7 @@ def _recurrence(
             solve, of_scan = None, inputs
             if arguments.g.dim() == 4:
                 solve = v.new_empty(inverse.shape, dtype=torch.float32)
-                of_scan = channel_factors(inputs, documents, channel_totals(inputs, documents), solve)
+                of_scan, _ = channel_factors(inputs, documents, solve)
             if delta:
                 launch.chunk_inverse(inputs, documents, inverse, solve)
             launch.scan(of_scan, inverse if delta else None, initial, documents, of_parents, o=o)
@@ -119,8 +119,7 @@ def _recurrence_backward(
             of_parents = _states_of_parents(inputs, number, roots)
             of_scan = inputs
             if g.dim() == 4:
-                totals = channel_totals(inputs, documents)
-                of_scan = channel_factors(inputs, documents, totals)
+                of_scan, totals = channel_factors(inputs, documents)
             launch.scan(of_scan, of_delta, initial, documents, of_parents, states=states, u=u)
             launch.reverse_scan(
                 of_scan, of_delta, do, dfinal, documents, dstates, y, dinitial if first_states else None

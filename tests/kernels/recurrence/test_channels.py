@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from liger_trainer.functional import delta_rule
 from liger_trainer.kernels.documents import ROWS, documents_of, resolved
-from liger_trainer.kernels.recurrence.channel_launch import channel_factors, channel_totals
+from liger_trainer.kernels.recurrence.channel_launch import channel_factors
 from liger_trainer.kernels.recurrence.chunked import Arguments, chunked_recurrence
 from liger_trainer.kernels.recurrence.launch import Inputs
 from tests.kernels.document_places import places
@@ -117,7 +117,7 @@ def test_products_of_a_chunk(gates, device):
     documents = resolved(ROWS, v)
     inputs = Inputs(*(x.flatten(0, 1) for x in (q, k, v, g, beta)), None, 1.0, True)
     solve = torch.full((2, 2, 64, 64), float("nan"), device=device)
-    of_scan = channel_factors(inputs, documents, channel_totals(inputs, documents), solve)
+    of_scan, _ = channel_factors(inputs, documents, solve)
     for chunk, (begin, end) in enumerate(((0, 64), (64, 100))):
         for head in range(2):
             total = g[0, begin:end, head].double().clamp(min=-100.0).cumsum(0)
