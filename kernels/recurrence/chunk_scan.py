@@ -102,7 +102,7 @@ def state_mask(first_column, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.const
     return (tl.arange(0, BLOCK_K) < K)[:, None] & (first_column + tl.arange(0, BLOCK_V) < V)[None, :]
 
 
-@triton.jit(do_not_specialize=["first_document"])
+@triton.jit(do_not_specialize=["first_document", "all_final"])
 def chunk_scan_kernel(
     q_ptr,
     k_ptr,
@@ -120,6 +120,7 @@ def chunk_scan_kernel(
     states_ptr,
     u_ptr,
     final_ptr,
+    all_final,
     first_document,
     scale,
     q_token,
@@ -138,8 +139,6 @@ def chunk_scan_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    CONTINUES: tl.constexpr,
-    ALL_FINAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One document, value head and block of columns: o if there is `o_ptr`, else the states and U of its chunks."""
@@ -169,15 +168,14 @@ def chunk_scan_kernel(
     place = tl.arange(0, _N)
     square = place[:, None] * _N + place[None, :]
 
-    if CONTINUES:
-        parent = tl.load(span + _PARENT).to(tl.int64)
-        start = state_pointers(final_ptr + (parent * HEADS + head) * (K * V), first_column, V, BLOCK_K, BLOCK_V)
-        state = tl.load(start, mask=state_mask(first_column, K, V, BLOCK_K, BLOCK_V), other=0.0)
-    elif initial_ptr is not None:
+    # What a document begins with. Kernels are the same whether documents continue others or not, and compiled once.
+    mask = state_mask(first_column, K, V, BLOCK_K, BLOCK_V)
+    parent = tl.load(span + _PARENT).to(tl.int64)
+    start = state_pointers(final_ptr + (parent * HEADS + head) * (K * V), first_column, V, BLOCK_K, BLOCK_V)
+    state = tl.load(start, mask=tl.where(mask, parent, -1) >= 0, other=0.0)
+    if initial_ptr is not None:
         start = state_pointers(initial_ptr + (document * HEADS + head) * (K * V), first_column, V, BLOCK_K, BLOCK_V)
-        state = tl.load(start, mask=state_mask(first_column, K, V, BLOCK_K, BLOCK_V), other=0.0).to(tl.float32)
-    else:
-        state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+        state += tl.load(start, mask=tl.where(mask, parent, 0) < 0, other=0.0).to(tl.float32)
 
     for step in tl.range(0, tl.cdiv(tokens, _N)):
         chunk = first_chunk + step
@@ -191,7 +189,7 @@ def chunk_scan_kernel(
         low = state.to(dtype)
         if states_ptr is not None:
             out = state_pointers(states_ptr + of_chunk * (K * V), first_column, V, BLOCK_K, BLOCK_V)
-            tl.store(out, low, mask=state_mask(first_column, K, V, BLOCK_K, BLOCK_V))
+            tl.store(out, low, mask=mask)
         if o_ptr is not None and skip_ptr is not None:
             skipped = skip * u
         if inverse_ptr is not None:
@@ -226,13 +224,12 @@ def chunk_scan_kernel(
             state *= load_channels(decay_ptr + of_chunk * K, K, BLOCK_K)[:, None]
             state = tl.dot(k.T, u.to(dtype), state, input_precision=PRECISION)
 
-    if final_ptr is not None:  # noqa: SIM102 (a compile-time branch)
-        if ALL_FINAL or children > 0:
-            out = state_pointers(final_ptr + (document * HEADS + head) * (K * V), first_column, V, BLOCK_K, BLOCK_V)
-            tl.store(out, state, mask=state_mask(first_column, K, V, BLOCK_K, BLOCK_V))
+    if (all_final != 0) | (children > 0):
+        out = state_pointers(final_ptr + (document * HEADS + head) * (K * V), first_column, V, BLOCK_K, BLOCK_V)
+        tl.store(out, state, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_document"])
+@triton.jit(do_not_specialize=["first_document", "all_first"])
 def reverse_scan_kernel(
     q_ptr,
     k_ptr,
@@ -248,6 +245,7 @@ def reverse_scan_kernel(
     dstates_ptr,
     y_ptr,
     dinitial_ptr,
+    all_first,
     first_document,
     scale,
     q_token,
@@ -266,7 +264,6 @@ def reverse_scan_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    CONTINUES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One document, value head and block of columns: dS and Y of its chunks, and the gradient of its first state."""
@@ -296,12 +293,11 @@ def reverse_scan_kernel(
     if dfinal_ptr is not None:
         of_final = state_pointers(dfinal_ptr + (document * HEADS + head) * (K * V), first_column, V, BLOCK_K, BLOCK_V)
         dstate += tl.load(of_final, mask=mask, other=0.0).to(tl.float32)
-    if not CONTINUES and dinitial_ptr is not None:
-        first_child = tl.load(span + _FIRST_CHILD).to(tl.int64)
-        for child in range(tl.load(span + _CHILDREN)):
-            number = (first_child + child) * HEADS + head
-            of_child = state_pointers(dinitial_ptr + number * (K * V), first_column, V, BLOCK_K, BLOCK_V)
-            dstate += tl.load(of_child, mask=mask, other=0.0)
+    first_child = tl.load(span + _FIRST_CHILD).to(tl.int64)
+    for child in range(tl.load(span + _CHILDREN)):
+        number = (first_child + child) * HEADS + head
+        of_child = state_pointers(dinitial_ptr + number * (K * V), first_column, V, BLOCK_K, BLOCK_V)
+        dstate += tl.load(of_child, mask=mask, other=0.0)
 
     chunks = tl.cdiv(tokens, _N)
     for back in tl.range(0, chunks):
@@ -339,6 +335,6 @@ def reverse_scan_kernel(
             factor = -from_start * load_values(beta_ptr, begin, beta_token, tokens)[:, None]
             dstate = tl.dot(k.T, (du * factor).to(dtype), dstate, input_precision=PRECISION)
 
-    if dinitial_ptr is not None:
+    if (all_first != 0) | (tl.load(span + _PARENT) >= 0):
         out = state_pointers(dinitial_ptr + (document * HEADS + head) * (K * V), first_column, V, BLOCK_K, BLOCK_V)
         tl.store(out, dstate, mask=mask)

@@ -192,11 +192,11 @@ def chunk_inverse(inputs: Inputs, documents: Documents, out: torch.Tensor, solve
     )
 
 
-def _levels(documents: Documents) -> list[tuple[int, int, bool]]:
-    """The first document, the number of documents, and whether they have a parent: those without, then those with."""
+def _levels(documents: Documents) -> list[tuple[int, int]]:
+    """The first document and the number of documents: those without a parent, then those with one."""
     assert documents.spans is not None
     roots = documents.roots
-    levels = (0, roots, False), (roots, len(documents.spans) - roots, True)
+    levels = (0, roots), (roots, len(documents.spans) - roots)
     return [level for level in levels if level[1]]
 
 
@@ -205,7 +205,7 @@ def scan(
     inverse: torch.Tensor | None,
     initial: torch.Tensor | None,
     documents: Documents,
-    final: torch.Tensor | None,
+    final: torch.Tensor,
     o: torch.Tensor | None = None,
     states: torch.Tensor | None = None,
     u: torch.Tensor | None = None,
@@ -217,8 +217,8 @@ def scan(
         inverse: T, for the delta rule.
         initial: (roots, HEADS, K, V), contiguous; None for zeros.
         documents: With tables.
-        final: fp32 (D or roots, HEADS, K, V): gets the last states of all documents, or of those with children; None
-            if nobody needs them.
+        final: fp32 (D or roots, HEADS, K, V): gets the last states of all documents, or of those with children. It is
+            empty where nobody needs them.
         o: (T, HEADS, V), contiguous.
         states: (C, HEADS, K, V).
         u: (C, HEADS, 64, V).
@@ -227,7 +227,7 @@ def scan(
     columns = inputs.v.shape[2]
     # With decays by channel, two programs fit on a multiprocessor of Hopper with two stages, and one with three.
     tile = tile_for("scan" if states is None or inputs.channels else "states", inputs)
-    for first, count, continues in _levels(documents):
+    for first, count in _levels(documents):
         chunk_scan_kernel[(count * inputs.v.shape[1] * cdiv(columns, tile.columns),)](
             inputs.q,
             inputs.k,
@@ -243,14 +243,13 @@ def scan(
             states,
             u,
             final,
+            len(final) == len(documents.spans),
             first,
             inputs.scale,
             *inputs.strides("q", "k", "v", "g", "beta"),
             V=columns,
             BLOCK_K=padded(inputs.k.shape[2]),
             BLOCK_V=tile.columns,
-            CONTINUES=continues,
-            ALL_FINAL=final is not None and len(final) == len(documents.spans),
             num_warps=tile.warps,
             num_stages=tile.stages,
             **constants(inputs),
@@ -265,7 +264,8 @@ def reverse_scan(
     documents: Documents,
     dstates: torch.Tensor,
     y: torch.Tensor,
-    dinitial: torch.Tensor | None,
+    dinitial: torch.Tensor,
+    all_first: bool,
 ) -> None:
     """Writes the gradients of the states behind the chunks, and Y.
 
@@ -277,12 +277,13 @@ def reverse_scan(
         documents: With tables.
         dstates: (C, HEADS, K, V).
         y: (C, HEADS, 64, V).
-        dinitial: fp32 (D, HEADS, K, V): gets the gradients of the first states; None if nobody needs them.
+        dinitial: fp32 (D, HEADS, K, V): gets the gradients of the first states. It is empty where nobody needs them.
+        all_first: Whether those of documents without a parent are needed too.
     """
     assert documents.spans is not None
     columns = inputs.v.shape[2]
     tile = tile_for("reverse scan", inputs)
-    for first, count, continues in reversed(_levels(documents)):
+    for first, count in reversed(_levels(documents)):
         reverse_scan_kernel[(count * inputs.v.shape[1] * cdiv(columns, tile.columns),)](
             inputs.q,
             inputs.k,
@@ -296,6 +297,7 @@ def reverse_scan(
             dstates,
             y,
             dinitial,
+            all_first,
             first,
             inputs.scale,
             *inputs.strides("q", "k", "g", "beta"),
@@ -303,7 +305,6 @@ def reverse_scan(
             V=columns,
             BLOCK_K=padded(inputs.k.shape[2]),
             BLOCK_V=tile.columns,
-            CONTINUES=continues,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **constants(inputs),

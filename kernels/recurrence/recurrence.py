@@ -77,12 +77,10 @@ def _recurrence(
     return o, final, inverse
 
 
-def _states_of_parents(inputs: launch.Inputs, documents: int, roots: int) -> torch.Tensor | None:
-    """Memory for the last states of documents that others continue, if there are some."""
-    if documents == roots:
-        return None
+def _states_of_parents(inputs: launch.Inputs, documents: int, roots: int) -> torch.Tensor:
+    """Memory for the last states of documents that others continue; empty if there are none."""
     heads, rows, columns = inputs.v.shape[1], inputs.k.shape[2], inputs.v.shape[2]
-    return inputs.v.new_empty(roots, heads, rows, columns, dtype=torch.float32)
+    return inputs.v.new_empty(roots if documents > roots else 0, heads, rows, columns, dtype=torch.float32)
 
 
 @operator("liger_trainer::recurrence_backward")
@@ -121,9 +119,7 @@ def _recurrence_backward(
             if g.dim() == 4:
                 of_scan, totals = channel_factors(inputs, documents)
             launch.scan(of_scan, of_delta, initial, documents, of_parents, states=states, u=u)
-            launch.reverse_scan(
-                of_scan, of_delta, do, dfinal, documents, dstates, y, dinitial if first_states else None
-            )
+            launch.reverse_scan(of_scan, of_delta, do, dfinal, documents, dstates, y, dinitial, needed[6])
             if u is not None and g.dim() == 4:
                 channel_gradients(inputs, totals, do, states, dstates, u, y, documents, out)
             else:
