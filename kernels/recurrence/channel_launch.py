@@ -28,8 +28,8 @@ def _level_products(inputs: Inputs) -> str:
     return "tf32" if inputs.v.dtype != torch.float32 and torch.version.hip is None else fp32_products()
 
 
-_TILES = {"products": Tile(32, 4, 1), "pairs": Tile(64, 8, 1), "gradients": Tile(64, 8, 1)}
-"""Tiles of Hopper and B200, chosen by registers and instructions, not measured."""
+_TILES = {"products": Tile(32, 4, 1), "pairs": Tile(128, 8, 1), "gradients": Tile(64, 8, 1)}
+"""Tiles of Hopper and B200: the fastest of a sweep on an H200 with 32 heads of 128 channels."""
 
 
 def _tile(kernel: str, inputs: Inputs) -> Tile:

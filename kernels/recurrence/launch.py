@@ -100,7 +100,7 @@ _TILES = {
     "key gradients of the delta rule": {256: Tile(32, 4, 3)},
 }
 """Tiles of half precision on Hopper and on B200, measured on an H200 with 128 rows. There, with Triton 3.6, scans of 32
-columns whose loops have one stage read memory out of bounds; why is not known."""
+columns whose loops have one stage read memory out of bounds, see [`takes`]."""
 
 _SMALL_TILES = {
     "scan": {64: Tile(32, 4, 2), 128: Tile(32, 4, 1), 256: Tile(16, 4, 1)},
@@ -126,9 +126,10 @@ _FP32_TILES = {
 def takes(rows: int, columns: int, dtype: torch.dtype, device: torch.device, by_channel: bool) -> bool:
     """Whether there are kernels for states of so many rows and columns, and arguments of this dtype.
 
-    Before Ampere, Triton multiplies without tensor cores. On an H200 with Triton 3.6, some kernels of fp32 read memory
-    out of bounds; why is not known. In fp32, on B200 and with decays by channel, states of more than 128 rows do not
-    fit in shared memory. Torch runs all of those.
+    Before Ampere, Triton multiplies without tensor cores. On an H200, code that Triton 3.6 makes of some products reads
+    past the end of shared memory: in fp32 that of ``dot(u, do.T)`` in `pair_gradients_kernel`, as compute-sanitizer
+    says. Rows of 16 numbers are 64 bytes there, as are those of 32 in half precision, which fail alike. In fp32, on
+    B200 and with decays by channel, states of more than 128 rows do not fit in shared memory. Torch runs all of those.
     """
     limits = device_limits(device)
     fp32 = dtype == torch.float32
