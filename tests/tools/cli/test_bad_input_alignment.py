@@ -221,8 +221,10 @@ def test_a_negative_beta(aligned, capsys, trainer):
 def test_data_of_another_trainer(aligned, capsys):
     message = refused(capsys, aligned("dpo", COMPLETION))
     assert "These are the columns of `trainer: sft`: use other data, or that trainer." in message
-    message = refused(capsys, aligned("dpo", {"prompt": "a", "question": "b"}))
-    assert 'Rename one with `columns`, such as {"chosen": "question"}.' in message
+    message = refused(capsys, aligned("dpo", {"prompt": "a", "liked": "b"}))
+    assert 'Rename one with `columns`, such as {"chosen": "liked"}.' in message
+    message = refused(capsys, aligned("dpo", {"prompt": "a", "question": "b"}))  # no answer goes by that name
+    assert "Use other data, or add the missing columns." in message
 
 
 @pytest.mark.parametrize(
