@@ -38,12 +38,14 @@ class Documents(NamedTuple):
             documents. None with `spans`.
         roots: How many documents have no parent.
         padding: Whether some tokens belong to no document. Results are 0 there.
+        tokens: The tokens of the flattened batch. 0 with `spans` of None.
     """
 
     spans: torch.Tensor | None = None
     chunks: torch.Tensor | None = None
     roots: int = 0
     padding: bool = False
+    tokens: int = 0
 
 
 ROWS = Documents()
@@ -63,7 +65,8 @@ def documents_of(
 
     Args:
         lengths: The tokens of each document; documents of 0 tokens are allowed.
-        firsts: The place of the first token of each in the flattened batch; one after another by default.
+        firsts: The place of the first token of each in the flattened batch; one after another by default. No two
+            documents have a token in common.
         parents: The number of the document that each continues, -1 for none. By default none continues another.
         tokens: The tokens of the flattened batch; by default those of the documents.
         device: Where the tables will be.
@@ -73,11 +76,14 @@ def documents_of(
         their parents; otherwise in the given order.
 
     Raises:
-        ValueError: if a parent continues a document itself.
+        ValueError: if a parent continues a document itself; if `lengths`, `firsts` and `parents` are not whole numbers,
+            one for each document; or if a document is not among the tokens, or has some of another one's.
     """
-    length = np.asarray(lengths, np.int32).reshape(-1)
-    first = (np.cumsum(length) - length if firsts is None else np.asarray(firsts)).astype(np.int32).reshape(-1)
-    parent = np.full_like(length, -1) if parents is None else np.asarray(parents, np.int32).reshape(-1)
+    length = _whole("lengths", lengths, None)
+    first = np.cumsum(length, dtype=np.int32) - length if firsts is None else _whole("firsts", firsts, len(length))
+    parent = np.full_like(length, -1) if parents is None else _whole("parents", parents, len(length))
+    count = int(length.sum()) if tokens is None else tokens
+    _check_places(length, first, parent, count)
     continued = parent >= 0
     if (parent[parent[continued]] >= 0).any():
         raise ValueError("`parents` names a document that continues another one itself; no parent may have a parent.")
@@ -99,8 +105,31 @@ def documents_of(
     begin = (np.arange(len(document)) - spans[document, FIRST_CHUNK]) * CHUNK
     size = np.minimum(spans[document, TOKENS] - begin, CHUNK)
     chunks = np.stack([document, spans[document, FIRST] + begin, size], 1).astype(np.int32)
-    padding = tokens is not None and tokens > int(length.sum())
-    return Documents(torch.from_numpy(spans).to(device), torch.from_numpy(chunks).to(device), len(roots), padding)
+    with torch.inference_mode(False):  # a training may use them later
+        tables = torch.from_numpy(spans).to(device), torch.from_numpy(chunks).to(device)
+    return Documents(*tables, len(roots), count > int(length.sum()), count)
+
+
+def _whole(name: str, numbers: Sequence[int], documents: int | None) -> np.ndarray:
+    """`numbers` as int32, one for each of so many documents."""
+    found = np.asarray(numbers)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu") or documents not in (None, len(found)):
+        wanted = "one whole number for each document"
+        raise ValueError(f"`{name}` has shape {found.shape} and dtype {found.dtype}; give {wanted} of `lengths`.")
+    return found.astype(np.int32)
+
+
+def _check_places(length: np.ndarray, first: np.ndarray, parent: np.ndarray, tokens: int) -> None:
+    """Raises ValueError if documents are no parts of the tokens, have tokens in common, or continue none that is."""
+    full = np.flatnonzero(length)
+    order = full[np.argsort(first[full], kind="stable")]
+    ends = first + length
+    if (length < 0).any() or (first[full] < 0).any() or (ends[full] > tokens).any():
+        raise ValueError(f"A document is not within the {tokens} tokens of the batch; look at `lengths` and `firsts`.")
+    if (first[order][1:] < ends[order][:-1]).any():
+        raise ValueError("Two documents have tokens in common; look at `lengths` and `firsts`.")
+    if (parent < -1).any() or (parent >= len(parent)).any():
+        raise ValueError(f"`parents` must be numbers of the {len(parent)} documents, or -1 for none.")
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,6 +140,11 @@ def _rows(batch: int, length: int, device: torch.device) -> Documents:
 def resolved(documents: Documents, x: torch.Tensor) -> Documents:
     """`documents`, with tables: those of the rows of `x`, (batch, tokens, ...), where it has none."""
     if documents.spans is not None:
+        if documents.tokens != x.shape[0] * x.shape[1]:
+            raise ValueError(
+                f"`documents` are those of {documents.tokens} tokens, and the batch has {x.shape[0] * x.shape[1]}; "
+                "give `documents_of` the `tokens` of the batch."
+            )
         return documents
     # The tables of a fake tensor are fake, and must not be those of the next real one.
     rows = _rows if type(x) in (torch.Tensor, torch.nn.Parameter) else _rows.__wrapped__

@@ -186,7 +186,7 @@ _FORK = documents_of([3, 2], [1, 4], [-1, 0], tokens=6)
 def _forked(q: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The delta rule of a document that another one continues, behind a token of padding, and their last states."""
     k, v, g, beta, initial, spans, chunks = rest
-    options = {"initial_state": initial.float(), "documents": Documents(spans, chunks, 1, True), "final_state": True}
+    options = {"initial_state": initial.float(), "documents": Documents(spans, chunks, 1, True, 6), "final_state": True}
     return ops.delta_rule(q, k, v, -g.float().square(), beta, **options)
 
 

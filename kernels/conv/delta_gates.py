@@ -238,7 +238,7 @@ def delta_gates(
         return _delta_gates(a, b, A_log, dt_bias, beta_scale)
     compute = torch.promote_types(a.dtype, torch.float32)
     g = -A_log.to(compute).exp() * torch.nn.functional.softplus(a.to(compute) + dt_bias.to(compute))
-    return g, (b.sigmoid() * beta_scale).contiguous()
+    return g.contiguous(), (b.sigmoid() * beta_scale).contiguous()
 
 
 def _check_arguments(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> bool:

@@ -16,8 +16,8 @@ import torch
 
 from liger_trainer.kernels.autograd import input_gradients, refuse_second_derivative, where_needed
 from liger_trainer.kernels.conv.launch import Conv, empty_result, launch_backward, launch_forward, save, saved
-from liger_trainer.kernels.conv.short_conv import check_conv_arguments, short_conv_reference
-from liger_trainer.kernels.documents import ROWS, Documents
+from liger_trainer.kernels.conv.short_conv import check_conv_arguments, covered, short_conv_reference
+from liger_trainer.kernels.documents import ROWS, Documents, resolved
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import reference_of
 
@@ -87,6 +87,8 @@ def gated_short_conv(
         raise ValueError(f"`bcx` of gated_short_conv has {bcx.shape[-1]} channels; give 3 for each of the convolution.")
     if on_triton:
         return _gated_short_conv(bcx, weight, bias, documents)
+    if documents.padding:  # also where it holds NaN
+        bcx = bcx.where(covered(resolved(documents, bcx), bcx), 0.0)
     compute = torch.promote_types(bcx.dtype, torch.float32)
     gate_before, gate_after, x = bcx.to(compute).chunk(3, -1)
     y = short_conv_reference(gate_before * x, weight, bias, documents=documents)

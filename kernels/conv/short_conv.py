@@ -120,6 +120,11 @@ def short_conv(
             f"`initial_state` of short_conv has shape {tuple(initial_state.shape)}; give {halo} rows of "
             f"{x.shape[-1]} for each of the {roots} documents without a parent."
         )
+    if initial_state is not None and (not initial_state.is_floating_point() or initial_state.device != x.device):
+        raise ValueError(
+            f"`initial_state` of short_conv has dtype {initial_state.dtype} and is on {initial_state.device}; give "
+            f"a floating point tensor on {x.device}."
+        )
     on_triton = on_triton and (initial_state is None or use_triton(initial_state))
     if on_triton:
         y = _short_conv(x, weight, bias, initial_state, documents, activation == "silu", residual)
@@ -221,6 +226,11 @@ def _sources(documents: Documents, tokens: int, halo: int, states: int) -> torch
     table[place] = _input_numbers(documents, document[..., None], position[..., None] - steps, halo, states)
     table[tokens] = 0
     return table[:tokens]
+
+
+def covered(documents: Documents, x: torch.Tensor) -> torch.Tensor:
+    """Which tokens of `x`, (batch, tokens, channels), belong to a document: bool (batch, tokens, 1)."""
+    return (_sources(documents, x.shape[0] * x.shape[1], 0, 0) > 0).view(*x.shape[:2], 1)
 
 
 def _last_inputs(documents: Documents, halo: int, states: int) -> torch.Tensor:

@@ -140,13 +140,13 @@ refuse_second_derivative(_recurrence_backward, "delta_rule, state_space and deca
 
 def _setup_context(ctx, inputs, output):
     arguments, documents, ctx.scale, ctx.delta, ctx.final_state = inputs
-    ctx.roots, ctx.padding = documents.roots, documents.padding
+    ctx.documents = documents._replace(spans=None, chunks=None)
     ctx.save_for_backward(*arguments, output[2], documents.spans, documents.chunks)
 
 
 def _backward(ctx, do, dfinal, _):
     *tensors, inverse, spans, chunks = ctx.saved_tensors
-    arguments, documents = Arguments(*tensors), Documents(spans, chunks, ctx.roots, ctx.padding)
+    arguments, documents = Arguments(*tensors), ctx.documents._replace(spans=spans, chunks=chunks)
     needed = list(ctx.needs_input_grad[:7])
     if do is None:
         do = torch.zeros_like(arguments.v)

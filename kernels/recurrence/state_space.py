@@ -56,7 +56,8 @@ def state_space(
         states in fp32 (float64 for float64), (documents, heads, N, P).
 
     Raises:
-        ValueError: If shapes or devices do not fit each other, or a dtype is not floating point.
+        ValueError: If shapes or devices do not fit each other, a dtype is not floating point, or `dt_limit` is not two
+            numbers in their order.
     """
     name = "state_space"
     check_tensors(name, "x", x=x, dt=dt, A=A, B=B, C=C, D=D, dt_bias=dt_bias, initial_state=initial_state)
@@ -66,6 +67,8 @@ def state_space(
         if parameter is not None:
             check_shape(name, argument, parameter, (sizes.heads,), "(heads,)")
     check_initial_state(name, initial_state, documents, sizes)
+    if len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"`dt_limit` of {name} is {dt_limit}; give the least and the largest time step.")
     compute = torch.promote_types(x.dtype, torch.float32)
     steps = dt.to(compute) if dt_bias is None else dt.to(compute) + dt_bias.to(compute)
     steps = torch.nn.functional.softplus(steps).clamp(*dt_limit)

@@ -57,6 +57,7 @@ def rebound(
     code, namespace = original.__code__, original.__globals__
     aliases = {name: f"_{name}_{next(_numbers)}" for name in names}
     namespace.update({alias: names[name] for name, alias in aliases.items()})
+    code = _with_names(code, aliases)
     code = code.replace(co_names=tuple(aliases.get(name, name) for name in code.co_names))
     cells = function.__closure__ if closure is None else closure
     copy = types.FunctionType(code, namespace, function.__name__, function.__defaults__, cells)
@@ -67,6 +68,13 @@ def rebound(
     for alias in aliases.values():
         weakref.finalize(copy, namespace.pop, alias, None)
     return copy
+
+
+def _with_names(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
+    """`code` that reads globals by other names, like the functions and generators inside of it."""
+    inner = tuple(_with_names(each, names) if isinstance(each, types.CodeType) else each for each in code.co_consts)
+    read = {name: alias for name, alias in names.items() if _is_global_alone(code, name)}
+    return code.replace(co_names=tuple(read.get(name, name) for name in code.co_names), co_consts=inner)
 
 
 def replaced_globals(forward: Any) -> Iterator[tuple[types.FunctionType, str, Any]]:

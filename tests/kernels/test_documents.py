@@ -56,6 +56,35 @@ def test_tables_of_fake_tensors_are_not_those_of_real_ones():
         assert isinstance(resolved(ROWS, torch.empty(3, 7, 2)).spans, FakeTensor)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "more", "words"),
+    [
+        ([1.7, 2], {}, "`lengths` has shape \\(2,\\) and dtype float64; give one whole number"),
+        ([[1, 2]], {}, "`lengths` has shape \\(1, 2\\)"),
+        ([1, 2, 3], {"parents": [-1, 0]}, "`parents` has shape \\(2,\\)"),
+        ([1, 2], {"parents": [-1, 2]}, "`parents` must be numbers of the 2 documents"),
+        ([3, -1], {}, "A document is not within the 2 tokens"),
+        ([3], {"firsts": [-1], "tokens": 4}, "A document is not within the 4 tokens"),
+        ([3, 3], {"tokens": 5}, "A document is not within the 5 tokens"),
+        ([3, 3], {"firsts": [0, 2], "tokens": 6}, "Two documents have tokens in common"),
+    ],
+)
+def test_tables_that_would_read_elsewhere_are_refused(lengths, more, words):
+    with pytest.raises(ValueError, match=words):
+        documents_of(lengths, **more)
+
+
+def test_documents_of_another_batch_are_refused():
+    with pytest.raises(ValueError, match="`documents` are those of 8 tokens, and the batch has 20"):
+        resolved(documents_of([8]), torch.zeros(1, 20, 2))
+
+
+def test_tables_that_inference_made_serve_a_training():
+    with torch.inference_mode():
+        documents = documents_of([8])
+    assert not documents.spans.is_inference()
+
+
 def test_a_parent_with_a_parent_is_refused():
     with pytest.raises(ValueError, match="`parents` names a document that continues another one itself"):
         documents_of([1, 1, 1], parents=[-1, 0, 1])

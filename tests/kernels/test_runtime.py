@@ -62,3 +62,16 @@ def test_expanded_tensors_share_memory_unless_they_are_empty():
     assert not runtime.is_expanded(torch.randn(2, 3))
     assert not runtime.is_expanded(torch.randn(1, 3).expand(1, 3))
     assert not runtime.is_expanded(torch.empty_strided((2, 0, 1), (0, 1, 1)))
+
+
+def _is_kernel(x):
+    return True
+
+
+def _by_all(values):
+    return "kernel" if all(_is_kernel(x) for x in values) else "torch"
+
+
+def test_a_reference_runs_torch_where_a_generator_asks():
+    assert _by_all([1]) == "kernel"
+    assert runtime.reference_of(_by_all, "_is_kernel")([1]) == "torch"

@@ -16,7 +16,7 @@ from liger_trainer.kernels.documents import documents_of
 from liger_trainer.patching.binding import bound_function
 from liger_trainer.patching.recurrent.documents import KEYWORD
 from liger_trainer.patching.recurrent.find import mixers_of
-from liger_trainer.patching.recurrent.mixers import precisions_of
+from liger_trainer.patching.recurrent.mixers import is_depthwise, precisions_of
 from liger_trainer.patching.trial import Trial
 from tests.kernels.document_places import places
 from tests.patching import comparisons
@@ -62,6 +62,26 @@ def test_another_draw_is_made_where_the_rounding_under_autocast_is_unlucky(monke
     apply_liger_kernel(model, LAYERS)
     assert {precisions_of(bound_function(module)).autocast for module in mixers(model)} == {True}
     assert next(draws, None) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2"])
+def test_a_convolution_whose_bias_came_or_went_runs_as_written(name):
+    models = built(name).eval(), built(name).eval()
+    apply_liger_kernel(models[0], LAYERS)
+    for layer in itertools.chain(*map(mixers, models)):
+        conv = next(filter(is_depthwise, layer.children()))
+        conv.bias = nn.Parameter(torch.linspace(-1.0, 1.0, conv.out_channels)) if conv.bias is None else None
+    ids = torch.randint(3, 120, (2, 9))
+    with torch.no_grad():
+        ours, theirs = (model(ids, **OPTIONS).logits for model in models)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_layer_that_would_step_aside_in_float16_is_left_alone():
+    report = apply_liger_kernel(built("nemotron_h", torch.float16), LAYERS)
+    (row,) = (each for each in report if each.target == ROWS["nemotron_h"][0])
+    assert row.kernel is None
+    assert row.reason == "in float16, large numbers overflow elsewhere than in its class's own forward"
 
 
 def packed(kind):

@@ -36,7 +36,9 @@ _MASKS = ("attention_mask", "conv_mask")
 
 
 @functools.cache
-def mixer_forward(original: Callable, compute: Compute, conv: str | None, precisions: Precisions) -> Callable:
+def mixer_forward(
+    original: Callable, compute: Compute, conv: str | None, precisions: Precisions, biased: bool = False
+) -> Callable:
     """The forward of a layer.
 
     Args:
@@ -44,6 +46,7 @@ def mixer_forward(original: Callable, compute: Compute, conv: str | None, precis
         compute: The function that runs instead.
         conv: Name of the child whose weights are read, not called; None if there is none.
         precisions: Where the proof holds.
+        biased: Whether the convolution had a bias in the proof.
     """
     names, mask = arguments(original)[1:], mask_name(original)
     assert mask is not None
@@ -54,7 +57,7 @@ def mixer_forward(original: Callable, compute: Compute, conv: str | None, precis
             _say(self, None if made is None else made(), "its model does not tell it of them")
         documents = kwargs.pop(KEYWORD, None)
         given = {**dict(zip(names, args)), **kwargs}
-        reason = _reason_to_step_aside(self, hidden_states, given, documents, conv, precisions)
+        reason = _reason_to_step_aside(self, hidden_states, given, documents, conv, precisions, biased)
         if reason:
             _say(self, documents, f"{reason}, so its class's own forward runs")
             return original(self, hidden_states, *args, **kwargs)
@@ -94,6 +97,7 @@ def _reason_to_step_aside(
     documents: Documents | None,
     conv: str | None,
     precisions: Precisions,
+    biased: bool,
 ) -> str:
     if documents is None and any(given.get(name) is not None for name in BOUNDARIES):
         return "its documents are not known"
@@ -109,6 +113,8 @@ def _reason_to_step_aside(
         convolution: Any = getattr(module, conv)
         if _knows_offloading() and hasattr(convolution, "_hf_hook"):
             return "the weights of its convolution are offloaded"
+        if (convolution.bias is not None) != biased:
+            return "the bias of its convolution was not there, or is gone, since it was proved"
         held += [convolution.weight, convolution.bias]
     if any(is_dtensor(each) for each in held if each is not None):
         return "its weights are sharded"

@@ -54,7 +54,7 @@ def key_of(module: nn.Module) -> tuple[Any, ...]:
         return cls, tuple(each for each in attributes if each[0] not in _OF_PLACES), *rest
 
     biased = tuple(name for name, child in module.named_children() if getattr(child, "bias", None) is not None)
-    taps = tuple(child.kernel_size for child in module.children() if isinstance(child, nn.Conv1d))
+    taps = tuple((each.kernel_size, each.weight.dtype) for each in module.children() if isinstance(each, nn.Conv1d))
     others = (child for child in module.children() if not {*child._parameters} <= {"weight", "bias"})
     norms = (child for child in module.children() if eps_name(child))
     return plain(module), biased, taps, tuple(map(plain, (*norms, *others)))
@@ -105,6 +105,9 @@ def prove(
             best = proof
         if proof.agreement.error > _ROUNDING or (best.forward is not None and precisions_of(best.forward).autocast):
             break
+    half = conv is not None and module.get_submodule(conv).weight.dtype == torch.float16
+    if best.forward is not None and half and not precisions_of(best.forward).fp16:
+        return refused("in float16, large numbers overflow elsewhere than in its class's own forward")
     return best
 
 
@@ -123,6 +126,7 @@ def _proof(
     """As [`prove`], with these values; `forwards` are the class's, and that with torch's own functions."""
     original, theirs = forwards
     names, mask_at = arguments(original), mask_name(original)
+    biased = conv is not None and module.get_submodule(conv).bias is not None
     assert mask_at is not None
     between = [None] * (names.index(mask_at) - 1)
     tensors = [probe.randn(_ROWS, _LENGTH, HIDDEN), *values.values()]
@@ -140,12 +144,12 @@ def _proof(
     trial = Trial(on(theirs), tensors, SEQUENCES, [mask], slack)
     failures: list[Agreement] = []
     for kernel, compute in candidates:
-        ours = on(mixer_forward(original, compute, conv, EVERY_PRECISION))
+        ours = on(mixer_forward(original, compute, conv, EVERY_PRECISION, biased))
         agreement = trial.prove(ours)
         if agreement.equal:
             native, own = (functools.partial(_with_mask, each, mask) for each in (on(theirs), ours))
             precisions = Precisions(trial.under_autocast(ours), probe.in_float16(native, own, tensors))
-            forward = mixer_forward(original, compute, conv, precisions)
+            forward = mixer_forward(original, compute, conv, precisions, biased)
             return Proof(kernel, forward, agreement, tuple(name for name, _ in module.named_children()))
         failures.append(agreement)
     return no_formula(failures, what)

@@ -62,6 +62,20 @@ def test_gated_short_conv(taps):
     assert_equal_with_gradients((ours,), (expected,), (bcx, weight, bias))
 
 
+def test_padding_may_hold_nan():
+    documents = every_kind()
+    bcx, weight = torch.randn(1, TOKENS, 9), torch.randn(3, 4)
+    outside = ~in_documents(documents, TOKENS).bool()
+    bcx[:, outside] = float("nan")
+    bcx.requires_grad_()
+    y = gated_short_conv(bcx, weight, documents=documents)
+    (dbcx,) = torch.autograd.grad(y.sum(), bcx)
+    assert (y[:, outside] == 0).all()
+    assert (dbcx[:, outside] == 0).all()
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(dbcx).all()
+
+
 def test_delta_inputs():
     documents = every_kind()
     qkv, weight = randn(1, TOKENS, 2 * 2 * 3 + 4 * 5), randn(32, 4)
@@ -102,6 +116,10 @@ def test_gates_of_half_precision_are_the_models():
         (
             lambda: short_conv(torch.zeros(1, 4, 6), torch.zeros(6, 4), initial_state=torch.zeros(1, 4, 6)),
             "`initial_state` of short_conv has shape",
+        ),
+        (
+            lambda: short_conv(torch.zeros(1, 4, 6), torch.zeros(6, 4), initial_state=torch.zeros(1, 3, 6).long()),
+            "`initial_state` of short_conv has dtype torch.int64",
         ),
         (lambda: gated_short_conv(torch.zeros(1, 4, 7), torch.zeros(2, 4)), "`bcx` of gated_short_conv has 7"),
         (

@@ -111,5 +111,8 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
         delta_rule(q, k, v, g, beta, initial_state=initial[:1])
     with pytest.raises(ValueError, match=r"`dt` of state_space has shape .* give \(batch, tokens, heads\)"):
         state_space(v, g[..., :1], -beta[0, 0], k, q)
+    for limit in ((2.0, 0.1), (0.0,)):
+        with pytest.raises(ValueError, match=r"`dt_limit` of state_space is .*; give the least and the largest"):
+            state_space(v, g, -beta[0, 0], k, q, dt_limit=limit)
     with pytest.raises(ValueError, match=r"`slope` of decayed_attention has dtype torch.int64"):
         decayed_attention(q, k, v, torch.ones(4, dtype=torch.int64))
