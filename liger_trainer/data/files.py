@@ -164,7 +164,7 @@ def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -
         difference = _difference(files, reader, options) if reader != "csv" else ""
         if difference:
             raise FileError(f"`{key}`: {difference}") from error
-        reason = _too_wide(reason) if reader == "csv" else problem(files) or reason
+        reason = problem(files) or reason if reader == "json" else _too_wide(reason)
         hint = " Save the text as UTF-8." if "utf" in reason.lower() or any(map(_is_utf16, files)) else ""
         raise FileError(f"`{key}`: {files} cannot be read: {reason}{hint}") from error
     if not {*PICTURES} & {*loaded.column_names}:
