@@ -15,7 +15,7 @@ import importlib
 
 from liger_trainer.compat.private import Feature
 
-LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "transformers", "trl")
+LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "peft", "torch", "transformers", "trl")
 """The libraries that have a file here."""
 
 

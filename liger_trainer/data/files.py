@@ -7,17 +7,20 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import json
+import hashlib
+import itertools
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, List, Value, load_dataset
+from datasets import Dataset, Features, Image, List, Value, load_dataset
 
 from liger_trainer._version import __version__
-from liger_trainer.data.turns import parsed
+from liger_trainer.data.json_files import ROW, holds_lists, problem, rows_key, text_stays_text
+from liger_trainer.data.picture_paths import PictureError, listed
 from liger_trainer.errors import UserError
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,8 +41,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 PICTURES = ("image", "images")
 """The columns of pictures: one, or a list of them."""
 
-_NO_PATH = ("http://", "https://", "data:")
-_BLANK = b" \t\r\n\xef\xbb\xbf"  # with a byte order mark
+_Places = list[tuple[str, int]]
 
 
 class FileError(UserError):
@@ -117,12 +119,12 @@ def _unlogged() -> Iterator[None]:
 def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -> Dataset:
     """The rows of all files that `given` stands for, as one dataset.
 
-    Paths of pictures are found from the working directory, or from the folder of a file.
+    Paths of pictures are found from the folder of their row's file, or from the working directory.
 
     Args:
         given: As in `find_files`.
         key: The key of the recipe, for errors.
-        is_text: Whether a column of this name holds text, though the cells of a table may look like numbers.
+        is_text: Whether a column of a table of this name holds text; another holds numbers.
 
     Raises:
         FileError: for files that are missing, empty, of several kinds or with several columns, or cannot be read; for
@@ -142,65 +144,110 @@ def load_files(given: Sequence[str], key: str, is_text: Callable[[str], bool]) -
         )
     reader, options = KINDS[min(kinds)]
     if reader == "json":
-        options = {"field": _field(files)}
+        options = {"field": rows_key(files)}
+        lists = next(filter(holds_lists, files), None)
+        if lists is not None:
+            raise FileError(f"`{key}`: the rows of {lists!r} are lists; a row is a mapping such as {ROW}.")
     try:
-        if reader == "csv":
-            columns = _first_row(files[0], reader, options)
-            options = {**options, "converters": {name: _cell for name in columns if is_text(name)}}
-        loaded = load_dataset(reader, data_files=[*map(glob.escape, files)], split="train", **options)
+        more = {"features": _features(files, reader, options, is_text, key)} if reader == "csv" else {}
+        with text_stays_text() if reader == "json" else contextlib.nullcontext():
+            loaded = load_dataset(
+                reader, _digest(files), data_files=[*map(glob.escape, files)], split="train", **options, **more
+            )
         loaded.data.validate(full=True)  # the JSON lines reader accepts text that is not UTF-8
+    except FileError:
+        raise
     except Exception as error:  # datasets raises its own errors, chained to those of the file's reader
-        difference = _difference(files, reader, options)
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        if "no data" in reason or "Empty JSON" in reason:
+            raise FileError(f"`{key}`: {files} hold no rows.") from error
+        difference = _difference(files, reader, options) if reader != "csv" else ""
         if difference:
             raise FileError(f"`{key}`: {difference}") from error
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        if "no data" in reason:
-            raise FileError(f"`{key}`: {files} hold no rows.") from error
+        reason = problem(files) or reason if reader == "json" else _too_wide(reason)
         hint = " Save the text as UTF-8." if "utf" in reason.lower() or any(map(_is_utf16, files)) else ""
         raise FileError(f"`{key}`: {files} cannot be read: {reason}{hint}") from error
-    if "__index_level_0__" in loaded.column_names and reader == "csv":  # pandas took the first column for names of rows
-        raise FileError(
-            f"`{key}`: rows of {files} have more cells than the first row; put cells with commas in quotes."
-        )
-    folders = [str(folder) for folder in dict.fromkeys([Path.cwd(), *(Path(file).resolve().parent for file in files)])]
-    return _with_files(loaded, folders, key)
+    if not {*PICTURES} & {*loaded.column_names}:
+        return loaded
+    return _with_files(loaded, _places(files, loaded, reader, options), key)
 
 
-def _with_files(rows: Dataset, folders: Sequence[str], key: str) -> Dataset:
-    """`rows` with their pictures in a list, `images`, whose paths lead to files; rows without pictures as they are."""
+def _with_files(rows: Dataset, places: _Places, key: str) -> Dataset:
+    """`rows` with their pictures in a list, `images`, whose paths lead to files."""
     names = [name for name in PICTURES if name in rows.column_names]
-    if not names:
-        return rows
     if len(names) > 1:
         raise FileError(f"`{key}` has pictures in `image` and in `images`; leave one of the columns out.")
-    find = OfThisVersion(functools.partial(_listed, name=names[0], folders=folders, key=key))
-    feature = rows.features[names[0]]
-    one = getattr(feature, "feature", feature)
-    of_text = isinstance(one, Value) and one.dtype in ("string", "large_string", "null")
     features = rows.features.copy()
-    del features[names[0]]
-    features["images"] = List(Value("string") if of_text else one)
+    feature = features.pop(names[0])
+    one = getattr(feature, "feature", feature)
+    is_decoded = isinstance(one, Image) or (isinstance(one, Mapping) and "bytes" in one)
+    features["images"] = List(one if is_decoded else Value("string"))
+    found = "" if is_decoded else _found(rows, names[0], places, key)
+    find = OfThisVersion(functools.partial(_listed, name=names[0], places=places, found=found))
     return rows.map(find, with_indices=True, remove_columns=names, features=features, desc="Finding the pictures")
 
 
-def _listed(row: Mapping[str, Any], index: int, name: str, folders: Sequence[str], key: str) -> dict[str, list[Any]]:
-    value = parsed(row[name])
-    pictures = value if isinstance(value, list) else [] if value is None else [value]
-    return {"images": [_file_of(each, folders, f"`{key}`: row {index + 1}") for each in pictures]}
+def _found(rows: Dataset, name: str, places: _Places, key: str) -> str:
+    """A digest of the files of all pictures: what is cached holds only while they are where they were."""
+    digest = hashlib.sha256()
+    for index, row in enumerate(rows.select_columns([name])):
+        try:
+            digest.update(repr(_listed(row, index, name, places)).encode())
+        except PictureError as error:
+            raise FileError(f"`{key}`: row {index + 1} {error}") from error
+    return digest.hexdigest()
 
 
-def _file_of(picture: Any, folders: Sequence[str], where: str) -> Any:
-    """A picture's file, from the first of `folders` that has it; what is no path stays as it is."""
-    if not isinstance(picture, str) or picture.startswith(_NO_PATH) or len(picture) > 1024:  # base64
-        return picture
-    file = next((path for folder in folders if (path := Path(folder, picture)).is_file()), None)
-    if file is None:
-        raise FileError(f"{where} has the picture {picture!r}, which is not in {' or in '.join(folders)}.")
-    return str(file)
+def _listed(row: Mapping[str, Any], index: int, name: str, places: _Places, found: str = "") -> dict[str, list[Any]]:
+    folder = next(folder for folder, end in places if index < end)
+    return {"images": listed(row[name], list(dict.fromkeys([folder, str(Path.cwd())])))}
 
 
-def _cell(text: str) -> str | None:
-    return text or None
+def _places(files: Sequence[str], rows: Dataset, reader: str, options: dict[str, Any]) -> _Places:
+    """The folders of the files, each with the index of the row after its last one."""
+    groups = [
+        (folder, [*group]) for folder, group in itertools.groupby(files, lambda file: Path(file).resolve().parent)
+    ]
+    places, end = [], 0
+    for folder, group in groups:
+        end = len(rows) if (folder, group) == groups[-1] else end + _count(group, reader, options)
+        places.append((str(folder), end))
+    return places
+
+
+def _count(files: Sequence[str], reader: str, options: dict[str, Any]) -> int:
+    streamed = load_dataset(
+        reader, data_files=[*map(glob.escape, files)], split="train", streaming=True, **options
+    ).with_format("arrow")
+    return sum(len(table) for table in streamed.iter(batch_size=1000))
+
+
+def _digest(files: Sequence[str]) -> str:
+    """What the rows are cached by, beside the names of files: `datasets` goes by when they were written."""
+    digest = hashlib.sha256(__version__.encode())
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:32]
+
+
+def _features(
+    files: Sequence[str], reader: str, options: dict[str, Any], is_text: Callable[[str], bool], key: str
+) -> Features:
+    """The columns of tables: cells are text as it is written, or numbers."""
+    first: dict[str, Any] = {}
+    for file in files:
+        row = _first_row(file, reader, options)
+        if "__index_level_0__" in row:  # pandas took the first column for names of rows
+            raise FileError(
+                f"`{key}`: rows of {file!r} have more cells than the first row; put cells with commas in quotes."
+            )
+        first = first or row
+        if row and row.keys() != first.keys():
+            raise FileError(f"`{key}`: {_other_columns(files[0], first, file, row)}")
+    if not first:
+        raise FileError(f"`{key}`: {files} hold no rows.")
+    return Features({name: Value("string" if is_text(name) else "float64") for name in first})
 
 
 def _is_utf16(file: str) -> bool:
@@ -224,8 +271,7 @@ def _difference(files: Sequence[str], reader: str, options: dict[str, Any]) -> s
             return ""
         first = first or row
         if row.keys() != first.keys():
-            columns = f"the columns {', '.join(first)}, and {file!r} {', '.join(row)}"
-            return f"{files[0]!r} has {columns}; give files with the same columns."
+            return _other_columns(files[0], first, file, row)
         for name, value in row.items():
             kinds = [type(each).__name__ for each in (first[name], value)]
             if kinds[0] != kinds[1] and "NoneType" not in kinds:
@@ -233,20 +279,14 @@ def _difference(files: Sequence[str], reader: str, options: dict[str, Any]) -> s
     return ""
 
 
-def _field(files: Sequence[str]) -> str | None:
-    """The one key of JSON files that hold a mapping with one list of rows, such as ``{"data": [...]}``."""
-    fields = {_only_list(file) for file in files}
-    return fields.pop() if len(fields) == 1 else None
+def _other_columns(one: str, first: Mapping[str, Any], file: str, row: Mapping[str, Any]) -> str:
+    columns = f"the columns {', '.join(first)}, and {file!r} {', '.join(row)}"
+    return f"{one!r} has {columns}; give files with the same columns."
 
 
-def _only_list(file: str) -> str | None:
-    with open(file, "rb") as stream:
-        start = stream.read(4096).strip(_BLANK)
-        if not start.startswith(b"{") or suffix(file) != ".json" or Path(file).suffix.lower() in COMPRESSED:
-            return None
-    try:
-        held = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except (ValueError, OSError):  # such as one row a line
-        return None
-    lists = [key for key, value in held.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return lists[0] if len(lists) == 1 else None
+def _too_wide(reason: str) -> str:
+    found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", reason)
+    if found is None:
+        return reason
+    first, line, cells = found.groups()
+    return f"line {line} has {cells} cells, and the first line {first}; put cells with commas in quotes."

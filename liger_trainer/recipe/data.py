@@ -13,18 +13,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_dataset
 
 from liger_trainer.data.files import FileError, load_files
-from liger_trainer.data.shapes import ShapeError, holds_text
+from liger_trainer.data.shapes import ShapeError
 from liger_trainer.recipe import smoke
 from liger_trainer.recipe.columns import SPOKEN, prepared
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.load import Recipe
-from liger_trainer.recipe.schema import TEXT_FIELD
 
 BUILT_IN: dict[str, Callable[[], Any]] = {
     "pydoc_topics": smoke.pydoc_topics,
     **{f"sorting_{kind}": partial(smoke.sorting, kind) for kind in smoke.SORTING_KINDS},
     **{f"smoke_{kind}": partial(smoke.smoke_data, kind) for kind in smoke.ROW_KINDS},
 }
+_NUMBERS = ("margin", "ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
+"""Columns that TRL reads as numbers."""
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # files that `Dataset.save_to_disk` writes
 
 
@@ -103,9 +104,9 @@ def _load_source(recipe: Recipe) -> Any:
 
 
 def _is_text(recipe: Recipe, column: str) -> bool:
-    """Whether a column of files holds text: by its name, or by the one that the recipe gives it."""
+    """Whether a column of a table holds text: by its name, or by the one that the recipe gives it."""
     given = {old: new for new, old in (recipe.recipe.columns or {}).items()}
-    return holds_text(given.get(column, column)) or column == recipe.get(TEXT_FIELD)
+    return given.get(column, column) not in _NUMBERS
 
 
 def _load_saved(folder: str) -> Any:

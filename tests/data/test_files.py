@@ -7,13 +7,18 @@ import functools
 import gzip
 import json
 import lzma
+import os
 import zipfile
+from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Image
+from PIL import Image as Picture
 
 from liger_trainer.data import files
 from liger_trainer.data.files import FileError, find_files, load_files
+from liger_trainer.recipe.load import check_values
+from liger_trainer.tools.diagnosis.sample import converted_rows
 
 ROWS = [{"question": "one, two?", "answer": "3"}, {"question": "ü", "answer": "4"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -40,22 +45,74 @@ def write(folder, name):
 
 def test_pictures_are_found_beside_the_data_or_here(tmp_path, monkeypatch):
     there, here = tmp_path / "data", tmp_path / "here"
-    for folder, name in ((there, "a.png"), (there, "b.png"), (here, "b.png")):
+    for folder, name in ((there, "a.png"), (there, "b.png"), (here, "b.png"), (here, "c.png")):
         folder.mkdir(exist_ok=True)
         (folder / name).touch()
     monkeypatch.chdir(here)
     file = there / "seen.jsonl"
     rows = [{"images": ["a.png", "https://x.org/y.png"], "text": "one"}, {"images": ["b.png"], "text": "two"}]
+    rows.append({"images": ["c.png"], "text": "three"})
     file.write_text("\n".join(map(json.dumps, rows)))
     found = load_files([str(file)], "data_files", bool)
-    assert found["images"][:] == [[str(there / "a.png"), "https://x.org/y.png"], [str(here / "b.png")]]
-    assert found["text"][:] == ["one", "two"]
-    file.write_text(json.dumps({"image": "c.png", "text": "one"}))
-    with pytest.raises(FileError, match=r"`data_files`: row 1 has the picture 'c.png', which is not in .*here or in"):
+    assert found["images"][:] == [
+        [str(there / "a.png"), "https://x.org/y.png"],
+        [str(there / "b.png")],
+        [str(here / "c.png")],
+    ]
+    assert found["text"][:] == ["one", "two", "three"]
+    file.write_text(json.dumps({"image": "d.png", "text": "one"}))
+    with pytest.raises(FileError, match=r"`data_files`: row 1 has the picture 'd.png', which is not in .*data or in"):
         load_files([str(file)], "data_files", bool)
     file.write_text(json.dumps({"image": "a.png", "images": ["a.png"], "text": "one"}))
     with pytest.raises(FileError, match="`data_files` has pictures in `image` and in `images`"):
         load_files([str(file)], "data_files", bool)
+
+
+def test_a_picture_is_in_the_folder_of_its_own_file(tmp_path):
+    for name in ("A", "B/deep", "B", "C"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "p.png").touch()
+        lines = [json.dumps({"image": "p.png", "text": name})] * len(name)
+        (folder / "e.jsonl").write_text("\n".join(lines))
+    for given in ([tmp_path], [tmp_path / "C" / "e.jsonl", tmp_path / "A"]):
+        rows = load_files([*map(str, given)], "data_files", bool)
+        assert rows["images"][:] == [[str(tmp_path / name / "p.png")] for name in rows["text"]]
+    assert rows["text"][:] == ["C", "A"]
+
+
+def test_a_picture_that_has_gone_is_missed_though_rows_are_cached(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    picture, file = tmp_path / "a.png", tmp_path / "seen.jsonl"
+    picture.touch()
+    file.write_text(json.dumps({"image": "a.png", "text": "one"}))
+    assert load_files([str(file)], "data_files", bool)["images"][:] == [[str(picture)]]
+    moved = picture.rename(tmp_path / "here" / "a.png")
+    assert load_files([str(file)], "data_files", bool)["images"][:] == [[str(moved)]]
+    moved.unlink()
+    with pytest.raises(FileError, match=r"row 1 has the picture 'a.png', which is not in"):
+        load_files([str(file)], "data_files", bool)
+
+
+def test_other_ways_to_name_a_picture(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a b.png").touch()
+    found = str(tmp_path / "a b.png")
+    for value in ("~/a b.png", f"file://{found.replace(' ', '%20')}", {"path": "a b.png"}, [{"path": "a b.png"}]):
+        (tmp_path / "seen.jsonl").write_text(json.dumps({"image": value, "text": "one"}))
+        assert load_files([str(tmp_path / "seen.jsonl")], "data_files", bool)["images"][:] == [[found]]
+    for value in ([["a b.png"]], 5, [None], {"url": "a b.png"}):
+        (tmp_path / "seen.jsonl").write_text(json.dumps({"image": value, "text": "one"}))
+        with pytest.raises(FileError, match=r"row 1 has .* for a picture; give a path, a URL or base64\."):
+            load_files([str(tmp_path / "seen.jsonl")], "data_files", bool)
+
+
+def test_pictures_in_a_file_stay(tmp_path):
+    rows = Dataset.from_dict({"image": [Picture.new("RGB", (2, 2), (255, 0, 0))]}, Features({"image": Image()}))
+    rows.to_parquet(tmp_path / "seen.parquet")
+    ((found,),) = load_files([str(tmp_path / "seen.parquet")], "data_files", bool)["images"][:]
+    assert found.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_another_version_makes_what_is_cached_again(tmp_path, monkeypatch):
@@ -146,13 +203,26 @@ def test_a_name_with_signs_of_a_pattern(name, tmp_path):
         ("a.jsonl", LINES.encode("utf-16"), "Save the text as UTF-8."),
         ("a.json", b"[]", "hold no rows."),
         ("a.csv", b"question,answer\na,b,c\n", "have more cells than the first row; put cells with commas in quotes."),
-        ("a.csv", b"question,answer\na,b\na,b,c\n", "Expected 2 fields in line 3, saw 3"),
+        (
+            "a.csv",
+            b"question,answer\na,b\na,b,c\n",
+            "line 3 has 3 cells, and the first line 2; put cells with commas in quotes.",
+        ),
+        ("broken.jsonl", b'{"q": "a"}\n{"q": "b"\n', "line 2 of 'broken.jsonl' is not JSON: Expecting ',' delimiter."),
+        (
+            "broken.json",
+            b'[{"q": "a"},\n{"q" "b"}]',
+            "is not JSON: Expecting ':' delimiter: line 2 column 6 (char 18).",
+        ),
+        ("a.jsonl", b'["a"]\n["c"]\n', 'list, and must be a row such as {"prompt": "...", "completion": "..."}.'),
+        ("a.json", b'[["a", "b"]]', 'are lists; a row is a mapping such as {"prompt": "...", "completion": "..."}.'),
     ],
 )
-def test_files_that_are_not_what_they_seem_are_one_line(name, text, words, tmp_path, capfd):
-    (tmp_path / name).write_bytes(text)
+def test_files_that_are_not_what_they_seem_are_one_line(name, text, words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(text)
     with pytest.raises(FileError) as caught:
-        load_files([str(tmp_path / name)], "data_files", str.islower)
+        load_files([name], "data_files", str.islower)
     assert str(caught.value).endswith(words)
     assert "Failed to" not in capfd.readouterr().err  # of the library's own log
 
@@ -189,11 +259,41 @@ def test_other_kinds_and_damaged_files(tmp_path):
 
 def test_cells_of_text_stay_text(tmp_path):
     for name, blank in (("a.csv", ","), ("a.tsv", "\t")):
-        lines = ["question,answer,count", "007,NA,5", "1.50,,6"]
+        lines = ["question,answer,zip,margin", "007,NA,1e5,5", "1.50,,,6.5", "5,True,00712,"]
         (tmp_path / name).write_text("\n".join(lines).replace(",", blank), encoding="utf-8")
-        rows = load_files([str(tmp_path / name)], "data_files", lambda name: name != "count").to_list()
-        assert rows[0] == {"question": "007", "answer": "NA", "count": 5}
-        assert rows[1] == {"question": "1.50", "answer": None, "count": 6}
+        rows = load_files([str(tmp_path / name)], "data_files", lambda name: name != "margin").to_list()
+        assert rows == [
+            {"question": "007", "answer": "NA", "zip": "1e5", "margin": 5.0},
+            {"question": "1.50", "answer": None, "zip": None, "margin": 6.5},
+            {"question": "5", "answer": "True", "zip": "00712", "margin": None},
+        ]
+
+
+def test_tables_begin_with_many_empty_cells_or_another_column(tmp_path):
+    (tmp_path / "a.csv").write_text("q,r\n" + "x,\n" * 10_001 + "y,1\n", encoding="utf-8")
+    (tmp_path / "b.csv").write_text("r,q\n2,z\n", encoding="utf-8")
+    rows = load_files([str(tmp_path)], "data_files", bool)
+    assert rows[10_000:] == {"q": ["x", "y", "z"], "r": [None, "1", "2"]}
+
+
+def test_cells_of_a_recipe_are_text(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion,label,zip\na,1,1,007\nb,2,False,\n", encoding="utf-8")
+    values = {"data_files": [str(tmp_path / "a.csv")], "model_name_or_path": ""}
+
+    def rows(trainer, **more):
+        return converted_rows(check_values({"trainer": trainer, **values, **more}, [], tmp_path)[0], tmp_path)
+
+    assert rows("sft", prompt_template="Zip {zip}:")["prompt"][:] == ["Zip 007:", "Zip :"]
+    assert rows("kto")["label"][:] == [True, False]
+    assert rows("grpo", reward_funcs=["liger_trainer.rewards:length"])["zip"][:] == ["007", None]
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path):
+    file = tmp_path / "a.jsonl"
+    for text in ("aaaa", "bbbb longer"):
+        file.write_text(json.dumps({"text": text}), encoding="utf-8")
+        os.utime(file, (1e9, 1e9))
+        assert load_files([str(file)], "data_files", bool)["text"][:] == [text]
 
 
 @pytest.mark.parametrize(
