@@ -13,10 +13,12 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from liger_trainer.data.files import PICTURES
 from liger_trainer.data.turns import (
     STANDARD_ROLES,
     Turn,
     TurnError,
+    as_seen,
     as_turns,
     is_conversation,
     of_cell,
@@ -110,6 +112,7 @@ class Shape:
         prompt_template: Text of the prompt, with names of columns in braces, in place of the part "prompt".
         converses: Whether text becomes turns of a conversation, to which the chat template applies.
         plain: Whether prompts of text stay as they are, as in TRL; else they get the words of Alpaca.
+        pictures: Whether the data has pictures, so that contents may be lists of parts.
     """
 
     kind: str
@@ -118,6 +121,7 @@ class Shape:
     prompt_template: str | None = None
     converses: bool = True
     plain: bool = False
+    pictures: bool = False
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row as the trainer takes it.
@@ -126,9 +130,13 @@ class Shape:
             ShapeError: for a row that cannot be read like the first.
         """
         try:
-            return _READERS[self.kind](self, row)
+            made = _READERS[self.kind](self, row)
+            return {name: self._seen(value) if isinstance(value, list) else value for name, value in made.items()}
         except TurnError as error:
             raise ShapeError(f"A conversation holds {error}.") from error
+
+    def _seen(self, turns: list[Turn]) -> list[Turn]:
+        return [as_seen(turn, self.pictures, own=self.kind == "prompt") for turn in turns]
 
     def value(self, row: Mapping[str, Any], part: str) -> Any:
         """What the column of `part` holds in `row`; None where there is no such column."""
@@ -183,7 +191,8 @@ def recognised(
         has_template: Says whether there is a chat template, so that plain questions and answers become conversations;
             asked where that matters.
     """
-    if prompt_template is None and all(_is_standard(kind, names, row, roles) for row in rows):
+    pictures = bool({*PICTURES} & {*names}) or (kind == "prompt" and any(map(_holds_pictures, rows)))
+    if prompt_template is None and all(_is_standard(kind, names, row, roles, pictures) for row in rows):
         return None
     row = rows[0]
     by_name = {_plain(name): name for name in reversed(names)}
@@ -208,7 +217,8 @@ def recognised(
     used = {*parts, *_MORE[kind]}
     if "turns" in parts or ("turns" in found and "turns" in used):  # a conversation has its questions within
         used -= {"prompt", "input", "history"}
-    shape = Shape(kind, {part: name for part, name in found.items() if part in used}, roles, prompt_template)
+    columns = {part: name for part, name in found.items() if part in used}
+    shape = Shape(kind, columns, roles, prompt_template, pictures=pictures)
     if not _is_text(shape, row):
         return shape
     as_trl = (found.get("prompt"), found.get("answer")) == ("prompt", "completion") and "system" not in found
@@ -217,7 +227,18 @@ def recognised(
     return dataclasses.replace(shape, columns=columns, converses=converses, plain=as_trl)
 
 
-def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles: Mapping[str, str]) -> bool:
+def _holds_pictures(row: Mapping[str, Any]) -> bool:
+    """Whether the prompt of a row has a part of type "image"."""
+    turns = row["prompt"] if is_conversation(row.get("prompt")) else ()
+    contents = [
+        turn["content"] for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list)
+    ]
+    return any(isinstance(part, Mapping) and part.get("type") == "image" for parts in contents for part in parts)
+
+
+def _is_standard(
+    kind: str, names: Sequence[str], row: Mapping[str, Any], roles: Mapping[str, str], pictures: bool
+) -> bool:
     """Whether the trainer takes the rows as they are, and loses nothing by it."""
     if "input_ids" in names:
         return True
@@ -237,6 +258,8 @@ def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles:
         return False
     turns = [turn for value in values for turn in value if isinstance(turn, Mapping)]
     if {key for turn in turns for key in turn} != {"role", "content"}:
+        return False
+    if not pictures and any(isinstance(turn.get("content"), list) for turn in turns):
         return False
     return {turn["role"] for turn in turns} <= STANDARD_ROLES - {*roles}
 
@@ -290,6 +313,8 @@ def _filled(template: str, row: Mapping[str, Any]) -> str:
 def _with_system(shape: Shape, row: Mapping[str, Any], asked: str | list[Turn]) -> str | list[Turn]:
     """A prompt, text or turns, with what the columns "system" and "history" hold before it."""
     system = shape.value(row, "system")
+    if system is not None and not isinstance(system, str):
+        raise ShapeError(f"The column `{shape.columns['system']}` holds {type(system).__name__}, not text.")
     if isinstance(asked, str):
         if not shape.converses:
             return f"{system}\n\n{asked}" if system else asked
@@ -317,9 +342,10 @@ def _history(shape: Shape, history: Any) -> list[Turn]:
 def _answer(shape: Shape, row: Mapping[str, Any], part: str, prompt: Any) -> Any:
     """An answer as the prompt is: as turns or as text."""
     answer = shape.value(row, part)
-    if isinstance(prompt, str) or answer is None:
+    is_turns = isinstance(answer, list | Mapping)
+    if answer is None or (isinstance(prompt, str) and not is_turns):
         return answer
-    if isinstance(answer, list | Mapping):
+    if is_turns and not isinstance(prompt, str):
         return as_turns(answer, shape.roles)
     if not isinstance(answer, str):
         raise ShapeError(f"The column `{shape.columns[part]}` holds {type(answer).__name__}, not text or turns.")

@@ -126,11 +126,47 @@ def _turn(turn: Any, roles: Mapping[str, str]) -> Turn:
         raise TurnError(f"a turn without `content` ({str(dict(turn))[:60]})")
     if content is not None and not isinstance(content, (str, list)):
         raise TurnError(f"a turn whose `content` is {type(content).__name__} ({str(dict(turn))[:60]})")
+    if isinstance(content, list) and not all(isinstance(part, Mapping) for part in content):
+        raise TurnError(
+            f'a turn whose `content` is a list of other things than parts such as {{"type": "text", "text": "..."}} '
+            f"({str(dict(turn))[:60]})"
+        )
     if "function_call" in rest and "tool_calls" not in rest:  # OpenAI's older key, which no template reads
         rest["tool_calls"] = _calls(rest.pop("function_call"))
     if isinstance(rest.get("tool_calls"), list):
         rest["tool_calls"] = [_with_arguments(call) for call in rest["tool_calls"]]
     return {"role": role, "content": "" if content is None else content, **rest}
+
+
+_HOLDERS = ("image_url", "url", "path", "base64", "source", "data")
+"""Keys of a part of type "image" that hold a picture where no trainer looks for it; TRL looks in "image"."""
+
+
+def as_seen(turn: Turn, pictures: bool, own: bool) -> Turn:
+    """A turn as the model sees it: in data without pictures, the parts of its content are joined into one text.
+
+    Args:
+        turn: A turn with `role` and `content`.
+        pictures: Whether the data has pictures, so that contents stay lists of parts.
+        own: Whether a part of type "image" may hold its picture, in "image".
+
+    Raises:
+        TurnError: for a part that the model would not see.
+    """
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return turn
+    for part in content:
+        kind = part.get("type") or "text"
+        if kind == "text" and isinstance(part.get("text"), str):
+            continue
+        held = any(part.get(key) is not None for key in (*_HOLDERS, *(() if own else ("image",))))
+        if kind != "image" or not pictures or held:
+            raise TurnError(
+                f"a part of type {kind!r}, which the model would not see; give text, or list the pictures of a row in "
+                'a column `images`, and leave {"type": "image"} in their places'
+            )
+    return turn if pictures else {**turn, "content": "".join(part["text"] for part in content)}
 
 
 def _with_arguments(call: Any) -> Any:

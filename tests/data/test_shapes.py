@@ -61,6 +61,14 @@ TALKS = {
         },
         [ASK, CALLED, turn("tool", "3"), SAY],
     ),
+    "parts of text": (
+        {"messages": [turn("user", [{"type": "text", "text": "q"}]), turn("assistant", [{"text": "a", "type": None}])]},
+        [ASK, SAY],
+    ),
+    "several parts of text": (
+        {"conversations": [turn("human", [{"type": "text", "text": text} for text in ("q", "\nx")]), SAY]},
+        [turn("user", "q\nx"), SAY],
+    ),
     "keys that Arrow has added": (
         {"messages": [{**ASK, "tool_calls": None}, {**CALLED, "name": None}, turn("tool", "3"), SAY]},
         [ASK, CALLED, turn("tool", "3"), SAY],
@@ -151,6 +159,26 @@ def test_questions_and_answers(name):
 def test_preferences(name):
     row, prompt = PREFERENCES[name]
     assert shape_of("preference", row)(row) == {"prompt": prompt, "chosen": GOOD, "rejected": BAD}
+
+
+@pytest.mark.parametrize("kind", ["preference", "prompt"])
+def test_parts_of_text_are_joined_in_every_column(kind):
+    parts = [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]
+    row = {"prompt": [turn("user", parts)]}
+    row |= {"chosen": [turn("assistant", parts)], "rejected": BAD} if kind == "preference" else {}
+    made = shape_of(kind, row)(row)
+    assert {name: turns[0]["content"] for name, turns in made.items()} == {
+        name: "bad" if name == "rejected" else "q!" for name in row
+    }
+
+
+def test_parts_stay_where_there_are_pictures():
+    talk = [turn("user", [{"type": "image"}, {"type": "text", "text": "q"}]), SAY]
+    assert shape_of("messages", {"messages": talk, "images": ["a.png"]}) is None
+    row = {"conversations": talk, "image": "a.png"}
+    assert shape_of("messages", row)(row) == {"messages": talk}
+    own = {"prompt": [turn("user", [{"type": "image", "image": "a.png"}])]}
+    assert shape_of("prompt", own) is None
 
 
 def test_answers_that_begin_with_their_prompt():
@@ -254,6 +282,10 @@ def test_prompt_templates_that_cannot_be_read(template):
             "not JSON with `name`",
         ),
         ("messages", {"conversations": [*SHAREGPT, "text"]}, "a list with str"),
+        ("messages", {"conversations": [turn("user", ["a", "b"]), SAY]}, "`content` is a list of other things than"),
+        ("messages", {"messages": [turn("user", [{"type": "refusal"}]), SAY]}, "'refusal', which the model would not"),
+        ("messages", {"messages": [ASK, SAY], "system": ["s"]}, "`system` holds list, not text"),
+        ("prompt", {"prompt": [turn("user", [{"type": "image_url", "image_url": "a"}])]}, "'image_url', which"),
         ("messages", {"question": 7, "answer": "a"}, "`question` holds int, not text"),
         ("messages", {"question": "q", "answer": 7}, "`answer` holds int, not text or turns"),
         ("unpaired", {"question": "q", "answer": "a", "label": "maybe"}, "`label` holds 'maybe'; it must hold true or"),
