@@ -142,8 +142,9 @@ class Shape:
         """What the column of `part` holds in `row`; None where there is no such column."""
         name = self.columns.get(part)
         value = None if name is None else row[name]
-        in_turns = part in ("chosen", "rejected") or name in ("prompt", "completion")
-        return of_cell(value, self.roles) if in_turns else value  # JSON in another column is an answer in JSON
+        column = part if part in ("chosen", "rejected") else name
+        in_turns = column in ("chosen", "rejected", "prompt", "completion")
+        return of_cell(value, self.roles, column) if in_turns else value  # JSON elsewhere is an answer in JSON
 
     @property
     def made_from(self) -> tuple[str, ...]:
@@ -251,8 +252,10 @@ def _is_standard(
         return False
     if group == ("chosen", "rejected") and {*NAMES["prompt"], *NAMES["turns"]} & {*names}:
         return False
-    values = [row[name] for name in group if name != "label"]
-    if group != ("messages",) and all(isinstance(value, str) and of_cell(value, roles) is value for value in values):
+    spoken = {name: row[name] for name in group if name != "label"}
+    values = [*spoken.values()]
+    is_text = all(isinstance(value, str) and of_cell(value, roles, name) is value for name, value in spoken.items())
+    if group != ("messages",) and is_text:
         return True
     if not all(isinstance(value, list) and is_conversation(value) for value in values):
         return False

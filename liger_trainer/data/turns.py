@@ -51,16 +51,21 @@ def parsed(value: Any) -> Any:
     return value
 
 
-def of_cell(value: Any, roles: Mapping[str, str]) -> Any:
-    """The conversation that text holds as JSON, as the cell of a table does; anything else as it is."""
+def of_cell(value: Any, roles: Mapping[str, str], column: str) -> Any:
+    """The conversation or the turn that text holds as JSON, as the cell of a table does; anything else as it is.
+
+    An answer ends with a turn of the assistant, and only one of a pair may begin with its prompt. Other conversations
+    are what was asked for, and stay text.
+    """
     found = parsed(value) if isinstance(value, str) else None
-    if not is_conversation(found):
+    if not is_conversation([found] if isinstance(found, Mapping) else found):
         return value
     try:
-        as_turns(found, roles)
+        spoken = [turn["role"] for turn in as_turns(found, roles)]
     except TurnError:  # such as a list of books by their authors
         return value
-    return found
+    asks = column == "completion" and {*spoken} & {"user", "system", "developer"}
+    return value if column != "prompt" and (asks or spoken[-1] != "assistant") else found
 
 
 def as_turns(value: Any, roles: Mapping[str, str]) -> list[Turn]:
@@ -171,10 +176,30 @@ def as_seen(turn: Turn, pictures: bool, own: bool) -> Turn:
 
 def _with_arguments(call: Any) -> Any:
     """A tool call whose arguments are a mapping, which a template writes as JSON; OpenAI's are JSON already."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(call, Mapping):
         return call
-    return {**call, "function": {**function, "arguments": parsed(function["arguments"])}}
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"])}
+    others = {key: value for key, value in call.items() if key not in _ARGUMENTS}
+    return {**others, "arguments": _arguments(call)} if "name" in call else call
+
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call, where they are JSON parsed; none where the call has a name alone.
+
+    Raises:
+        TurnError: for a call that holds them under a name that is not known.
+    """
+    found = [parsed(call[key]) for key in _ARGUMENTS if call.get(key) is not None]
+    others = [
+        key for key, value in call.items() if key not in ("name", "id", "type", *_ARGUMENTS) and value is not None
+    ]
+    if not found and others:
+        raise TurnError(f"a function call without `arguments` ({str(dict(call))[:60]})")
+    return found[0] if found else {}
 
 
 def is_learnt(turn: Mapping[str, Any]) -> bool:
@@ -201,10 +226,7 @@ def _calls(content: Any) -> list[dict[str, Any]]:
     calls = [calls] if isinstance(calls, Mapping) else calls
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) and "name" in call for call in calls):
         raise TurnError(f"a function call that is not JSON with `name` and `arguments` ({str(content)[:60]})")
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": parsed(call.get("arguments", {}))}}
-        for call in calls
-    ]
+    return [{"type": "function", "function": {"name": call["name"], "arguments": _arguments(call)}} for call in calls]
 
 
 _WORDS = 5

@@ -53,7 +53,7 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool], evalua
     columns = recipe.recipe.columns or {}
     if evaluates and rows.column_names is not None and not {*columns.values()} & {*rows.column_names}:
         columns = {}
-    rows = _reshaped(renamed(rows, columns), recipe, has_template)
+    rows = _reshaped(_with_tools(renamed(rows, columns), recipe), recipe, has_template)
     check_columns(rows, recipe)
     names = rows.column_names or list(next(iter(rows)))
     system = recipe.recipe.system_prompt
@@ -65,8 +65,19 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool], evalua
     return _mapped(rows, at_marks, recipe) if have_marks(rows, names) else rows
 
 
+def _with_tools(rows: Any, recipe: Recipe) -> Any:
+    """Rows whose column `functions`, OpenAI's older name, is `tools`; a reward function may read it by its own name."""
+    first = list(rows.take(_FIRST))
+    found = [functions for row in first if (functions := parsed(row.get("functions")))]
+    described = all(isinstance(each, list) and isinstance(each[0], Mapping) for each in found)
+    if not found or not described or "tools" in first[0] or recipe.kind.generates:
+        return rows
+    _say(recipe, "Data: `functions` → `tools`.")
+    return rows.rename_column("functions", "tools")
+
+
 _READ_BY_TRL = ("tools", "images", "image", "chat_template_kwargs")
-_UNREAD = {"videos": "<video>", "audios": "<audio>"}
+_UNREAD = ("video", "videos", "audio", "audios")
 _FIRST = 100
 """Rows in which names of roles are looked for, to be said."""
 
@@ -80,9 +91,9 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
     names = rows.column_names or list(first[0])
     text = recipe.get(TEXT_FIELD)
     shape = recognised(kind, names, first, ours.roles or {}, ours.prompt_template, text, has_template)
-    for name, mark in _UNREAD.items():
-        if name in names and any(mark in str(row) for row in first):
-            raise RecipeError(f"The text has marks {mark!r} for `{name}`, which no trainer reads; take these rows out.")
+    for name in () if kind == "text" else _UNREAD:
+        if name in names and any(row[name] for row in (rows.select_columns(name) if hasattr(rows, "data") else first)):
+            raise RecipeError(f"The data has `{name}`, which no trainer reads; take these rows, or the column, out.")
     pictures = ", pictures at the marks `<image>`" if have_marks(first, names) else ""
     if shape is None:
         if ours.prompt_template is not None:

@@ -157,7 +157,15 @@ def test_one_picture_a_row_by_another_name(seen, tmp_path, monkeypatch, capsys):
         ),
         (
             {"messages": [says("user", "<video>?"), says("assistant", "A")], "videos": ["a.mp4"]},
-            "The text has marks '<video>' for `videos`, which no trainer reads",
+            "The data has `videos`, which no trainer reads",
+        ),
+        (
+            {"messages": [says("user", "?"), says("assistant", "A")], "videos": ["a.mp4"]},
+            "The data has `videos`, which no trainer reads",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "A"}], "video": "a.mp4"},
+            "The data has `video`, which no trainer reads",
         ),
     ],
 )

@@ -84,6 +84,24 @@ TALKS = {
         },
         [ASK, CALLED, turn("tool", "3"), SAY],
     ),
+    "calls whose arguments are parameters": (
+        {
+            "messages": [
+                ASK,
+                {"from": "function_call", "value": json.dumps({"name": "f", "parameters": {"x": 1}})},
+                turn("assistant", None, function_call={"name": "f", "parameters": {"x": 1}}),
+                turn("assistant", None, tool_calls=[{**CALL, "function": {"name": "f", "parameters": '{"x": 1}'}}]),
+            ]
+        },
+        [ASK, CALLED, CALLED, CALLED],
+    ),
+    "a call of a name alone": (
+        {"messages": [ASK, turn("function_call", '{"name": "f"}')]},
+        [
+            ASK,
+            turn("assistant", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {}}}]),
+        ],
+    ),
     "arguments that Arrow has added": (
         {
             "messages": [
@@ -286,6 +304,11 @@ def test_prompt_templates_that_cannot_be_read(template):
         ("messages", {"messages": [turn("user", [{"type": "refusal"}]), SAY]}, "'refusal', which the model would not"),
         ("messages", {"messages": [ASK, SAY], "system": ["s"]}, "`system` holds list, not text"),
         ("prompt", {"prompt": [turn("user", [{"type": "image_url", "image_url": "a"}])]}, "'image_url', which"),
+        (
+            "messages",
+            {"messages": [ASK, turn("function_call", '{"name": "f", "input": {"x": 1}}')]},
+            "a function call without `arguments`",
+        ),
         ("messages", {"question": 7, "answer": "a"}, "`question` holds int, not text"),
         ("messages", {"question": "q", "answer": 7}, "`answer` holds int, not text or turns"),
         ("unpaired", {"question": "q", "answer": "a", "label": "maybe"}, "`label` holds 'maybe'; it must hold true or"),
@@ -334,6 +357,25 @@ def test_cells_of_json_are_the_turns_that_they_hold(kind):
     shape = shape_of(kind, cells)
     assert shape(cells) == {"prompt": [ASK], "chosen": GOOD, "rejected": BAD}
     assert "(human → user)" in in_words(shape, list(cells), [cells])
+
+
+def test_cells_of_json_are_the_turn_that_they_hold():
+    cells = {name: json.dumps({"from": who, "value": said}) for name, who, said in ONE_TURN}
+    assert shape_of("preference", cells)(cells) == {"prompt": [ASK], "chosen": GOOD, "rejected": BAD}
+    beside = {"conversations": json.dumps(SHAREGPT[:1]), **cells}
+    assert shape_of("preference", beside)(beside) == {"prompt": [ASK], "chosen": GOOD, "rejected": BAD}
+
+
+ONE_TURN = (("prompt", "human", "q"), ("chosen", "gpt", "good"), ("rejected", "gpt", "bad"))
+
+
+@pytest.mark.parametrize("written", [[ASK, SAY], [SAY, ASK], ASK])
+def test_an_answer_that_holds_a_question_stays_text(written):
+    row = {"prompt": "Write a chat.", "completion": json.dumps(written)}
+    assert shape_of("messages", row) is None
+    row = {"question": "Write.", "chosen": json.dumps([SAY, ASK]), "rejected": json.dumps(ASK)}
+    made = shape_of("preference", row)(row)
+    assert [made[name][0]["content"] for name in ("chosen", "rejected")] == [row["chosen"], row["rejected"]]
 
 
 def test_cells_of_json_in_questions_and_answers():

@@ -198,6 +198,17 @@ def test_parts_of_text_are_trained_as_their_text(folder, capsys, trainer):
     assert f"assistant{WORDS[1]}<|im_end|>" in out
 
 
+def test_functions_are_tools(folder, capsys, caplog):
+    talk = [{"role": "user", "content": WORDS[0]}, {"role": "assistant", "content": WORDS[1]}]
+    out = shown(capsys, write("a.jsonl", {"messages": talk, "functions": [{"name": "search"}]}))
+    assert 'tools: [{"name": "search"}]' in out
+    assert "Data: `functions` → `tools`." in caplog.text
+
+
+def test_adapters_on_the_embedding(folder):
+    assert train(folder, "sft", SHAREGPT, use_peft=True, lora_target_modules=["q_proj", "embed_tokens"]) == 0
+
+
 def test_how_data_is_read_is_said_once(folder, caplog):
     write("more.jsonl", ALPACA)
     assert train(folder, "sft", ALPACA, eval_data_files="more.jsonl", eval_strategy="epoch") == 0
