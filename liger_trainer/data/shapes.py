@@ -142,7 +142,7 @@ class Shape:
         """What the column of `part` holds in `row`; None where there is no such column."""
         name = self.columns.get(part)
         value = None if name is None else row[name]
-        column = part if part in ("chosen", "rejected") else name
+        column = part if part in ("chosen", "rejected") else name or ""
         in_turns = column in ("chosen", "rejected", "prompt", "completion")
         return of_cell(value, self.roles, column) if in_turns else value  # JSON elsewhere is an answer in JSON
 
@@ -384,6 +384,8 @@ def _messages(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
 def _pair(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
     answers = {part: shape.value(row, part) for part in ("chosen", "rejected")}
     whole = [_begins_with_prompt(shape, answer) for answer in answers.values()]
+    if all(whole) and shape.prompt_template is not None:
+        raise ShapeError("`prompt_template` is given, but the answers begin with their prompt; leave it out.")
     if all(whole):
         return {part: _with_system(shape, row, as_turns(answer, shape.roles)) for part, answer in answers.items()}
     if any(whole):
@@ -448,13 +450,16 @@ def in_words(
     talks = [parsed(row[shape.columns["turns"]]) for row in rows if "turns" in shape.columns]
     talks += [shape.value(row, part) for part in shape.columns for row in rows]
     roles = ", ".join(f"{name} → {role}" for name, role in renamed_roles(talks, shape.roles).items())
-    sources = ", ".join(f"`{name}`" for name in shape.made_from)
-    line = f"Data: {sources} → {', '.join(f'`{name}`' for name in shape(rows[0]))}"
+    made = shape(rows[0])
+    begins = "chosen" in made and "prompt" not in made  # so that no other column is asked for the prompt
+    unread = [shape.columns.get(part) for part in ("turns", "prompt", "input") if begins]
+    used = [name for name in shape.made_from if name not in unread]
+    line = f"Data: {', '.join(f'`{name}`' for name in used)} → {', '.join(f'`{name}`' for name in made)}"
     line += f" ({roles})" if roles else ""
     if _is_text(shape, rows[0]):
         text = "in Alpaca's words: there is no chat template"
         text = "with `prompt_template`" if shape.prompt_template else "" if shape.plain else text
         line += ", as a conversation" if shape.converses else f", as plain text {text}".rstrip()
     line += pictures
-    unused = [f"`{name}`" for name in names if name not in (*shape.made_from, *kept)]
+    unused = [f"`{name}`" for name in names if name not in (*used, *kept)]
     return f"{line}; not used: {', '.join(unused)}." if unused else f"{line}."

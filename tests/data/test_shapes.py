@@ -203,7 +203,10 @@ def test_answers_that_begin_with_their_prompt():
     row = {"prompt": "q", "prompt_id": "7", "chosen": [ASK, *GOOD], "rejected": [ASK, *BAD], "score_chosen": 9.0}
     shape = shape_of("preference", row)
     assert shape(row) == {"chosen": [ASK, *GOOD], "rejected": [ASK, *BAD]}
-    assert "not used: `prompt_id`, `score_chosen`" in in_words(shape, list(row), [row])
+    line = in_words(shape, list(row), [row])
+    assert line == "Data: `chosen`, `rejected` → `chosen`, `rejected`; not used: `prompt`, `prompt_id`, `score_chosen`."
+    with pytest.raises(ShapeError, match="the answers begin with their prompt; leave it out"):
+        shape_of("preference", row, prompt_template="{prompt}!")(row)
 
 
 @pytest.mark.parametrize(
