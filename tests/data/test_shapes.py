@@ -307,11 +307,6 @@ def test_prompt_templates_that_cannot_be_read(template):
         ("messages", {"messages": [turn("user", [{"type": "refusal"}]), SAY]}, "'refusal', which the model would not"),
         ("messages", {"messages": [ASK, SAY], "system": ["s"]}, "`system` holds list, not text"),
         ("prompt", {"prompt": [turn("user", [{"type": "image_url", "image_url": "a"}])]}, "'image_url', which"),
-        (
-            "messages",
-            {"messages": [ASK, turn("function_call", '{"name": "f", "input": {"x": 1}}')]},
-            "a function call without `arguments`",
-        ),
         ("messages", {"question": 7, "answer": "a"}, "`question` holds int, not text"),
         ("messages", {"question": "q", "answer": 7}, "`answer` holds int, not text or turns"),
         ("unpaired", {"question": "q", "answer": "a", "label": "maybe"}, "`label` holds 'maybe'; it must hold true or"),
@@ -441,6 +436,12 @@ def test_arguments_of_tools_as_json_become_a_mapping():
     calls = [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
     row = {"messages": [ASK, turn("assistant", "", tool_calls=calls), turn("tool", "3"), SAY]}
     assert shape_of("messages", row)(row)["messages"][1] == CALLED
+
+
+def test_arguments_by_an_unknown_name_are_refused():
+    row = {"messages": [ASK, turn("function_call", '{"name": "f", "input": {"x": 1}}')]}
+    with pytest.raises(ShapeError, match="a function call without `arguments`"):
+        shape_of("messages", row)(row)
 
 
 def test_a_prompt_beside_a_conversation_is_not_used():
