@@ -13,10 +13,12 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from liger_trainer.data.files import PICTURES
 from liger_trainer.data.turns import (
     STANDARD_ROLES,
     Turn,
     TurnError,
+    as_seen,
     as_turns,
     is_conversation,
     of_cell,
@@ -110,6 +112,7 @@ class Shape:
         prompt_template: Text of the prompt, with names of columns in braces, in place of the part "prompt".
         converses: Whether text becomes turns of a conversation, to which the chat template applies.
         plain: Whether prompts of text stay as they are, as in TRL; else they get the words of Alpaca.
+        pictures: Whether the data has pictures, so that contents may be lists of parts.
     """
 
     kind: str
@@ -118,6 +121,7 @@ class Shape:
     prompt_template: str | None = None
     converses: bool = True
     plain: bool = False
+    pictures: bool = False
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row as the trainer takes it.
@@ -126,16 +130,21 @@ class Shape:
             ShapeError: for a row that cannot be read like the first.
         """
         try:
-            return _READERS[self.kind](self, row)
+            made = _READERS[self.kind](self, row)
+            return {name: self._seen(value) if isinstance(value, list) else value for name, value in made.items()}
         except TurnError as error:
             raise ShapeError(f"A conversation holds {error}.") from error
+
+    def _seen(self, turns: list[Turn]) -> list[Turn]:
+        return [as_seen(turn, self.pictures, own=self.kind == "prompt") for turn in turns]
 
     def value(self, row: Mapping[str, Any], part: str) -> Any:
         """What the column of `part` holds in `row`; None where there is no such column."""
         name = self.columns.get(part)
         value = None if name is None else row[name]
-        in_turns = part in ("chosen", "rejected") or name in ("prompt", "completion")
-        return of_cell(value, self.roles) if in_turns else value  # JSON in another column is an answer in JSON
+        column = part if part in ("chosen", "rejected") else name or ""
+        in_turns = column in ("chosen", "rejected", "prompt", "completion")
+        return of_cell(value, self.roles, column) if in_turns else value  # JSON elsewhere is an answer in JSON
 
     @property
     def made_from(self) -> tuple[str, ...]:
@@ -183,7 +192,8 @@ def recognised(
         has_template: Says whether there is a chat template, so that plain questions and answers become conversations;
             asked where that matters.
     """
-    if prompt_template is None and all(_is_standard(kind, names, row, roles) for row in rows):
+    pictures = bool({*PICTURES} & {*names}) or (kind == "prompt" and any(map(_holds_pictures, rows)))
+    if prompt_template is None and all(_is_standard(kind, names, row, roles, pictures) for row in rows):
         return None
     row = rows[0]
     by_name = {_plain(name): name for name in reversed(names)}
@@ -208,7 +218,8 @@ def recognised(
     used = {*parts, *_MORE[kind]}
     if "turns" in parts or ("turns" in found and "turns" in used):  # a conversation has its questions within
         used -= {"prompt", "input", "history"}
-    shape = Shape(kind, {part: name for part, name in found.items() if part in used}, roles, prompt_template)
+    columns = {part: name for part, name in found.items() if part in used}
+    shape = Shape(kind, columns, roles, prompt_template, pictures=pictures)
     if not _is_text(shape, row):
         return shape
     as_trl = (found.get("prompt"), found.get("answer")) == ("prompt", "completion") and "system" not in found
@@ -217,7 +228,18 @@ def recognised(
     return dataclasses.replace(shape, columns=columns, converses=converses, plain=as_trl)
 
 
-def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles: Mapping[str, str]) -> bool:
+def _holds_pictures(row: Mapping[str, Any]) -> bool:
+    """Whether the prompt of a row has a part of type "image"."""
+    turns = row["prompt"] if is_conversation(row.get("prompt")) else ()
+    contents = [
+        turn["content"] for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list)
+    ]
+    return any(isinstance(part, Mapping) and part.get("type") == "image" for parts in contents for part in parts)
+
+
+def _is_standard(
+    kind: str, names: Sequence[str], row: Mapping[str, Any], roles: Mapping[str, str], pictures: bool
+) -> bool:
     """Whether the trainer takes the rows as they are, and loses nothing by it."""
     if "input_ids" in names:
         return True
@@ -230,13 +252,17 @@ def _is_standard(kind: str, names: Sequence[str], row: Mapping[str, Any], roles:
         return False
     if group == ("chosen", "rejected") and {*NAMES["prompt"], *NAMES["turns"]} & {*names}:
         return False
-    values = [row[name] for name in group if name != "label"]
-    if group != ("messages",) and all(isinstance(value, str) and of_cell(value, roles) is value for value in values):
+    spoken = {name: row[name] for name in group if name != "label"}
+    values = [*spoken.values()]
+    is_text = all(isinstance(value, str) and of_cell(value, roles, name) is value for name, value in spoken.items())
+    if group != ("messages",) and is_text:
         return True
     if not all(isinstance(value, list) and is_conversation(value) for value in values):
         return False
     turns = [turn for value in values for turn in value if isinstance(turn, Mapping)]
     if {key for turn in turns for key in turn} != {"role", "content"}:
+        return False
+    if not pictures and any(isinstance(turn.get("content"), list) for turn in turns):
         return False
     return {turn["role"] for turn in turns} <= STANDARD_ROLES - {*roles}
 
@@ -290,6 +316,8 @@ def _filled(template: str, row: Mapping[str, Any]) -> str:
 def _with_system(shape: Shape, row: Mapping[str, Any], asked: str | list[Turn]) -> str | list[Turn]:
     """A prompt, text or turns, with what the columns "system" and "history" hold before it."""
     system = shape.value(row, "system")
+    if system is not None and not isinstance(system, str):
+        raise ShapeError(f"The column `{shape.columns['system']}` holds {type(system).__name__}, not text.")
     if isinstance(asked, str):
         if not shape.converses:
             return f"{system}\n\n{asked}" if system else asked
@@ -317,9 +345,10 @@ def _history(shape: Shape, history: Any) -> list[Turn]:
 def _answer(shape: Shape, row: Mapping[str, Any], part: str, prompt: Any) -> Any:
     """An answer as the prompt is: as turns or as text."""
     answer = shape.value(row, part)
-    if isinstance(prompt, str) or answer is None:
+    is_turns = isinstance(answer, list | Mapping)
+    if answer is None or (isinstance(prompt, str) and not is_turns):
         return answer
-    if isinstance(answer, list | Mapping):
+    if is_turns and not isinstance(prompt, str):
         return as_turns(answer, shape.roles)
     if not isinstance(answer, str):
         raise ShapeError(f"The column `{shape.columns[part]}` holds {type(answer).__name__}, not text or turns.")
@@ -355,6 +384,8 @@ def _messages(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
 def _pair(shape: Shape, row: Mapping[str, Any]) -> dict[str, Any]:
     answers = {part: shape.value(row, part) for part in ("chosen", "rejected")}
     whole = [_begins_with_prompt(shape, answer) for answer in answers.values()]
+    if all(whole) and shape.prompt_template is not None:
+        raise ShapeError("`prompt_template` is given, but the answers begin with their prompt; leave it out.")
     if all(whole):
         return {part: _with_system(shape, row, as_turns(answer, shape.roles)) for part, answer in answers.items()}
     if any(whole):
@@ -419,13 +450,16 @@ def in_words(
     talks = [parsed(row[shape.columns["turns"]]) for row in rows if "turns" in shape.columns]
     talks += [shape.value(row, part) for part in shape.columns for row in rows]
     roles = ", ".join(f"{name} → {role}" for name, role in renamed_roles(talks, shape.roles).items())
-    sources = ", ".join(f"`{name}`" for name in shape.made_from)
-    line = f"Data: {sources} → {', '.join(f'`{name}`' for name in shape(rows[0]))}"
+    made = shape(rows[0])
+    begins = "chosen" in made and "prompt" not in made  # so that no other column is asked for the prompt
+    unread = [shape.columns.get(part) for part in ("turns", "prompt", "input") if begins]
+    used = [name for name in shape.made_from if name not in unread]
+    line = f"Data: {', '.join(f'`{name}`' for name in used)} → {', '.join(f'`{name}`' for name in made)}"
     line += f" ({roles})" if roles else ""
     if _is_text(shape, rows[0]):
         text = "in Alpaca's words: there is no chat template"
         text = "with `prompt_template`" if shape.prompt_template else "" if shape.plain else text
         line += ", as a conversation" if shape.converses else f", as plain text {text}".rstrip()
     line += pictures
-    unused = [f"`{name}`" for name in names if name not in (*shape.made_from, *kept)]
+    unused = [f"`{name}`" for name in names if name not in (*used, *kept)]
     return f"{line}; not used: {', '.join(unused)}." if unused else f"{line}."

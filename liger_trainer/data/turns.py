@@ -51,16 +51,21 @@ def parsed(value: Any) -> Any:
     return value
 
 
-def of_cell(value: Any, roles: Mapping[str, str]) -> Any:
-    """The conversation that text holds as JSON, as the cell of a table does; anything else as it is."""
+def of_cell(value: Any, roles: Mapping[str, str], column: str) -> Any:
+    """The conversation or the turn that text holds as JSON, as the cell of a table does; anything else as it is.
+
+    An answer ends with a turn of the assistant, and only one of a pair may begin with its prompt. Other conversations
+    are what was asked for, and stay text.
+    """
     found = parsed(value) if isinstance(value, str) else None
-    if not is_conversation(found):
+    if not is_conversation([found] if isinstance(found, Mapping) else found):
         return value
     try:
-        as_turns(found, roles)
+        spoken = [turn["role"] for turn in as_turns(found, roles)]
     except TurnError:  # such as a list of books by their authors
         return value
-    return found
+    asks = column == "completion" and {*spoken} & {"user", "system", "developer"}
+    return value if column != "prompt" and (asks or spoken[-1] != "assistant") else found
 
 
 def as_turns(value: Any, roles: Mapping[str, str]) -> list[Turn]:
@@ -126,6 +131,11 @@ def _turn(turn: Any, roles: Mapping[str, str]) -> Turn:
         raise TurnError(f"a turn without `content` ({str(dict(turn))[:60]})")
     if content is not None and not isinstance(content, (str, list)):
         raise TurnError(f"a turn whose `content` is {type(content).__name__} ({str(dict(turn))[:60]})")
+    if isinstance(content, list) and not all(isinstance(part, Mapping) for part in content):
+        raise TurnError(
+            f'a turn whose `content` is a list of other things than parts such as {{"type": "text", "text": "..."}} '
+            f"({str(dict(turn))[:60]})"
+        )
     if "function_call" in rest and "tool_calls" not in rest:  # OpenAI's older key, which no template reads
         rest["tool_calls"] = _calls(rest.pop("function_call"))
     if isinstance(rest.get("tool_calls"), list):
@@ -133,12 +143,63 @@ def _turn(turn: Any, roles: Mapping[str, str]) -> Turn:
     return {"role": role, "content": "" if content is None else content, **rest}
 
 
+_HOLDERS = ("image_url", "url", "path", "base64", "source", "data")
+"""Keys of a part of type "image" that hold a picture where no trainer looks for it; TRL looks in "image"."""
+
+
+def as_seen(turn: Turn, pictures: bool, own: bool) -> Turn:
+    """A turn as the model sees it: in data without pictures, the parts of its content are joined into one text.
+
+    Args:
+        turn: A turn with `role` and `content`.
+        pictures: Whether the data has pictures, so that contents stay lists of parts.
+        own: Whether a part of type "image" may hold its picture, in "image".
+
+    Raises:
+        TurnError: for a part that the model would not see.
+    """
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return turn
+    for part in content:
+        kind = part.get("type") or "text"
+        if kind == "text" and isinstance(part.get("text"), str):
+            continue
+        held = any(part.get(key) is not None for key in (*_HOLDERS, *(() if own else ("image",))))
+        if kind != "image" or not pictures or held:
+            raise TurnError(
+                f"a part of type {kind!r}, which the model would not see; give text, or list the pictures of a row in "
+                'a column `images`, and leave {"type": "image"} in their places'
+            )
+    return turn if pictures else {**turn, "content": "".join(part["text"] for part in content)}
+
+
 def _with_arguments(call: Any) -> Any:
     """A tool call whose arguments are a mapping, which a template writes as JSON; OpenAI's are JSON already."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(call, Mapping):
         return call
-    return {**call, "function": {**function, "arguments": parsed(function["arguments"])}}
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"])}
+    others = {key: value for key, value in call.items() if key not in _ARGUMENTS}
+    return {**others, "arguments": _arguments(call)} if "name" in call else call
+
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call, where they are JSON parsed; none where the call has a name alone.
+
+    Raises:
+        TurnError: for a call that holds them under a name that is not known.
+    """
+    found = [parsed(call[key]) for key in _ARGUMENTS if call.get(key) is not None]
+    others = [
+        key for key, value in call.items() if key not in ("name", "id", "type", *_ARGUMENTS) and value is not None
+    ]
+    if not found and others:
+        raise TurnError(f"a function call without `arguments` ({str(dict(call))[:60]})")
+    return found[0] if found else {}
 
 
 def is_learnt(turn: Mapping[str, Any]) -> bool:
@@ -165,10 +226,7 @@ def _calls(content: Any) -> list[dict[str, Any]]:
     calls = [calls] if isinstance(calls, Mapping) else calls
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) and "name" in call for call in calls):
         raise TurnError(f"a function call that is not JSON with `name` and `arguments` ({str(content)[:60]})")
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": parsed(call.get("arguments", {}))}}
-        for call in calls
-    ]
+    return [{"type": "function", "function": {"name": call["name"], "arguments": _arguments(call)}} for call in calls]
 
 
 _WORDS = 5

@@ -158,7 +158,8 @@ def chat_template(name: str | None) -> str | None:
 def check_vocabulary(trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuses a tokenizer with more ids than the embedding has rows; on a GPU that fails in a device-side assert."""
     model: Any = trainer.model
-    rows = model.get_input_embeddings().num_embeddings
+    embedding = model.get_input_embeddings()
+    rows = getattr(embedding, "base_layer", embedding).num_embeddings  # which adapters wrap
     if len(tokenizer) > rows:
         raise RecipeError(
             f"The tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows; use the model's "

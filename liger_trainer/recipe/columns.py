@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Json, List, Value
 from liger_trainer.data.files import PICTURES, OfThisVersion
 from liger_trainer.data.pictures import at_marks, have_marks
 from liger_trainer.data.shapes import NAMES, ShapeError, holds_text, in_words, recognised, with_system_prompt
-from liger_trainer.data.turns import ROLES, TurnError, as_turns, is_conversation, parsed
+from liger_trainer.data.turns import ROLES, TurnError, as_seen, as_turns, is_conversation, parsed
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.recipe.load import Recipe
@@ -53,7 +53,7 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool], evalua
     columns = recipe.recipe.columns or {}
     if evaluates and rows.column_names is not None and not {*columns.values()} & {*rows.column_names}:
         columns = {}
-    rows = _reshaped(renamed(rows, columns), recipe, has_template)
+    rows = _reshaped(_with_tools(renamed(rows, columns), recipe), recipe, has_template)
     check_columns(rows, recipe)
     names = rows.column_names or list(next(iter(rows)))
     system = recipe.recipe.system_prompt
@@ -65,9 +65,19 @@ def prepared(rows: Any, recipe: Recipe, has_template: Callable[[], bool], evalua
     return _mapped(rows, at_marks, recipe) if have_marks(rows, names) else rows
 
 
+def _with_tools(rows: Any, recipe: Recipe) -> Any:
+    """Rows whose column `functions`, OpenAI's older name, is `tools`; a reward function may read it by its own name."""
+    first = list(rows.take(_FIRST))
+    found = [functions for row in first if (functions := parsed(row.get("functions")))]
+    described = all(isinstance(each, list) and isinstance(each[0], Mapping) for each in found)
+    if not found or not described or "tools" in first[0] or recipe.kind.generates:
+        return rows
+    _say(recipe, "Data: `functions` → `tools`.")
+    return rows.rename_column("functions", "tools")
+
+
 _READ_BY_TRL = ("tools", "images", "image", "chat_template_kwargs")
-_UNSEEN = ("image", "image_url", "video", "video_url", "audio", "input_audio")
-_UNREAD = {"videos": "<video>", "audios": "<audio>"}
+_UNREAD = ("video", "videos", "audio", "audios")
 _FIRST = 100
 """Rows in which names of roles are looked for, to be said."""
 
@@ -81,9 +91,9 @@ def _reshaped(rows: Any, recipe: Recipe, has_template: Callable[[], bool]) -> An
     names = rows.column_names or list(first[0])
     text = recipe.get(TEXT_FIELD)
     shape = recognised(kind, names, first, ours.roles or {}, ours.prompt_template, text, has_template)
-    for name, mark in _UNREAD.items():
-        if name in names and any(mark in str(row) for row in first):
-            raise RecipeError(f"The text has marks {mark!r} for `{name}`, which no trainer reads; take these rows out.")
+    for name in () if kind == "text" else _UNREAD:
+        if name in names and any(row[name] for row in (rows.select_columns(name) if hasattr(rows, "data") else first)):
+            raise RecipeError(f"The data has `{name}`, which no trainer reads; take these rows, or the column, out.")
     pictures = ", pictures at the marks `<image>`" if have_marks(first, names) else ""
     if shape is None:
         if ours.prompt_template is not None:
@@ -240,9 +250,8 @@ def check_columns(rows: Any, recipe: Recipe) -> None:
         if "prompt" in columns and "prompt" not in found and found[0] in SPOKEN[2:]:
             found = ("prompt", *found)
         for name in found:
-            _check_column(
-                rows, name, recipe.recipe.roles or {}, bool({*PICTURES} & {*columns}) or recipe.kind.generates
-            )
+            pictures = bool({*PICTURES} & {*columns}) or recipe.kind.generates
+            _check_column(rows, name, recipe.recipe.roles or {}, pictures, own=recipe.kind.generates)
         _check_alike(rows, [name for name in found if name in SPOKEN])
         if found == ("chosen", "rejected") and not recipe.kind.scores:
             _check_common_prompt(rows)
@@ -280,7 +289,7 @@ def _advice(row: Mapping[str, Any], wanted: Sequence[str], text: str | None) -> 
     return f"Rename one with `columns`, such as {json.dumps({missing: others[0]})}."
 
 
-def _check_column(rows: Dataset, name: str, roles: Mapping[str, str], sees: bool) -> None:
+def _check_column(rows: Dataset, name: str, roles: Mapping[str, str], pictures: bool, own: bool) -> None:
     nulls = rows.data.column(name).null_count
     if nulls:
         raise RecipeError(f"The column `{name}` is null in {nulls} rows; remove or fill them.")
@@ -296,22 +305,24 @@ def _check_column(rows: Dataset, name: str, roles: Mapping[str, str], sees: bool
         problem = _turns_problem(value, roles) if name in SPOKEN and isinstance(value, list) else None
         if problem is not None:
             raise RecipeError(f"The column `{name}` holds {problem} in row {number}; it must hold {words}.")
-        if not sees and name in SPOKEN and isinstance(value, list):
-            _check_seen(value, name, number)
+        if name in SPOKEN and isinstance(value, list):
+            _check_seen(value, name, number, pictures, own)
     if name == "label" and not set(rows.unique(name)) <= {0, 1}:
         raise RecipeError(f"The column `label` holds {rows.unique(name)[:5]}; it must hold {words}.")
 
 
-def _check_seen(turns: list[Any], name: str, number: int) -> None:
-    """Refuses turns with pictures in data without a column of them: TRL would pass on the text alone."""
-    contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
-    kinds = [part.get("type") for parts in contents for part in parts if isinstance(part, Mapping)]
-    unseen = next((kind for kind in kinds if kind in _UNSEEN), None)
-    if unseen is not None:
-        raise RecipeError(
-            f"The column `{name}` holds a part of type {unseen!r} in row {number}, which the model would not see; list "
-            'the pictures of a row in a column `images`, and leave {"type": "image"} in their places.'
-        )
+def _check_seen(turns: list[Any], name: str, number: int, pictures: bool, own: bool) -> None:
+    """Refuses parts that the model would not see, of which TRL would pass on the text alone, or none."""
+    for turn in turns:
+        try:
+            same = as_seen(turn, pictures, own) is turn
+        except TurnError as error:
+            raise RecipeError(f"Row {number} of the data: the column `{name}` holds {error}.") from error
+        if not same:
+            raise RecipeError(
+                f"Row {number} of the data: the column `{name}` holds a turn whose `content` is a list of parts, and "
+                "the first rows hold text; give all rows text."
+            )
 
 
 def _check_tools(rows: Dataset) -> None:

@@ -136,15 +136,36 @@ def test_one_picture_a_row_by_another_name(seen, tmp_path, monkeypatch, capsys):
     [
         (
             {"messages": [says("user", [{"type": "image_url", "image_url": {"url": "a"}}]), says("assistant", "A")]},
-            "`messages` holds a part of type 'image_url' in row 1, which the model would not see; list the pictures",
+            "Row 1 of the data: A conversation holds a part of type 'image_url', which the model would not see; give",
         ),
         (
             {"messages": [says("user", [{"type": "image", "image": "a.png"}]), says("assistant", "A")]},
-            "a part of type 'image' in row 1",
+            "a part of type 'image', which",
+        ),
+        *(
+            (
+                {"messages": [says("user", [part]), says("assistant", "A")], "image": "https://a"},
+                f"{part['type']!r}, which",
+            )
+            for part in (
+                {"type": "video", "video": "a.mp4"},
+                {"type": "audio", "audio": "a.wav"},
+                {"type": "image_url", "image_url": {"url": "a"}},
+                {"type": "image", "image": "a.png"},
+                {"type": "image", "url": "a.png"},
+            )
         ),
         (
             {"messages": [says("user", "<video>?"), says("assistant", "A")], "videos": ["a.mp4"]},
-            "The text has marks '<video>' for `videos`, which no trainer reads",
+            "The data has `videos`, which no trainer reads",
+        ),
+        (
+            {"messages": [says("user", "?"), says("assistant", "A")], "videos": ["a.mp4"]},
+            "The data has `videos`, which no trainer reads",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "A"}], "video": "a.mp4"},
+            "The data has `video`, which no trainer reads",
         ),
     ],
 )

@@ -61,6 +61,14 @@ TALKS = {
         },
         [ASK, CALLED, turn("tool", "3"), SAY],
     ),
+    "parts of text": (
+        {"messages": [turn("user", [{"type": "text", "text": "q"}]), turn("assistant", [{"text": "a", "type": None}])]},
+        [ASK, SAY],
+    ),
+    "several parts of text": (
+        {"conversations": [turn("human", [{"type": "text", "text": text} for text in ("q", "\nx")]), SAY]},
+        [turn("user", "q\nx"), SAY],
+    ),
     "keys that Arrow has added": (
         {"messages": [{**ASK, "tool_calls": None}, {**CALLED, "name": None}, turn("tool", "3"), SAY]},
         [ASK, CALLED, turn("tool", "3"), SAY],
@@ -75,6 +83,24 @@ TALKS = {
             ]
         },
         [ASK, CALLED, turn("tool", "3"), SAY],
+    ),
+    "calls whose arguments are parameters": (
+        {
+            "messages": [
+                ASK,
+                {"from": "function_call", "value": json.dumps({"name": "f", "parameters": {"x": 1}})},
+                turn("assistant", None, function_call={"name": "f", "parameters": {"x": 1}}),
+                turn("assistant", None, tool_calls=[{**CALL, "function": {"name": "f", "parameters": '{"x": 1}'}}]),
+            ]
+        },
+        [ASK, CALLED, CALLED, CALLED],
+    ),
+    "a call of a name alone": (
+        {"messages": [ASK, turn("function_call", '{"name": "f"}')]},
+        [
+            ASK,
+            turn("assistant", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {}}}]),
+        ],
     ),
     "arguments that Arrow has added": (
         {
@@ -153,11 +179,34 @@ def test_preferences(name):
     assert shape_of("preference", row)(row) == {"prompt": prompt, "chosen": GOOD, "rejected": BAD}
 
 
+@pytest.mark.parametrize("kind", ["preference", "prompt"])
+def test_parts_of_text_are_joined_in_every_column(kind):
+    parts = [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]
+    row = {"prompt": [turn("user", parts)]}
+    row |= {"chosen": [turn("assistant", parts)], "rejected": BAD} if kind == "preference" else {}
+    made = shape_of(kind, row)(row)
+    assert {name: turns[0]["content"] for name, turns in made.items()} == {
+        name: "bad" if name == "rejected" else "q!" for name in row
+    }
+
+
+def test_parts_stay_where_there_are_pictures():
+    talk = [turn("user", [{"type": "image"}, {"type": "text", "text": "q"}]), SAY]
+    assert shape_of("messages", {"messages": talk, "images": ["a.png"]}) is None
+    row = {"conversations": talk, "image": "a.png"}
+    assert shape_of("messages", row)(row) == {"messages": talk}
+    own = {"prompt": [turn("user", [{"type": "image", "image": "a.png"}])]}
+    assert shape_of("prompt", own) is None
+
+
 def test_answers_that_begin_with_their_prompt():
     row = {"prompt": "q", "prompt_id": "7", "chosen": [ASK, *GOOD], "rejected": [ASK, *BAD], "score_chosen": 9.0}
     shape = shape_of("preference", row)
     assert shape(row) == {"chosen": [ASK, *GOOD], "rejected": [ASK, *BAD]}
-    assert "not used: `prompt_id`, `score_chosen`" in in_words(shape, list(row), [row])
+    line = in_words(shape, list(row), [row])
+    assert line == "Data: `chosen`, `rejected` → `chosen`, `rejected`; not used: `prompt`, `prompt_id`, `score_chosen`."
+    with pytest.raises(ShapeError, match="the answers begin with their prompt; leave it out"):
+        shape_of("preference", row, prompt_template="{prompt}!")(row)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +303,10 @@ def test_prompt_templates_that_cannot_be_read(template):
             "not JSON with `name`",
         ),
         ("messages", {"conversations": [*SHAREGPT, "text"]}, "a list with str"),
+        ("messages", {"conversations": [turn("user", ["a", "b"]), SAY]}, "`content` is a list of other things than"),
+        ("messages", {"messages": [turn("user", [{"type": "refusal"}]), SAY]}, "'refusal', which the model would not"),
+        ("messages", {"messages": [ASK, SAY], "system": ["s"]}, "`system` holds list, not text"),
+        ("prompt", {"prompt": [turn("user", [{"type": "image_url", "image_url": "a"}])]}, "'image_url', which"),
         ("messages", {"question": 7, "answer": "a"}, "`question` holds int, not text"),
         ("messages", {"question": "q", "answer": 7}, "`answer` holds int, not text or turns"),
         ("unpaired", {"question": "q", "answer": "a", "label": "maybe"}, "`label` holds 'maybe'; it must hold true or"),
@@ -302,6 +355,25 @@ def test_cells_of_json_are_the_turns_that_they_hold(kind):
     shape = shape_of(kind, cells)
     assert shape(cells) == {"prompt": [ASK], "chosen": GOOD, "rejected": BAD}
     assert "(human → user)" in in_words(shape, list(cells), [cells])
+
+
+def test_cells_of_json_are_the_turn_that_they_hold():
+    cells = {name: json.dumps({"from": who, "value": said}) for name, who, said in ONE_TURN}
+    assert shape_of("preference", cells)(cells) == {"prompt": [ASK], "chosen": GOOD, "rejected": BAD}
+    beside = {"conversations": json.dumps(SHAREGPT[:1]), **cells}
+    assert shape_of("preference", beside)(beside) == {"prompt": [ASK], "chosen": GOOD, "rejected": BAD}
+
+
+ONE_TURN = (("prompt", "human", "q"), ("chosen", "gpt", "good"), ("rejected", "gpt", "bad"))
+
+
+@pytest.mark.parametrize("written", [[ASK, SAY], [SAY, ASK], ASK])
+def test_an_answer_that_holds_a_question_stays_text(written):
+    row = {"prompt": "Write a chat.", "completion": json.dumps(written)}
+    assert shape_of("messages", row) is None
+    row = {"question": "Write.", "chosen": json.dumps([SAY, ASK]), "rejected": json.dumps(ASK)}
+    made = shape_of("preference", row)(row)
+    assert [made[name][0]["content"] for name in ("chosen", "rejected")] == [row["chosen"], row["rejected"]]
 
 
 def test_cells_of_json_in_questions_and_answers():
@@ -364,6 +436,12 @@ def test_arguments_of_tools_as_json_become_a_mapping():
     calls = [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
     row = {"messages": [ASK, turn("assistant", "", tool_calls=calls), turn("tool", "3"), SAY]}
     assert shape_of("messages", row)(row)["messages"][1] == CALLED
+
+
+def test_arguments_by_an_unknown_name_are_refused():
+    row = {"messages": [ASK, turn("function_call", '{"name": "f", "input": {"x": 1}}')]}
+    with pytest.raises(ShapeError, match="a function call without `arguments`"):
+        shape_of("messages", row)(row)
 
 
 def test_a_prompt_beside_a_conversation_is_not_used():

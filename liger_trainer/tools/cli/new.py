@@ -233,13 +233,17 @@ def _columns(values: dict[str, Any]) -> list[str]:
     Raises:
         RecipeError: for data that does not suit the goal.
     """
+    from liger_trainer.recipe.file import RecipeError
     from liger_trainer.recipe.load import check_values
     from liger_trainer.tools.diagnosis.sample import converted_rows
 
     rewards = {"reward_funcs": ["liger_trainer.rewards:length"]} if values["trainer"] == "grpo" else {}
-    without_model = {**values, **rewards, "model_name_or_path": ""}  # the rows do not depend on it
-    checked, _ = check_values(without_model, [], _SOURCE)
-    return list(converted_rows(checked, _SOURCE).column_names)
+    checked, _ = check_values({**values, **rewards}, [], _SOURCE)
+    try:  # the tokenizer says whether questions become turns of a conversation
+        rows = converted_rows(checked, _SOURCE)
+    except RecipeError:  # it may not be here, and the columns do not depend on it; other errors come again
+        rows = converted_rows({**checked, "model_name_or_path": ""}, _SOURCE)
+    return list(rows.column_names)
 
 
 def _fitting(

@@ -20,6 +20,7 @@ from liger_trainer.tools.diagnosis.labels import (
     prompt_alone,
     same_answers,
     two_beginnings,
+    weights_without_effect,
     without_label,
 )
 from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Sample, Trap, read_sample
@@ -55,6 +56,7 @@ OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
 }
 OF_ROWS: dict[str, Callable[[Case, Sample], list[Trap]]] = {
     "what reaches the text": not_in_text,
+    "answers that are not to be learnt": weights_without_effect,
     "answers that are the same": same_answers,
     "answers of one kind": one_label,
     "prompts before an answer": prompt_alone,

@@ -16,6 +16,7 @@ from liger_trainer.recipe.file import first_line
 from liger_trainer.recipe.model import positions_of
 from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Sample, Trap
 from liger_trainer.tools.diagnosis.settings import beyond, too_long
+from liger_trainer.trainers.sft_trainer import some_are_not_learnt
 
 
 def not_in_text(case: Case, sample: Sample) -> list[Trap]:
@@ -32,6 +33,15 @@ def not_in_text(case: Case, sample: Sample) -> list[Trap]:
         f"The chat template leaves out {', '.join(missing)} of the first {sample.rows} rows: none of it is trained on"
     )
     return [Trap(what, "`chat_template_path` with a template that writes it, or data without it")]
+
+
+def weights_without_effect(case: Case, sample: Sample) -> list[Trap]:
+    """Answers that are not to be learnt, where every token has a label."""
+    alone = case.values.get("assistant_only_loss", True)  # which other trainers do not have
+    if alone or not some_are_not_learnt(sample.first):
+        return []
+    what = f"Some of the first {sample.rows} rows have an answer with `weight: 0` or `train: false`, learnt too"
+    return [Trap(what, "`assistant_only_loss: true`, or data without these answers")]
 
 
 def same_answers(case: Case, sample: Sample) -> list[Trap]:

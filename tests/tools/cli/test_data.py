@@ -19,6 +19,7 @@ PLAIN = (
 )
 SHAREGPT = {"conversations": [{"from": "human", "value": WORDS[0]}, {"from": "gpt", "value": WORDS[1]}], "id": "7"}
 ORCA = {"system": WORDS[2], "question": WORDS[0], "chosen": WORDS[1], "rejected": WORDS[3]}
+ROLES = ("user", "assistant")
 ALPACA = {"instruction": WORDS[0], "input": "", "output": WORDS[1]}
 
 
@@ -186,6 +187,28 @@ def test_columns_that_say_nothing_are_refused_with_what_leads_on(folder, capsys,
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_parts_of_text_are_trained_as_their_text(folder, capsys, trainer):
+    text = [{"type": "text", "text": word} for word in WORDS[:2]]
+    asked, answer = ({"role": role, "content": text[place : place + 1]} for place, role in enumerate(ROLES))
+    row = {"messages": [asked, answer]} if trainer == "sft" else {"prompt": [asked], "chosen": [answer]}
+    row |= {} if trainer == "sft" else {"rejected": [{"role": "assistant", "content": WORDS[3]}]}
+    out = shown(capsys, write("a.jsonl", row), "--model", "model", "--trainer", trainer, "--rows", "1")
+    assert f"user{WORDS[0]}<|im_end|>" in out
+    assert f"assistant{WORDS[1]}<|im_end|>" in out
+
+
+def test_functions_are_tools(folder, capsys, caplog):
+    talk = [{"role": "user", "content": WORDS[0]}, {"role": "assistant", "content": WORDS[1]}]
+    out = shown(capsys, write("a.jsonl", {"messages": talk, "functions": [{"name": "search"}]}))
+    assert 'tools: [{"name": "search"}]' in out
+    assert "Data: `functions` → `tools`." in caplog.text
+
+
+def test_adapters_on_the_embedding(folder):
+    assert train(folder, "sft", SHAREGPT, use_peft=True, lora_target_modules=["q_proj", "embed_tokens"]) == 0
+
+
 def test_how_data_is_read_is_said_once(folder, caplog):
     write("more.jsonl", ALPACA)
     assert train(folder, "sft", ALPACA, eval_data_files="more.jsonl", eval_strategy="epoch") == 0
@@ -211,13 +234,16 @@ def test_a_second_run_reads_the_cache(folder, monkeypatch, assistant_only_loss):
     ("rows", "keys", "words"),
     [
         (["user"] * 100 + ["human"], {}, "a turn that names its role in another way than the first rows do"),
+        ([*["user"] * 100, "parts"], {}, "Row 101 of the data: the column `messages` holds a turn whose `content` is"),
         (["user"], {"prompt_template": "T: {messages}"}, "`messages` holds conversations; leave it out"),
         (["user"], {"roles": {"narrator": "sytem"}}, "`roles` says that 'narrator' is 'sytem'; it must be one of"),
         (["user"], {"columns": {"a": "messages", "b": "messages"}}, "`columns` takes 'messages' for several columns"),
     ],
 )
 def test_mistakes_that_would_train_silently(folder, capsys, rows, keys, words):
-    talks = [[{"role": role, "content": WORDS[0]}, {"role": "assistant", "content": WORDS[1]}] for role in rows]
+    parts = {"role": "user", "content": [{"type": "text", "text": WORDS[0]}]}
+    asked = [parts if role == "parts" else {"role": role, "content": WORDS[0]} for role in rows]
+    talks = [[turn, {"role": "assistant", "content": WORDS[1]}] for turn in asked]
     Path("talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     assert train(folder, "sft", SHAREGPT, data_files="talks.jsonl", **keys) == 2
     assert words in capsys.readouterr().err

@@ -13,6 +13,7 @@ from liger_trainer.tools.cli import new
 from liger_trainer.tools.diagnosis.sample import read_case
 from liger_trainer.tools.planning.inputs import build_on_meta
 from tests.tools.cli.test_data import ALPACA, ORCA, SHAREGPT, write
+from tests.tools.diagnosis.recipes import model_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -149,6 +150,14 @@ def test_newer_models(model, size, packed):
     assert names
     assert not any("visual" in name or "tower" in name for name in names)
     assert main(["train", "mine.yaml", "--smoke", "--output_dir", "run"]) == 0
+
+
+def test_a_model_without_a_chat_template(caplog):
+    model_folder("model", chat_template=None)
+    given = ["--model", "model", "--data", write("a.jsonl", ALPACA), "--goal", "sft", "--gpu_memory", "24GB"]
+    written("mine.yaml", *given)
+    assert "as plain text in Alpaca's words: there is no chat template" in caplog.text
+    assert "as a conversation" not in caplog.text
 
 
 def test_data_with_images():

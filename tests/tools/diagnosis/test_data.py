@@ -41,6 +41,16 @@ def test_answers_cut_off(packing, tmp_path):
     assert any("cuts the end" in trap for trap in traps_of(path, "--max_length", str(int(needed) - 1)))
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_an_answer_that_is_learnt_against_its_weight(mark, tmp_path):
+    rows = chats(4)
+    rows[2]["messages"] = [*rows[2]["messages"][:1], {**rows[2]["messages"][1], **mark}, *rows[2]["messages"]]
+    path = recipe(tmp_path, rows)
+    assert traps_of(path) == []
+    (trap,) = traps_of(path, "--assistant_only_loss", "false")
+    assert "Some of the first 4 rows have an answer with `weight: 0` or `train: false`, learnt too" in trap
+
+
 def test_rows_that_go_on_in_the_next_are_not_cut(tmp_path):
     path = recipe(tmp_path, chats(4, answer=LONG), max_length=60, packing=True, packing_strategy="bfd_split")
     assert traps_of(path) == []
