@@ -14,10 +14,12 @@ Shapes: D documents, C chunks.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 CHUNK = 64
@@ -80,55 +82,51 @@ def documents_of(
             one for each document; or if a document is not among the tokens, or has some of another one's.
     """
     length = _whole("lengths", lengths, None)
-    first = np.cumsum(length, dtype=np.int32) - length if firsts is None else _whole("firsts", firsts, len(length))
-    parent = np.full_like(length, -1) if parents is None else _whole("parents", parents, len(length))
-    count = int(length.sum()) if tokens is None else tokens
+    ends = list(itertools.accumulate(length))
+    first = [end - size for end, size in zip(ends, length)] if firsts is None else _whole("firsts", firsts, len(length))
+    parent = [-1] * len(length) if parents is None else _whole("parents", parents, len(length))
+    count = sum(length) if tokens is None else tokens
     _check_places(length, first, parent, count)
-    continued = parent >= 0
-    if (parent[parent[continued]] >= 0).any():
+    roots = [document for document, of in enumerate(parent) if of < 0]
+    number = {root: place for place, root in enumerate(roots)}  # the new one of each
+    if any(of >= 0 and of not in number for of in parent):
         raise ValueError("`parents` names a document that continues another one itself; no parent may have a parent.")
-    roots = np.flatnonzero(~continued)
-    number = np.full_like(length, -1)  # the new one of each root
-    number[roots] = np.arange(len(roots))
-    children = np.flatnonzero(continued)
-    children = children[np.argsort(number[parent[children]], kind="stable")]
-    order = np.concatenate([roots, children])
-    spans = np.zeros((len(order), 6), np.int32)
-    spans[:, FIRST], spans[:, TOKENS], spans[:, PARENT] = first[order], length[order], -1
-    counts = np.bincount(number[parent[children]], minlength=len(roots))
-    spans[len(roots) :, PARENT] = number[parent[children]]
-    spans[: len(roots), CHILDREN] = counts
-    spans[: len(roots), FIRST_CHILD] = len(roots) + np.cumsum(counts) - counts
-    of_document = -(-spans[:, TOKENS] // CHUNK)
-    spans[:, FIRST_CHUNK] = np.cumsum(of_document) - of_document
-    document = np.repeat(np.arange(len(order)), of_document)
-    begin = (np.arange(len(document)) - spans[document, FIRST_CHUNK]) * CHUNK
-    size = np.minimum(spans[document, TOKENS] - begin, CHUNK)
-    chunks = np.stack([document, spans[document, FIRST] + begin, size], 1).astype(np.int32)
+    children = sorted((each for each, of in enumerate(parent) if of >= 0), key=lambda each: number[parent[each]])
+    counts = Counter(number[parent[child]] for child in children)
+    spans, chunks, first_child = [], [], len(roots)
+    for place, document in enumerate([*roots, *children]):
+        size, begin, of = length[document], first[document], number.get(parent[document], -1)
+        held = counts[place] if place < len(roots) else 0
+        spans.append((begin, size, of, first_child if place < len(roots) else 0, held, len(chunks)))
+        first_child += held
+        chunks += [(place, begin + start, min(size - start, CHUNK)) for start in range(0, size, CHUNK)]
     with torch.inference_mode(False):  # a training may use them later
-        tables = torch.from_numpy(spans).to(device), torch.from_numpy(chunks).to(device)
-    return Documents(*tables, len(roots), count > int(length.sum()), count)
+        tables = [
+            torch.tensor(rows, dtype=torch.int32).view(-1, columns).to(device)
+            for rows, columns in ((spans, 6), (chunks, 3))
+        ]
+    return Documents(tables[0], tables[1], len(roots), count > sum(length), count)
 
 
-def _whole(name: str, numbers: Sequence[int], documents: int | None) -> np.ndarray:
-    """`numbers` as int32, one for each of so many documents."""
-    found = np.asarray(numbers)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu") or documents not in (None, len(found)):
-        wanted = "one whole number for each document"
-        raise ValueError(f"`{name}` has shape {found.shape} and dtype {found.dtype}; give {wanted} of `lengths`.")
-    return found.astype(np.int32)
+def _whole(name: str, numbers: Sequence[int], documents: int | None) -> list[int]:
+    """`numbers`, one for each of so many documents, as they are given."""
+    try:
+        found = [operator.index(each) for each in numbers]
+    except TypeError:
+        raise ValueError(f"`{name}` is {numbers}; give one whole number for each document.") from None
+    if documents not in (None, len(found)):
+        raise ValueError(f"`{name}` has {len(found)} numbers; give one for each of the {documents} `lengths`.")
+    return found
 
 
-def _check_places(length: np.ndarray, first: np.ndarray, parent: np.ndarray, tokens: int) -> None:
+def _check_places(length: list[int], first: list[int], parent: list[int], tokens: int) -> None:
     """Raises ValueError if documents are no parts of the tokens, have tokens in common, or continue none that is."""
-    full = np.flatnonzero(length)
-    order = full[np.argsort(first[full], kind="stable")]
-    ends = first + length
-    if (length < 0).any() or (first[full] < 0).any() or (ends[full] > tokens).any():
+    places = sorted((begin, begin + size) for begin, size in zip(first, length) if size)
+    if any(size < 0 for size in length) or any(begin < 0 or end > tokens for begin, end in places):
         raise ValueError(f"A document is not within the {tokens} tokens of the batch; look at `lengths` and `firsts`.")
-    if (first[order][1:] < ends[order][:-1]).any():
+    if any(begin < end for (_, end), (begin, _) in itertools.pairwise(places)):
         raise ValueError("Two documents have tokens in common; look at `lengths` and `firsts`.")
-    if (parent < -1).any() or (parent >= len(parent)).any():
+    if not all(-1 <= each < len(parent) for each in parent):
         raise ValueError(f"`parents` must be numbers of the {len(parent)} documents, or -1 for none.")
 
 

@@ -21,6 +21,7 @@ from datasets import Dataset, Features, Image, List, Value, load_dataset
 from liger_trainer._version import __version__
 from liger_trainer.data.json_files import ROW, holds_lists, problem, rows_key, text_stays_text
 from liger_trainer.data.picture_paths import PictureError, listed
+from liger_trainer.data.shapes import PICTURES
 from liger_trainer.errors import UserError
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,9 +38,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 """Ends that may follow those in `KINDS`."""
-
-PICTURES = ("image", "images")
-"""The columns of pictures: one, or a list of them."""
 
 _Places = list[tuple[str, int]]
 

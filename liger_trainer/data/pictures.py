@@ -12,8 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from liger_trainer.data.files import PICTURES
-from liger_trainer.data.shapes import ShapeError
+from liger_trainer.data.shapes import PICTURES, ShapeError
 from liger_trainer.data.turns import Turn, without_none
 
 _MARK = "<image>"

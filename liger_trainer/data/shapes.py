@@ -13,7 +13,6 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from liger_trainer.data.files import PICTURES
 from liger_trainer.data.turns import (
     STANDARD_ROLES,
     Turn,
@@ -26,6 +25,9 @@ from liger_trainer.data.turns import (
     renamed_roles,
 )
 from liger_trainer.errors import UserError
+
+PICTURES = ("image", "images")
+"""The columns of pictures: one, or a list of them."""
 
 NAMES: dict[str, tuple[str, ...]] = {
     "turns": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),

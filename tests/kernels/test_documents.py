@@ -59,9 +59,9 @@ def test_tables_of_fake_tensors_are_not_those_of_real_ones():
 @pytest.mark.parametrize(
     ("lengths", "more", "words"),
     [
-        ([1.7, 2], {}, "`lengths` has shape \\(2,\\) and dtype float64; give one whole number"),
-        ([[1, 2]], {}, "`lengths` has shape \\(1, 2\\)"),
-        ([1, 2, 3], {"parents": [-1, 0]}, "`parents` has shape \\(2,\\)"),
+        ([1.7, 2], {}, "`lengths` is .*; give one whole number for each"),
+        ([[1, 2]], {}, "`lengths` is .*; give one whole number for each"),
+        ([1, 2, 3], {"parents": [-1, 0]}, "`parents` has 2 numbers; give one for each of the 3"),
         ([1, 2], {"parents": [-1, 2]}, "`parents` must be numbers of the 2 documents"),
         ([3, -1], {}, "A document is not within the 2 tokens"),
         ([3], {"firsts": [-1], "tokens": 4}, "A document is not within the 4 tokens"),
