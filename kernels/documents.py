@@ -93,7 +93,9 @@ def documents_of(
         raise ValueError("`parents` names a document that continues another one itself; no parent may have a parent.")
     children = sorted((each for each, of in enumerate(parent) if of >= 0), key=lambda each: number[parent[each]])
     counts = Counter(number[parent[child]] for child in children)
-    spans, chunks, first_child = [], [], len(roots)
+    first_child = len(roots)
+    spans: list[tuple[int, ...]] = []
+    chunks: list[tuple[int, ...]] = []
     for place, document in enumerate([*roots, *children]):
         size, begin, of = length[document], first[document], number.get(parent[document], -1)
         held = counts[place] if place < len(roots) else 0
