@@ -352,6 +352,8 @@ def _answer(shape: Shape, row: Mapping[str, Any], part: str, prompt: Any) -> Any
         return answer
     if is_turns and not isinstance(prompt, str):
         return as_turns(answer, shape.roles)
+    if is_turns:
+        raise ShapeError(f"The column `{shape.columns[part]}` holds turns, and the prompt is text; make both the same.")
     if not isinstance(answer, str):
         raise ShapeError(f"The column `{shape.columns[part]}` holds {type(answer).__name__}, not text or turns.")
     return [{"role": "assistant", "content": answer}]

@@ -94,7 +94,7 @@ def test_columns_of_different_kinds(aligned, capsys):
 
 def test_rows_of_two_kinds(aligned, capsys):
     message = refused(capsys, aligned("dpo", [PAIR, {**PAIR, "chosen": TURNS}]))
-    assert "The column `chosen` holds str in row 1 and list in row 2; all rows must hold text, or all" in message
+    assert "Row 2 of the data: The column `chosen` holds turns, and the prompt is text; make both the same." in message
     whole = {name: [{"role": "user", "content": "a b"}, *TURNS] for name in ("chosen", "rejected")}
     message = refused(capsys, aligned("dpo", [PAIR, {**PAIR, **whole}]))
     assert "Row 2 of the data becomes `chosen`, `rejected`, and the rows before it `prompt`, `chosen`" in message
