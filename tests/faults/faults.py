@@ -289,7 +289,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          r"not precisions_of\(bound_function\(module\)\)\.autocast", "False",
          "packing/test_proof::test_a_layer_that_steps_aside_under_autocast_is_refused"),
         ("layers that step aside in float16 are packed", "choose_packing",
-         r'getattr\(args, "fp16", False\)', "False",
+         r"_runs_in_float16\(args\)", "False",
          "packing/test_proof::test_a_layer_that_steps_aside_in_float16_stays_padded"),
         ("one unlucky draw switches a mixer off under autocast", "prove",
          r"proof\.forward is not None and precisions_of", "False and precisions_of",
