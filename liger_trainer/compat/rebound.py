@@ -57,8 +57,8 @@ def rebound(
     code, namespace = original.__code__, original.__globals__
     aliases = {name: f"_{name}_{next(_numbers)}" for name in names}
     namespace.update({alias: names[name] for name, alias in aliases.items()})
-    code = _with_names(code, aliases)
-    code = code.replace(co_names=tuple(aliases.get(name, name) for name in code.co_names))
+    read = tuple(aliases.get(name, name) for name in code.co_names)
+    code = code.replace(co_names=read, co_consts=_with_names(code.co_consts, aliases))
     cells = function.__closure__ if closure is None else closure
     copy = types.FunctionType(code, namespace, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -70,11 +70,17 @@ def rebound(
     return copy
 
 
-def _with_names(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
-    """`code` that reads globals by other names, like the functions and generators inside of it."""
-    inner = tuple(_with_names(each, names) if isinstance(each, types.CodeType) else each for each in code.co_consts)
-    read = {name: alias for name, alias in names.items() if _is_global_alone(code, name)}
-    return code.replace(co_names=tuple(read.get(name, name) for name in code.co_names), co_consts=inner)
+def _with_names(constants: tuple[Any, ...], names: dict[str, str]) -> tuple[Any, ...]:
+    """`constants` of a code object whose inner functions and generators read globals by other names."""
+    made: list[Any] = []
+    for each in constants:
+        if isinstance(each, types.CodeType):
+            read = tuple(
+                names[name] if name in names and _is_global_alone(each, name) else name for name in each.co_names
+            )
+            each = each.replace(co_names=read, co_consts=_with_names(each.co_consts, names))
+        made.append(each)
+    return tuple(made)
 
 
 def replaced_globals(forward: Any) -> Iterator[tuple[types.FunctionType, str, Any]]:

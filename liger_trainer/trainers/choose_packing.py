@@ -103,6 +103,7 @@ def _scored_tokens(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 PADDING_FREE, SHARE_PROMPT = "padding_free", "share_prompt"
+_FLOAT16 = ("fp16", "fp16_full_eval")
 
 _ALIKE = "the same for all that share a prompt"
 
@@ -120,7 +121,9 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     target = type(base).__name__
     if not reason:
         agreement = prove_packed_scores(base) if base.get_output_embeddings() is None else prove_packing(base)
-        reason = agreement.reason or (reason_against_float16(base) if _runs_in_float16(args) else "")
+        reason = agreement.reason or (
+            reason_against_float16(base) if any(getattr(args, name, False) for name in _FLOAT16) else ""
+        )
     error = None if agreement is None else agreement.error
     adapters = TriedAdapters() if reason else try_adapters(model)
     reason = reason or adapters.mixing
@@ -153,10 +156,6 @@ def packing_of_reference(
         return packing, rows
     target, reason = f"{type(model).__name__}, the reference", f"its batches stay padded: {why}"
     return None, [*rows, KernelReportRow(PADDING_FREE, target, 1, None, agreement.error, reason)]
-
-
-def _runs_in_float16(args: Any) -> bool:
-    return getattr(args, "fp16", False) or getattr(args, "fp16_full_eval", False)
 
 
 def _asked(args: Any, name: str, flags: type) -> bool | None:
