@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import dataclasses
 import functools
 import glob
 import hashlib
@@ -20,7 +19,7 @@ from datasets import Dataset, Features, Image, List, Value, load_dataset
 
 from liger_trainer._version import __version__
 from liger_trainer.data.json_files import ROW, holds_lists, problem, rows_key, text_stays_text
-from liger_trainer.data.picture_paths import PictureError, listed
+from liger_trainer.data.pictures import PictureError, listed
 from liger_trainer.data.shapes import PICTURES
 from liger_trainer.errors import UserError
 
@@ -44,21 +43,6 @@ _Places = list[tuple[str, int]]
 
 class FileError(UserError):
     """Files that are not there or cannot be read; the text names the key of the recipe."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OfThisVersion:
-    """A function of rows whose cached results another version of ours does not take.
-
-    `datasets` caches what a function makes, and knows a function of a package by its name alone.
-    """
-
-    function: Callable[..., dict[str, Any]]
-    version: str = __version__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The result of the function."""
-        return self.function(*args, **kwargs)
 
 
 def suffix(path: str | Path) -> str:
@@ -181,7 +165,7 @@ def _with_files(rows: Dataset, places: _Places, key: str) -> Dataset:
     is_decoded = isinstance(one, Image) or (isinstance(one, Mapping) and "bytes" in one)
     features["images"] = List(one if is_decoded else Value("string"))
     found = "" if is_decoded else _found(rows, names[0], places, key)
-    find = OfThisVersion(functools.partial(_listed, name=names[0], places=places, found=found))
+    find = functools.partial(_listed, name=names[0], places=places, found=found)
     return rows.map(find, with_indices=True, remove_columns=names, features=features, desc="Finding the pictures")
 
 
@@ -197,6 +181,7 @@ def _found(rows: Dataset, name: str, places: _Places, key: str) -> str:
 
 
 def _listed(row: Mapping[str, Any], index: int, name: str, places: _Places, found: str = "") -> dict[str, list[Any]]:
+    """The pictures of a row; `found` is part of the key of what is cached."""
     folder = next(folder for folder, end in places if index < end)
     return {"images": listed(row[name], list(dict.fromkeys([folder, str(Path.cwd())])))}
 

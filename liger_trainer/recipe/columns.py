@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value
 
-from liger_trainer.data.files import OfThisVersion
+from liger_trainer._version import OfThisVersion
 from liger_trainer.data.pictures import at_marks, have_marks
 from liger_trainer.data.shapes import NAMES, PICTURES, ShapeError, holds_text, in_words, recognised, with_system_prompt
 from liger_trainer.data.turns import ROLES, TurnError, as_seen, as_turns, is_conversation, parsed

@@ -19,10 +19,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from liger_trainer._version import OfThisVersion
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import SFT_ANSWERS, SFT_HEAD, SFT_LOSS, SFT_OWN_LOSS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
-from liger_trainer.data.files import OfThisVersion
 from liger_trainer.data.response_labels import answer_mask
 from liger_trainer.data.turns import is_learnt, without_none
 from liger_trainer.head.deferred_logits import DeferredLogits, recordable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import functools
 import gzip
 import json
 import lzma
@@ -13,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, Features, Image
+from datasets.fingerprint import Hasher
 from PIL import Image as Picture
 
+from liger_trainer._version import OfThisVersion
 from liger_trainer.data import files
 from liger_trainer.data.files import FileError, find_files, load_files
 from liger_trainer.recipe.load import check_values
@@ -121,9 +122,10 @@ def test_another_version_makes_what_is_cached_again(tmp_path, monkeypatch):
     file = tmp_path / "seen.jsonl"
     file.write_text(json.dumps({"image": "a.png", "text": "one"}))
     now, again = (load_files([str(file)], "data_files", bool)._fingerprint for _ in range(2))
-    monkeypatch.setattr(files, "OfThisVersion", functools.partial(files.OfThisVersion, version="0.0.9"))
+    monkeypatch.setattr(files, "__version__", "0.0.9")
     before = load_files([str(file)], "data_files", bool)._fingerprint
     assert now == again != before
+    assert Hasher.hash(OfThisVersion(len)) != Hasher.hash(OfThisVersion(len, "0.0.9"))  # of rows that are in no file
 
 
 @pytest.mark.parametrize("name", ["image", "images"])
