@@ -37,7 +37,7 @@ _MASKS = ("attention_mask", "conv_mask")
 
 @functools.cache
 def mixer_forward(
-    original: Callable, compute: Compute, conv: str | None, precisions: Precisions, biased: bool = False
+    original: Callable, compute: Compute, conv: str | None, precisions: Precisions, biased: bool
 ) -> Callable:
     """The forward of a layer.
 
@@ -114,7 +114,7 @@ def _reason_to_step_aside(
         if _knows_offloading() and hasattr(convolution, "_hf_hook"):
             return "the weights of its convolution are offloaded"
         if (convolution.bias is not None) != biased:
-            return "the bias of its convolution was not there, or is gone, since it was proved"
+            return "its convolution has gained or lost its bias since the proof"
         held += [convolution.weight, convolution.bias]
     if any(is_dtensor(each) for each in held if each is not None):
         return "its weights are sharded"
