@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -131,6 +131,11 @@ class NonFiniteError(FloatingPointError):
     """A parameter is not finite, or training has stopped because something was not; the text is the whole message."""
 
 
+def parameters_with_gradients(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that have a gradient, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
 class NonFiniteGuardCallback(LoggedMetricsCallback):
     """Skips every update whose loss or gradients are not finite, and says which quantity was first.
 
@@ -180,14 +185,17 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         """Records the loss of one micro-batch."""
         self._losses.append(loss.detach().reshape(()))
 
-    def observe_gradients(self, model: nn.Module) -> torch.Tensor | None:
+    def observe_gradients(self, trained: Mapping[str, nn.Parameter]) -> torch.Tensor | None:
         """Records the norm of each gradient as it is now; the norm is not finite if any element is not.
+
+        Args:
+            trained: The parameters by name, as [`parameters_with_gradients`] finds them.
 
         Returns:
             The norm of all of them, as `torch.nn.utils.get_total_norm` computes it; None if it needs more than the
             dense gradients of this process (sharded or sparse gradients, several devices).
         """
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
         named = [(name, local_part(grad)) for name, grad in gradients.items()]
         named = [(name, grad) for name, grad in named if grad.numel() and not grad.is_sparse]
         if not named:
@@ -228,7 +236,7 @@ class NonFiniteGuardCallback(LoggedMetricsCallback):
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         scaled = getattr(optimizer, "scaler", None) is not None
         if self._gradients is None and not scaled:
-            self.observe_gradients(model)
+            self.observe_gradients(parameters_with_gradients(model))
         parts = self._losses, None if scaled else self._gradients
         self._losses, self._gradients = [], None
         observed = observe(state.global_step + 1, *parts, device=getattr(args, "device", None))

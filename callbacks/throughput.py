@@ -43,9 +43,11 @@ PEAK_FLOPS = {
 
 def peak_flops(device: torch.device, half_precision: bool) -> float | None:
     """Peak dense FLOP/s of `device` in bf16 or fp16; None if it is not known, as for CPUs and for fp32."""
-    if device.type != "cuda" or not half_precision:
-        return None
-    name = torch.cuda.get_device_name(device)
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" and half_precision else None
+
+
+def peak_of(name: str) -> float | None:
+    """Peak dense FLOP/s in bf16 or fp16 of the card with this name; None if it is not known."""
     words = name.replace("-", " ").split()
     for part, flops in PEAK_FLOPS.items():
         if all(word in words for word in part.split()):
@@ -106,7 +108,9 @@ class ThroughputCallback(LoggedMetricsCallback):
     during evaluation and saving. At the end, `train_tokens_per_second` and `train_mfu` are over the whole run.
 
     MFU is ``tokens per second * FLOPs per token / (processes * peak)``; see [`flops_per_token`]. Tokens that sequences
-    share (`share_prompt`) count as often as they are trained in the rate, and once in the MFU.
+    share (`share_prompt`) count as often as they are trained in the rate, and once in the MFU. Where there are some,
+    the log has `shared_share`, the part of the tokens so far that need not run for them, and `shared_levels`, the most
+    common beginnings inside each other. Both are of the process that logs.
     """
 
     def __init__(self) -> None:
@@ -115,6 +119,8 @@ class ThroughputCallback(LoggedMetricsCallback):
         """How many processes share the same tokens (tensor, context and sequence parallelism)."""
         self.executed_share: Callable[[], float] = lambda: 1.0
         """The part of the tokens that the model runs on."""
+        self.shared_levels: Callable[[], int] = lambda: 0
+        """At how many levels sequences have shared tokens."""
         self._half_precision = False
         self._pending: torch.Tensor | int = 0  # since the last reading; on the device, so that counting never waits
         self._window_tokens = self._run_tokens = 0.0
@@ -206,4 +212,6 @@ class ThroughputCallback(LoggedMetricsCallback):
         if peak is not None and self.flops_per_token:
             used = tokens / seconds * self.flops_per_token * self.executed_share()
             rate["mfu"] = round(used / (peak * max(args.world_size, 1)), 4)
+        if levels := self.shared_levels():
+            rate |= {"shared_share": round(1 - self.executed_share(), 4), "shared_levels": levels}
         return rate

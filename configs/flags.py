@@ -6,8 +6,10 @@ The mixin comes before a Hugging Face argument class in the bases, so its fields
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
     # A mapping once the arguments are built, as in `TrainingArguments`; before that it may be JSON text.
     KernelSwitches = dict[str, Any] | Any
     Optim = str
+    Switch = str | bool
 else:
     KernelSwitches = dict | str
     Optim = Literal[NAMES]  # a command line lists them
+    Switch = Literal["auto", "true", "false", True, False]  # as a command line and as YAML writes them
 
 
 @dataclass
@@ -59,6 +63,12 @@ class KernelFlags:
             With LoRA adapters, whether the frozen linear layers of the decoder are stored in fp8, with a scale for each
             row: half of bf16's memory. Their products are in fp8 too. Needs a GPU of NVIDIA's Hopper generation or
             newer, and one that holds the whole model. It changes losses and gradients.
+        packed_base (`str` or `bool`, *optional*, defaults to `"auto"`):
+            Whether a checkpoint published in 8 bits and fewer stays so in memory: FP8, MXFP4, MXFP8, NVFP4 and INT4
+            (compressed-tensors, GPTQ, AWQ). Its weights are then frozen, and decoded where they are multiplied; losses
+            are those of the dequantised model. `"auto"` keeps it packed if adapters are trained on it, `True` refuses
+            any other model, and `False` leaves it to transformers. It is for a model that is given by its name; see
+            [`load_packed`] for one that you load.
         strict_kernels (`bool`, *optional*, defaults to `False`):
             Whether a requested kernel that cannot be applied is an error instead of a line in the report.
         kernel_report (`bool`, *optional*, defaults to `True`):
@@ -88,6 +98,9 @@ class KernelFlags:
             With gradient checkpointing, memory for results that the layers keep for the backward pass instead of
             computing them again: bytes, a string such as `"20GiB"`, or `"auto"` for what the GPU has left. `0` keeps
             none, as does the default. Loss and gradients keep their bits.
+        cuda_graphs (`str` or `bool`, *optional*, defaults to `"false"`):
+            Whether decoder layers run from CUDA graphs in training, where a step is too short for the host. Loss and
+            gradients keep their bits. `"auto"` uses them where that is possible, and `True` is an error elsewhere.
         optim (`str`, *optional*, defaults to `"adamw_torch_fused"`):
             The optimizer: `"liger_adamw"` for [`LigerAdamW`], which trains weights in bf16 as fp32 weights, or one of
             transformers' `OptimizerNames`. With `"liger_adamw"`, `optim_args` may set its `states`, `master` and `seed`
@@ -109,9 +122,8 @@ class KernelFlags:
         default=None,
         metadata={
             "help": "Switches by component as a JSON object, such as '{\"rms_norm\": false}'. Keys: attention, "
-            "recurrence, short_conv, rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, lora, router, experts, "
-            "load_balancing_loss, "
-            "cross_entropy, linear_cross_entropy. All are on by default."
+            "recurrence, short_conv, rope, latent, rms_norm, layer_norm, swiglu, geglu, relu_squared, lora, router, "
+            "experts, load_balancing_loss, cross_entropy, linear_cross_entropy. All are on by default."
         },
     )
     logits_memory: str = field(
@@ -132,6 +144,13 @@ class KernelFlags:
         default=False,
         metadata={
             "help": "Whether the frozen linear layers under LoRA adapters are stored in fp8, and multiply in it."
+        },
+    )
+    packed_base: Switch = field(
+        default="auto",
+        metadata={
+            "help": "Whether a checkpoint in 8 bits and fewer stays packed in memory under LoRA: 'true', 'false', or "
+            "'auto' for wherever adapters are trained on it."
         },
     )
     strict_kernels: bool = field(
@@ -164,6 +183,13 @@ class KernelFlags:
             "bytes, a size such as '20GiB', or 'auto' for what the GPU has left."
         },
     )
+    cuda_graphs: Switch = field(
+        default="false",
+        metadata={
+            "help": "Whether decoder layers run from CUDA graphs in training: 'true', 'false', or 'auto' for wherever "
+            "that is possible."
+        },
+    )
     optim: Optim = field(
         default=TrainingArguments.optim,
         metadata={
@@ -175,6 +201,7 @@ class KernelFlags:
         for name in ("use_liger_kernel", "fp8_base", "strict_kernels", "kernel_report", "activation_offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be true or false.")
+        packed_base_of(self)
         _check_offloading_fraction(self.activation_offloading_fraction, self.activation_offloading)
         coefficient = self.router_z_loss_coef
         if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
@@ -185,6 +212,7 @@ class KernelFlags:
         self.kernel_config()  # an error belongs here, where the user wrote the value
         retained_bytes_of(self)
         activation_memory_of(self)
+        cuda_graphs_of(self)
         check_loss_type(self)
         if self.non_finite not in ("stop", "skip", "off"):
             raise ValueError(f"`non_finite` is {self.non_finite!r}; it must be 'stop', 'skip' or 'off'.")
@@ -196,11 +224,22 @@ class KernelFlags:
         parent: Any = super()
         if hasattr(parent, "__post_init__"):
             with warnings_of_the_caller(), optim_of_transformers(self):
+                _start_group_of_cpus(self)
                 parent.__post_init__()
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""
         return kernel_config_of(self)
+
+
+def _start_group_of_cpus(args: Any) -> None:
+    """Starts the gloo group of processes on the CPU with `ddp_timeout`; accelerate would give it torch's 30 minutes."""
+    launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
+    if not args.use_cpu or not launched or not torch.distributed.is_available():
+        return
+    gloo = args.ddp_backend in (None, "gloo") and not torch.distributed.is_mpi_available()
+    if gloo and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=args.ddp_timeout))
 
 
 def _set_default_bf16(args: Any) -> None:
@@ -285,6 +324,23 @@ def activation_memory_of(args: Any) -> int | Literal["auto"] | None:
         return parse_bytes(value, "activation_memory", at_least=0)
     except ValueError as error:
         raise ValueError(f"{error} Or 'auto', for what the GPU has left.") from None
+
+
+def packed_base_of(args: Any) -> bool | None:
+    """Whether a packed checkpoint stays packed; None for ``"auto"``, and for Hugging Face's own arguments."""
+    return _switch("packed_base", getattr(args, "packed_base", "auto"))
+
+
+def cuda_graphs_of(args: Any) -> bool | None:
+    """Whether layers run from CUDA graphs; None for ``"auto"``, and False for Hugging Face's own arguments."""
+    return _switch("cuda_graphs", getattr(args, "cuda_graphs", False))
+
+
+def _switch(name: str, given: Any) -> bool | None:
+    """True, False, or None for ``"auto"``; text is as on a command line."""
+    if given not in ("auto", "true", "false", True, False):
+        raise ValueError(f"`{name}` is {given!r}; it must be true, false or 'auto'.")
+    return given if isinstance(given, bool) else {"auto": None, "true": True, "false": False}[given]
 
 
 def kernel_mapping_of(args: Any) -> dict[str, Any]:

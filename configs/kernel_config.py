@@ -41,6 +41,7 @@ class KernelConfig:
         recurrence: Layers that mix tokens by a recurrence: gated delta rule, Mamba2, decayed attention.
         short_conv: Layers that mix tokens by a short convolution alone.
         rope: Rotary position embedding.
+        latent: Keys and values of latent attention (MLA) in one pass, and, with `rope`, its queries rotated in one.
         rms_norm: RMSNorm in all its variants, also with a gate.
         layer_norm: ``nn.LayerNorm``, and LayerNorm as models write it.
         swiglu: Gated MLPs with SiLU.
@@ -72,6 +73,7 @@ class KernelConfig:
     recurrence: bool = True
     short_conv: bool = True
     rope: bool = True
+    latent: bool = True
     rms_norm: bool = True
     layer_norm: bool = True
     swiglu: bool = True

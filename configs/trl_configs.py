@@ -5,9 +5,11 @@ Those of the alignment trainers also say how batches run without padding, and pr
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate import ParallelismConfig
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from liger_trainer.configs.flags import KernelFlags
@@ -86,6 +88,39 @@ class SharingFlags(PackingFlags):
         super().__post_init__()
 
 
+class RowsOfGroups:
+    """Comes first in a configuration of TRL that counts processes: those that share each sequence count as one.
+
+    TRL multiplies rows by processes where it divides completions into groups and steps. Under context parallelism
+    (`cp_size`) the processes of a group have the same rows. It would also refuse `cp_size`, for which our trainers cut
+    sequences after generation.
+    """
+
+    parallelism_config: Any
+    _alike = 1  # processes with equal rows
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; while TRL checks its batches, of those with rows of their own."""
+        return super().world_size // self._alike  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        given = self.parallelism_config
+        sizes = given or _parallelism_of_launch()
+        if sizes is not None and sizes.cp_enabled:
+            self.parallelism_config, self._alike = None, sizes.cp_size
+        try:
+            super().__post_init__()  # type: ignore[misc]
+        finally:
+            self.parallelism_config, self._alike = given, 1
+
+
+def _parallelism_of_launch() -> ParallelismConfig | None:
+    """The sizes that `accelerate launch` has put into the environment, which an `Accelerator` takes if given none."""
+    launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    return ParallelismConfig() if launched else None
+
+
 def _check_switch(args: Any, name: str) -> None:
     value = getattr(args, name)
     if value is not None and not isinstance(value, bool):
@@ -103,7 +138,7 @@ class LigerDPOConfig(SharingFlags, DPOConfig):  # type: ignore[misc]  # `padding
 
 
 @dataclass
-class LigerGRPOConfig(SharingFlags, GRPOConfig):
+class LigerGRPOConfig(RowsOfGroups, SharingFlags, GRPOConfig):
     """[`~trl.GRPOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""
 
 
@@ -118,7 +153,7 @@ class LigerRewardConfig(SharingFlags, RewardConfig):
 
 
 @dataclass
-class LigerRLOOConfig(SharingFlags, RLOOConfig):
+class LigerRLOOConfig(RowsOfGroups, SharingFlags, RLOOConfig):
     """[`~trl.RLOOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""
 
 

@@ -58,6 +58,8 @@ _FLAGS = {
 }
 _ALIGNED = 8  # elements: the 16 bytes that a matmul's fast kernels load at once
 
+_plain_thread: int | None = None  # the thread whose operators run in plain torch
+_plain_lock = threading.Lock()
 _lock = threading.Lock()
 _inside: collections.Counter[str] = collections.Counter()
 _before: dict[str, bool] = {}
@@ -90,11 +92,32 @@ def _answers_no(asked: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether operators on `tensor` run as Triton kernels rather than the torch reference.
 
-    DTensors and the tensors inside a transform of `torch.func` run as the reference.
+    DTensors and the tensors inside a transform of `torch.func` run as the reference, and so do all in [`plain_torch`].
     """
     if tensor.device.type not in TRITON_DEVICES or is_dtensor(tensor) or torch._C._are_functorch_transforms_active():
         return False
+    if _plain_thread is not None and _plain_thread == threading.get_ident():
+        return False
     return tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Operators that this thread calls inside run in plain torch on every device, backward included.
+
+    So a formula is compared without compiling a kernel for it. Where another thread is inside, it waits.
+    """
+    global _plain_thread
+    if _plain_thread == threading.get_ident():
+        yield
+        return
+    # A backward asks too, and autograd would run it in a thread of the device.
+    with _plain_lock, torch.autograd.set_multithreading_enabled(False):
+        _plain_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            _plain_thread = None
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -229,6 +252,11 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     if tensor.device.type == "xpu" and tensor.device.index != torch.xpu.current_device():
         return torch.xpu.device(tensor.device)
     return contextlib.nullcontext()
+
+
+def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table of the host on `device`; from pinned memory, so that the host waits for nothing that the device does."""
+    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
 
 
 def graph_is_kept() -> bool:

@@ -27,6 +27,7 @@ _EXPORTS = {
     "LigerTrainer": "liger_trainer.trainers.trainer",
     "LigerTrainingArguments": "liger_trainer.configs.flags",
     "apply_liger_kernel": "liger_trainer.patching.apply",
+    "load_packed": "liger_trainer.packed.loading",
     "quantize_experts": "liger_trainer.patching.moe.quantized_experts",
     "revert_liger_kernel": "liger_trainer.patching.apply",
     "set_stock_trainer_kernels": "liger_trainer.stock_trainer",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from liger_trainer.configs.trl_experimental_configs import LigerORPOConfig as LigerORPOConfig
     from liger_trainer.liger.apply import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.liger.apply import undo_liger_kernel as undo_liger_kernel
+    from liger_trainer.packed.loading import load_packed as load_packed
     from liger_trainer.patching.apply import apply_liger_kernel as apply_liger_kernel
     from liger_trainer.patching.apply import revert_liger_kernel as revert_liger_kernel
     from liger_trainer.patching.moe.quantized_experts import quantize_experts as quantize_experts

@@ -1,5 +1,6 @@
 """The operators as plain functions, the way `torch.nn.functional` offers its own."""
 
+from liger_trainer.kernels.attention.latent import expand_keys
 from liger_trainer.kernels.conv.delta_gates import delta_gates
 from liger_trainer.kernels.conv.delta_inputs import delta_inputs
 from liger_trainer.kernels.conv.gated_short_conv import gated_short_conv
@@ -71,6 +72,7 @@ __all__ = [
     "dyt",
     "embedding",
     "embedding_backward_",
+    "expand_keys",
     "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_ce_tvd",

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from liger_trainer.kernels import rows
@@ -95,6 +101,13 @@ def launches_on(card: str) -> Iterator[list[Launch]]:
 
     New memory is zero, so that operators which look at results that no kernel wrote go on.
     """
+    with tiles_of(card), recorded_launches() as launches:
+        yield launches
+
+
+@contextlib.contextmanager
+def tiles_of(card: str) -> Iterator[None]:
+    """Operators on CPU tensors launch kernels, with the tiles that they take on `card`; new memory is zero."""
     limits = DeviceLimits(32, CARDS[card][1] * 1024, card == "sm_75", card == "sm_100")
     modules = [module for name, module in [*sys.modules.items()] if name.startswith("liger_trainer.")]
     rows.fit_config.cache_clear()
@@ -109,8 +122,64 @@ def launches_on(card: str) -> Iterator[list[Launch]]:
                 native = getattr(owner, name)
                 stack.enter_context(mock.patch.object(owner, name, lambda *a, n=native, **k: n(*a, **k).zero_()))
         stack.enter_context(mock.patch.object(torch, "_assert_async"))  # of what a kernel would have written
-        yield stack.enter_context(recorded_launches())
+        yield
     rows.fit_config.cache_clear()
+
+
+class _Driver:
+    """What a launch asks of a device: one card, which has no memory and launches nothing."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiled_for(card: str, folder: Path) -> Iterator[list[str]]:
+    """Launches of operators on CPU tensors compile their kernels for `card`, into a cache in `folder`; none runs.
+
+    The names of those that a launch itself has to compile are added to the result.
+    """
+    late: list[str] = []
+    native, launching = JITFunction.run, threading.local()
+
+    def run(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        launching.name = self.__name__
+        try:
+            return native(self, *args, **kwargs | {"warmup": True})
+        finally:
+            del launching.name
+
+    def listener(cache_hit: bool, **known: Any) -> None:
+        if not cache_hit and hasattr(launching, "name"):
+            late.append(launching.name)
+
+    kernels = [*_kernels()]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tiles_of(card))
+        stack.enter_context(mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": str(folder)}))
+        stack.callback(setattr, driver, "_active", driver._active)
+        driver.set_active(_Driver(CARDS[card][0]))
+        for kernel in kernels:
+            stack.enter_context(mock.patch.object(kernel, "device_caches", defaultdict(kernel.create_binder)))
+        stack.enter_context(mock.patch.object(JITFunction, "run", run))
+        stack.enter_context(mock.patch.object(knobs.compilation, "listener", listener))
+        yield late
+
+
+def _kernels() -> Iterator[JITFunction]:
+    """The kernels of all operators that are imported."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("liger_trainer."):
+            yield from (each for each in vars(module).values() if isinstance(each, JITFunction))
 
 
 def _type_name(value: Any) -> str:

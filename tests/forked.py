@@ -65,13 +65,31 @@ def forking() -> ForkServerContext:
     return context
 
 
-def run(
+class Running:
+    """A process that has been started: `process`, and what it has done when it has ended."""
+
+    def __init__(self, program: tuple[Any, ...]) -> None:
+        self._logs = tempfile.TemporaryDirectory()
+        self.process = forking().Process(target=_main, args=(program, self._logs.name))
+        self.process.start()
+
+    def done(self, timeout: float | None = None) -> Done:
+        """Waits for its end; after `timeout` seconds it is killed."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        with self._logs as logs:
+            return Done(self.process.exitcode or 0, _written(logs, "stdout"), _written(logs, "stderr"))
+
+
+def start(
     work: Callable[..., int | None],
     *arguments: Any,
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
-) -> Done:
-    """As `subprocess.run`, with `work(*arguments)` for a program, whose exit status is what `work` returns.
+) -> Running:
+    """As `subprocess.Popen`, with `work(*arguments)` for a program, whose exit status is what `work` returns.
 
     Args:
         work: A function of a module, by whose name the process finds it.
@@ -79,12 +97,17 @@ def run(
         cwd: The working directory.
         environment: Variables beside those of the server.
     """
-    with tempfile.TemporaryDirectory() as logs:
-        program = (work, arguments, str(cwd), dict(environment or {}), torch.initial_seed())
-        process = forking().Process(target=_main, args=(program, logs))
-        process.start()
-        process.join()
-        return Done(process.exitcode, _written(logs, "stdout"), _written(logs, "stderr"))
+    return Running((work, arguments, str(cwd), dict(environment or {}), torch.initial_seed()))
+
+
+def run(
+    work: Callable[..., int | None],
+    *arguments: Any,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+) -> Done:
+    """As `subprocess.run`; the arguments are those of [`start`]."""
+    return start(work, *arguments, cwd=cwd, environment=environment).done()
 
 
 def torchrun(
@@ -125,6 +148,7 @@ def _written(logs: str, stream: str) -> str:
 
 def _rank(program: tuple[Any, ...]) -> None:
     work, arguments, cwd, environment, seed_of_the_test = program
+    faulthandler.enable()
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     gc.freeze()  # the imported libraries, which are no garbage
     os.chdir(cwd)

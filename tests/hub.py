@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer.recipe.smoke import train_tokenizer
+from tests.packed_checkpoints import write_dense
 
 
 def save_hub(root: Path) -> Path:
@@ -21,6 +22,8 @@ def save_hub(root: Path) -> Path:
     for model in (*llamas, "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"):  # the blocks do not depend on the architecture
         LlamaForCausalLM(config).save_pretrained(root / model)
         tokenizer.save_pretrained(root / model)
+    write_dense(root / "Qwen/Qwen3-8B-FP8", "fp8 blocks")
+    tokenizer.save_pretrained(root / "Qwen/Qwen3-8B-FP8")
     for data, rows in (
         ("my/texts", [{"text": line} for line in text]),
         ("roneneldan/TinyStories", [{"text": line} for line in text * 4]),  # an example takes a hundredth

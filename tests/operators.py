@@ -17,6 +17,8 @@ from liger_trainer.kernels.fp8.linear import fp8_linear
 from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear
 from liger_trainer.kernels.head.token_statistics import LOG_PROBS_OUTPUTS
 from liger_trainer.kernels.lora.lora_products import Weight
+from liger_trainer.kernels.lowbit.decode import decode
+from liger_trainer.kernels.lowbit.formats import PackedWeight, fp8_weight, int4_weight, mxfp4_weight, nvfp4_weight
 from liger_trainer.liger.operators.row_softmax import row_softmax
 
 Argument = Callable[[torch.Generator, torch.dtype], torch.Tensor]
@@ -109,6 +111,11 @@ def memory(*shape: int, high: int = 256) -> Argument:
     return lambda generator, dtype: torch.randint(high, shape, generator=generator).to(torch.uint8)
 
 
+def powers(*shape: int) -> Argument:
+    """Random bytes of e8m0, from 2^-9 to 2^-4."""
+    return lambda generator, dtype: torch.randint(118, 124, shape, generator=generator).to(torch.uint8)
+
+
 def scales(*shape: int) -> Argument:
     """Random numbers in fp32."""
     return lambda generator, dtype: torch.rand(shape, generator=generator)
@@ -132,6 +139,29 @@ def _nf4_mlp(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
 def _fp8_mlp(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
     layers = [_adapted(Fp8Weight(*parts[i : i + 2]), *parts[i + 2 : i + 4]) for i in (0, 4, 8)]
     return ops.lora_mlp(x, *layers)
+
+
+def _in_e4m3(rows: int, columns: int, codes: torch.Tensor, of_blocks: torch.Tensor) -> PackedWeight:
+    """A weight in blocks of 16 x 16."""
+    return fp8_weight(codes.view(rows, columns), of_blocks, (16, 16))
+
+
+def _decoded(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+    """The product of x with a weight of each kind."""
+    codes, of_blocks, blocks, powers, pairs, of_groups, words, of_words = parts
+    weights = [
+        _in_e4m3(24, 32, codes, of_blocks),
+        mxfp4_weight(blocks, powers),
+        nvfp4_weight(pairs, of_groups, of_blocks[0, :1], False),
+        int4_weight(words.view(torch.int32), of_words, group=16),
+    ]
+    return torch.cat([x @ decode(weight, x.dtype).T for weight in weights], 1)
+
+
+def _packed_experts(hidden: torch.Tensor, weights: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+    first, second = mxfp4_weight(*parts[:2]), mxfp4_weight(*parts[2:4])
+    adapters = [ops.ExpertLoRA(*parts[4:6], 0.5)], [ops.ExpertLoRA(*parts[6:8], 0.5)]
+    return _moe_experts(hidden, weights, first, second, gate_up_adapters=adapters[0], down_adapters=adapters[1])
 
 
 def _on_fp8(rows: int, columns: int) -> tuple[Argument, ...]:
@@ -277,6 +307,10 @@ OPERATORS: dict[str, Operator] = {
         (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8), table(3, 2, 3, 8), table(3, 2, 3, 8)),
     ),
     "rope_vision": Operator(ops.rope_vision, _VISION),
+    "rope, last columns": Operator(
+        partial(ops.rope, first=5), (leaf(2, 4, 3, 11), leaf(2, 2, 3, 11), table(1, 3, 6), table(1, 3, 6))
+    ),
+    "expand_keys": Operator(partial(ops.expand_keys, nope=5), (leaf(2, 3, 4, 12), leaf(2, 3, 6))),
     "clamped_swiglu": Operator(ops.clamped_swiglu, (leaf(6, 48),), "clamped_swiglu"),
     "relu_squared": Operator(ops.relu_squared, (leaf(6, 48),), "relu_squared"),
     "swiglu_down": Operator(ops.swiglu_down, (leaf(6, 24), leaf(6, 24), leaf(16, 24)), "swiglu_down"),
@@ -311,6 +345,11 @@ OPERATORS: dict[str, Operator] = {
         (leaf(6, 16), *_on_fp8(32, 16), *_on_fp8(32, 16), *_on_fp8(16, 32)),
         "lora_mlp",
     ),
+    "lora_linear, packed": Operator(
+        lambda x, a, b, *parts: ops.lora_linear(x, _in_e4m3(24, 16, *parts), None, a, b),
+        (leaf(6, 16), leaf(2, 16), leaf(24, 2), memory(24, 16, high=0x58), scales(2, 1)),
+        "lora_linear",
+    ),
     "nf4_dequantize": Operator(
         lambda x, *parts: x @ ops.nf4_dequantize(_in_4_bits(24, 16, *parts), x.dtype).T, (leaf(6, 16), *_NESTED)
     ),
@@ -337,6 +376,14 @@ OPERATORS: dict[str, Operator] = {
     "moe_experts, no gate": Operator(
         partial(_moe_experts, gated=False, activation="relu_squared"),
         (leaf(6, 16), leaf(6, 2), leaf(3, 12, 16), leaf(3, 16, 12)),
+        "moe_experts",
+    ),
+    "moe_experts, packed": Operator(
+        _packed_experts,
+        (
+            *(leaf(5, 32), leaf(5, 2), memory(3, 64, 1, 16), powers(3, 64, 1), memory(3, 32, 1, 16), powers(3, 32, 1)),
+            *(leaf(3, 2, 32), leaf(3, 64, 2), leaf(3, 2, 32), leaf(3, 32, 2)),
+        ),
         "moe_experts",
     ),
     "moe_experts, adapters": Operator(_experts, (*_ADAPTED, *_ON_EXPERTS), "moe_experts"),
@@ -460,6 +507,14 @@ _BIASED = (*_HEAD, leaf(70))
 _LOG_PROBS_OF_64 = (leaf(5, 16), leaf(64, 16), labels(64, 5), leaf(64))
 
 VARIANTS: dict[str, Operator] = {
+    "decode": Operator(
+        _decoded,
+        (
+            *(leaf(6, 32), memory(24, 32, high=0x58), scales(2, 2)),
+            *(memory(24, 1, 16), powers(24, 1), memory(24, 16), memory(24, 2, high=0x58)),
+            *(memory(24, 16), scales(24, 2)),
+        ),
+    ),
     **{
         f"{norm}, {layout}, {'weight' if weight else 'no weight'}": Operator(
             lambda x, *weight, norm=_NORMS[norm], view=view: norm(view(x), *weight or (None,)), (make, *weight)
@@ -510,6 +565,24 @@ VARIANTS: dict[str, Operator] = {
     "rope, by token": Operator(_by_token(ops.rope), (*_Q_K, table(1, 3, 6), table(1, 3, 6))),
     "rope, split": Operator(
         _by_token(ops.rope, rotary_dim=8, interleaved=True, split_output=True), (*_Q_K, table(1, 3, 4), table(1, 3, 4))
+    ),
+    "rope, split, last columns": Operator(
+        _by_token(ops.rope, rotary_dim=4, interleaved=True, split_output=True, first=4),
+        (*_Q_K, table(1, 3, 2), table(1, 3, 2)),
+    ),
+    "rope_complex, last columns": Operator(
+        lambda q, k, angles: ops.rope_complex(q, k, torch.polar(torch.ones_like(angles), angles), first=2),
+        (*_Q_K, lambda generator, dtype: torch.rand(2, 3, 3, generator=generator)),
+    ),
+    "expand_keys, strided": Operator(
+        lambda kv, r: ops.expand_keys(kv.transpose(1, 2), r.unsqueeze(1)[:, 0, :, 2:8], 5),
+        (leaf(2, 4, 3, 12), leaf(2, 3, 12)),
+    ),
+    "expand_keys, second derivative": Operator(
+        lambda kv, r: torch.autograd.grad(
+            sum(each.pow(3).sum() for each in ops.expand_keys(kv, r, 5)), (kv, r), create_graph=True
+        ),
+        (leaf(2, 3, 4, 12), leaf(2, 3, 6)),
     ),
     "qk_norm_rope, queries": Operator(
         lambda *given: ops.qk_norm_rope(*given)[0], _changed("qk_norm_rope", torch.Tensor.detach, 1, 2, 3).arguments

@@ -197,7 +197,7 @@ def differences():
 def test_a_difference_names_a_test_that_exists(stock, ours, issue, tests):
     assert stock
     assert ours
-    assert issue == "– (no issue found)" or re.search(r"\[\w+#\d+\]\(https://github\.com/[\w/-]+/\d+\)", issue)
+    assert issue == "– (no issue found)" or re.search(r"\[[\w-]+#\d+\]\(https://github\.com/[\w/-]+/\d+\)", issue)
     named = re.findall(r"`([^`]+)::(\w+)`", tests)
     assert len(named) == tests.count("`") / 2 > 0
     for path, test in named:

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import runpy
+import socket
 import stat
 import subprocess
 import sys
@@ -137,6 +138,8 @@ def test_notebook_is_one_of_format_4_5_without_outputs(path):
 PROGRAMS = {
     "accelerate": 'printf "%s\\n" "$@"',
     "srun": '[[ $SRUN_CPUS_PER_TASK == 64 ]] && SLURM_NODEID=1 exec "$@"',
+    "getent": '[[ $2 == node3 ]] && printf "10.0.0.3  STREAM node3\\n10.0.0.3  DGRAM\\n"',
+    "hostname": 'printf "172.17.0.1 %s \\n" "${ADDRESS:-10.0.0.4}"',
     "scontrol": '[[ $* == "show hostnames node[3-4]" ]] && printf "node3\\nnode4\\n"',
 }
 ENVIRONMENT = {
@@ -189,6 +192,7 @@ def test_script_launches(path, programs):
         *(("two_machines", {key: ""}, f"{key}: is not set") for key in ENVIRONMENT["two_machines"]),
         ("two_machines", {"GPUS": "eight"}, "GPUS is eight; it must be a whole number"),
         ("two_machines", {"MACHINE_RANK": "2"}, "MACHINE_RANK is 2; it must be below MACHINES, 2"),
+        ("two_machines", {"MAIN_HOST": "node9"}, "MAIN_HOST is node9, which has no address here"),
         ("slurm", {"CONFIG": "my.yaml"}, "CONFIG is my.yaml, which is no file"),
         ("two_machines", {"CONFIG": "my.yaml"}, "CONFIG is my.yaml, which is no file"),
     ],
@@ -200,6 +204,33 @@ def test_script_says_what_is_missing(script, changed, message, programs):
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert message in line
+
+
+def test_the_first_machine_is_told_that_its_port_is_taken(programs):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        changed = {"MACHINE_RANK": "0", "PORT": port, "ADDRESS": "10.0.0.3"}
+        done = start("examples/two_machines.sh", programs, ["my.yaml"], ENVIRONMENT["two_machines"] | changed)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"PORT is {port}, which another program of this machine has")
+        changed |= {"MACHINE_RANK": "1", "ADDRESS": "10.0.0.4"}  # where the port is nothing to it
+        done = start("examples/two_machines.sh", programs, ["my.yaml"], ENVIRONMENT["two_machines"] | changed)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("rank", "address", "warns"), [(0, 3, False), (1, 4, False), (0, 4, True), (1, 3, True)])
+def test_a_rank_that_is_not_its_machine_s_is_asked_about(rank, address, warns, programs):
+    changed = {"MACHINE_RANK": str(rank), "ADDRESS": f"10.0.0.{address}"}
+    done = start("examples/two_machines.sh", programs, ["my.yaml"], ENVIRONMENT["two_machines"] | changed)
+    assert done.stdout.startswith("launch\n"), done.stderr
+    *asked, waits = done.stderr.splitlines()
+    assert waits == f"machine {rank} of 2 waits for the others at node3:29500, for ten minutes"
+    assert (
+        asked
+        == [f"MAIN_HOST is node3 and MACHINE_RANK {rank}: is this the first machine? 0 is the one at MAIN_HOST"] * warns
+    )
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

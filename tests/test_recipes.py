@@ -59,6 +59,8 @@ def test_all_shipped_recipes_are_found():
     ungated |= {f"{family}_{method}" for family in ("qwen3_5_35b_a3b", "nemotron_3_nano") for method in adapted}
     ungated |= {f"lfm2_2_6b_{method}" for method in ("sft", *adapted)}
     ungated |= {f"granite_4_h_small_{method}" for method in ("sft_lora", "dpo_lora")}
+    ungated |= {"qwen3_8b_fp8_sft_lora", "qwen3_30b_a3b_fp8_sft_lora", "qwen3_5_35b_a3b_fp8_sft_lora"}
+    ungated |= {"glm_4_7_flash_fp8_sft_lora"}
     ungated |= {"gemma4_e2b_sft_lora", "gemma4_e4b_sft_lora", "gemma4_e4b_dpo_lora"}
     quickstarts = {"quickstart", "quickstart_dpo", "quickstart_grpo"}
     quantised = {f"{family}_{method}" for family in ("llama3_8b", "gemma3_4b") for method in QUANTISED}
@@ -322,6 +324,20 @@ def test_mxfp4_checkpoints_are_loaded_in_16_bits(tmp_path, caplog):
     assert model_kwargs(recipe)["quantization_config"].dequantize is True
     assert "MXFP4 in the checkpoint, are loaded in 16 bits" in caplog.text
     assert load_model(recipe, str(tmp_path / "model")).model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
+
+
+def test_packed_checkpoints_stay_packed_under_adapters(tmp_path, monkeypatch):
+    write_mxfp4(tmp_path / "model")
+
+    def asked(**values):
+        named = {"model_config": None, "model_name_or_path": str(tmp_path / "model"), "use_peft": True}
+        return model_kwargs(minimal(tmp_path, **named, **values))
+
+    assert "quantization_config" not in asked()
+    assert "quantization_config" not in asked(packed_base=True)
+    assert asked(packed_base=False)["quantization_config"].dequantize is True
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert asked()["quantization_config"].dequantize is True
 
 
 def test_experts_are_split_over_the_processes_of_the_launch(tmp_path, monkeypatch):

@@ -25,8 +25,9 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Trained by smoke runs alone: Gemma 4 does not take the sizes of `COMMON`, the others have no row in the tables.
-_SMOKE_ALONE = ("gemma4", "qwen3_5", "qwen3_vl")
+# Trained by smoke runs alone: Gemma 4 and latent attention do not take the sizes of `COMMON`, the others have no row in
+# the tables.
+_SMOKE_ALONE = ("gemma4", "glm4_moe_lite", "qwen3_5", "qwen3_vl")
 _MORE: dict[str, dict[str, Any]] = {  # added to FAMILIES: auxiliary losses, and image ids that `tiny_batch` never draws
     "qwen3_moe": {"output_router_logits": True},
     "mixtral": {"output_router_logits": True},

@@ -1,5 +1,7 @@
 """Causal attention: every key, a sliding window, packed documents; with soft-capped scores (Gemma2) or sinks (GPT-OSS).
 
+Sparse attention is here, to the keys that an indexer has selected (DeepSeek V3.2, GLM-5).
+
 Multi-token attention is here too: causal weights of given scores, convolved over queries and keys.
 
 Masks are made before the clock starts, for the libraries that need one, as a model makes them once for all layers.
@@ -21,9 +23,11 @@ from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.head import in_parts, soft_capped
 from liger_trainer.benchmarks.registry import Case, Data, Floor, library, operation, provider, reference, wide
 from liger_trainer.kernels.attention.attention import attention
-from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.kernels.attention.plan import BLOCK, AttentionPlan, bits_of, dense
 
 _ROW, _DOCUMENT = 4096, 1024  # tokens
+_SELECTED = 2048  # keys that an indexer selects
+_LATENT_DIMS = (192, 128)  # of queries and keys, and of values, in DeepSeek's latent attention
 
 
 @dataclasses.dataclass
@@ -233,6 +237,68 @@ def ours(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor | None) 
     offsets = layout.offsets if layout.document < layout.length else None
     plan = AttentionPlan(layout.window, offsets, layout.document)
     return attention(q, k, v, plan=plan, softcap=layout.softcap, sinks=sinks)
+
+
+@operation("sparse_attention", "Sparse attention: to the keys that an indexer has selected", tokens=8192)
+def sparse_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
+    """One document of all tokens, whose queries have selected keys at random, so that no tile is without one.
+
+    There are 2048 for each, or a quarter of the tokens. The selection is made before the clock starts.
+    """
+    heads, key_heads, width, value_width = model.heads, model.kv_heads, model.head_dim, model.head_dim
+    if model.latent_attention:
+        key_heads, (width, value_width) = heads, _LATENT_DIMS
+    q, k = (data.normal(1, tokens, count, width) for count in (heads, key_heads))
+    v = data.normal(1, tokens, key_heads, value_width)
+    selected = max(min(_SELECTED, tokens // 4), 1)
+    plan = AttentionPlan(0, None, tokens)
+    parts = []
+    for start in range(0, tokens, BLOCK):
+        seen = dense(plan, 1, tokens, data.device, rows=slice(start, start + BLOCK))[0]
+        scores = data.normal(*seen.shape, grad=False).masked_fill(~seen, float("-inf"))
+        parts.append(bits_of(plan, scores.topk(selected, -1).indices, tokens, start))
+    plan = plan._replace(bits=torch.cat(parts, 2).flatten(1))
+    pairs = _pairs(tokens, selected)
+    flops = 2 * pairs * heads * (width + value_width)
+    out = tokens * heads * value_width
+    numbers = q.numel() + k.numel() + v.numel() + out
+    # The backward makes the scores again, and two products of each width.
+    floor = Floor(numbers, 2 * numbers, forward_flops=flops, backward_flops=2.5 * flops)
+    shape = f"1×{tokens}, {heads}/{key_heads} heads of {width} and {value_width}, {selected} keys"
+    mask = dense(plan, 1, tokens, data.device)
+    yield Case(
+        {"q": q, "k": k, "v": v, "plan": plan, "mask": mask},
+        shape,
+        floor,
+        (data.upstream(*v.shape[:2], heads, value_width),),
+    )
+
+
+@provider("sparse_attention", "torch")
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, mask: Tensor) -> Tensor:
+    """What transformers runs: sdpa, with a boolean mask of all pairs."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = _heads_first(q, k, v)
+    k, v = _repeated(k, groups), _repeated(v, groups)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).contiguous()
+
+
+@reference("sparse_attention")
+def exact_sparse_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, mask: Tensor) -> Tensor:
+    """One head at a time."""
+    groups = q.shape[2] // k.shape[2]
+
+    def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask[0], float("-inf")).softmax(-1) @ v
+
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    heads = {name: tensor.movedim(2, 0) for name, tensor in {"q": q, "k": k, "v": v}.items()}
+    return in_parts(one_head, size=1, **heads).movedim(0, 2)
+
+
+@provider("sparse_attention", "liger_trainer")
+def our_sparse_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, mask: Tensor) -> Tensor:
+    return attention(q, k, v, plan=plan)
 
 
 @operation(

@@ -1,4 +1,4 @@
-"""Attention of whole documents in Triton, forward and backward, for what torch's flash operator lacks: soft-cap, fp32.
+"""Attention of whole documents in Triton, for what torch's flash operator lacks: soft-cap, fp32, more than 256 columns.
 
 For a query i of a document, its head, and the keys j that it sees (FlashAttention-2, arXiv 2307.08691)::
 
@@ -26,6 +26,17 @@ sees its prompt: its queries are then at the last positions.
 A block of queries visits the blocks of keys in three parts: those at the far edge of the window, where some pairs are
 masked; those that all of its queries see whole, without a mask; those on the diagonal or at the end of the document.
 
+Where queries see selected keys alone, as an indexer has chosen them, the selection is bits (`plan.py`), the same for
+all heads. A kernel of its own lists the tiles in which a query has selected a key, for each block of queries and, for
+dk and dv, of keys. The others visit the listed tiles, and mask all of them. A list is read as the bounds are computed,
+ahead of the loads that depend on it, so these stay in flight, as they would not behind a branch for each tile.
+
+A program computes scores of all D columns and sums COLUMNS columns of a result: the registers do not hold sums of 128
+rows of wider heads, which so have several programs, each with the same scores.
+
+Where heads share keys and there are few programs, those of a key head are split over SPLITS programs, whose sums are
+added afterwards, in fp32 and in their order.
+
 Shapes: T tokens and K keys of all documents, D head_dim; tiles are QUERIES by KEYS of one head.
 """
 
@@ -42,10 +53,17 @@ from liger_trainer.kernels.runtime import tl, triton
 
 
 @triton.jit
-def _program(blocks, HEADS: tl.constexpr):
-    """The block, head and document of a program: neighbours read the same keys, which then stay in L2."""
+def _program(blocks, HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """The block, first column, head and document of a program: neighbours read the same keys, which then stay in L2."""
+    PARTS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
-    return program % blocks, (program // blocks % HEADS).to(tl.int64), program // blocks // HEADS
+    block = program % blocks
+    program = program // blocks
+    if PARTS == 1:
+        return block, 0, (program % HEADS).to(tl.int64), program // HEADS
+    else:  # noqa: RET505 (a compile-time branch)
+        first_column = program % PARTS * COLUMNS
+        return block, first_column, (program // PARTS % HEADS).to(tl.int64), program // PARTS // HEADS
 
 
 @triton.jit
@@ -57,7 +75,7 @@ def _document(offsets_ptr, key_offsets_ptr, longest, document):
     if offsets_ptr is None:
         start = document.to(tl.int64) * longest
         return start, start, 0, longest
-    else:  # noqa: RET505 (a compile-time branch)
+    else:  # noqa: RET505
         start = tl.load(offsets_ptr + document)
         length = tl.load(offsets_ptr + document + 1) - start
         if key_offsets_ptr is None:
@@ -70,21 +88,33 @@ def _document(offsets_ptr, key_offsets_ptr, longest, document):
 
 
 @triton.jit
-def _load_rows(base, rows, stride, length, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The (rows, BLOCK_D) tile of one head. Rows past the document, if MASKED, and columns past D are zero."""
-    columns = tl.arange(0, BLOCK_D)
+def _load_rows(base, rows, stride, length, first, MASKED: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """The (rows, COLUMNS) tile of one head from column `first` on, a multiple of COLUMNS.
+
+    Rows past the document, if MASKED, and columns past D are zero.
+    """
+    columns = first + tl.arange(0, COLUMNS)
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     if MASKED:
         return tl.load(pointers, mask=(rows < length)[:, None] & (columns < D)[None, :], other=0.0)
-    elif D < BLOCK_D:  # noqa: RET505
+    elif D % COLUMNS:  # noqa: RET505
         return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
     else:
         return tl.load(pointers)
 
 
 @triton.jit
-def _store_rows(base, tile, rows, stride, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    columns = tl.arange(0, BLOCK_D)
+def _load_part(whole, base, rows, stride, length, first, MASKED: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of `whole`, the tile of all columns, that the program sums: `whole` itself, if they are all."""
+    if whole.shape[1] == COLUMNS:
+        return whole
+    else:  # noqa: RET505
+        return _load_rows(base, rows, stride, length, first, MASKED, D, COLUMNS)
+
+
+@triton.jit
+def _store_rows(base, tile, rows, stride, length, first, D: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = first + tl.arange(0, COLUMNS)
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     mask = (rows < length)[:, None] & (columns < D)[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
@@ -157,6 +187,68 @@ def _queries_of(
 
 
 @triton.jit
+def _list_of(tiles_ptr, row, most):
+    """Where the list of a block begins, which is `row` of (rows, 1 + most), and how many tiles it has."""
+    list_ptr = tiles_ptr + row.to(tl.int64) * (1 + most)
+    return list_ptr + 1, tl.load(list_ptr)
+
+
+@triton.jit
+def _first_of(list_ptr, place, origin, SIZE: tl.constexpr):
+    """The first position of a tile: `place` itself or, with a list, that of the tile at this place of it."""
+    if list_ptr is None:
+        return place
+    else:  # noqa: RET505
+        return origin + tl.load(list_ptr + place) * SIZE
+
+
+@triton.jit
+def _lowest(count):
+    """A word with as many bits set, from the lowest on: none below 1, all from 32 on."""
+    return tl.where(count >= 32, -1, (1 << (tl.maximum(count, 0) & 31)) - 1)
+
+
+@triton.jit
+def _word(bits_ptr, query, word, start, length, tokens, words, window, WINDOW: tl.constexpr):
+    """The selected keys among those of a word that the queries see: none, if the word is behind the last one."""
+    pointers = bits_ptr + tl.minimum(word, words - 1).to(tl.int64) * tokens + start + query
+    bits = tl.load(pointers, mask=query < length, other=0)
+    bits &= _lowest(query - 32 * word + 1)
+    if WINDOW:
+        bits &= ~_lowest(query - 32 * word - window + 1)
+    return bits
+
+
+@triton.jit
+def _selects(
+    bits_ptr, query, key, first_key, start, length, tokens, words, window, KEYS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Which queries see and have selected which of the KEYS keys from `first_key` on; shapes as for `_sees`.
+
+    What a query does not see is taken from its words, which are far fewer than pairs.
+    """
+    word = first_key >> 5
+    bits = _word(bits_ptr, query, word, start, length, tokens, words, window, WINDOW)
+    for more in tl.static_range(1, KEYS // 32):
+        later = _word(bits_ptr, query, word + more, start, length, tokens, words, window, WINDOW)
+        bits = tl.where(key - first_key >= 32 * more, later, bits)
+    return ((bits >> (key & 31)) & 1) != 0
+
+
+@triton.jit
+def _seen(
+    bits_ptr, query, key, first_key, start, length, tokens, words, window,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, SELECTED: tl.constexpr,
+):  # fmt: skip
+    """Which queries see which keys: those that they have selected, if SELECTED, or all before them."""
+    if SELECTED:
+        seen = _selects(bits_ptr, query, key, first_key, start, length, tokens, words, window, KEYS, WINDOW)
+    else:
+        seen = _sees(query, key, length, window, WINDOW)
+    return seen
+
+
+@triton.jit
 def _part(part: tl.constexpr, begin, whole, edge, end):
     """The bounds of one of the three parts; part 1 needs no mask."""
     if part == 0:
@@ -168,11 +260,72 @@ def _part(part: tl.constexpr, begin, whole, edge, end):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The tiles in which a query has selected a key
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["tokens", "words", "longest", "blocks", "window"])
+def selected_tiles_kernel(
+    bits_ptr,
+    tiles_ptr,
+    offsets_ptr,
+    key_offsets_ptr,
+    tokens,
+    words,
+    longest,
+    blocks,
+    window,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):
+    """The list of one block of queries or, BY_KEYS, of keys: how many tiles, then their numbers, which rise."""
+    SHARED: tl.constexpr = key_offsets_ptr is not None
+    block, document = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    start, key_start, shift, length = _document(offsets_ptr, key_offsets_ptr, longest, document)
+    if BY_KEYS:
+        first = block * KEYS
+        begin, _, _, end = _queries_of(first, shift, length, window, QUERIES, KEYS, WINDOW, SHARED)
+        low, high = (begin - shift) // QUERIES, tl.cdiv(end - shift, QUERIES)
+        row, most = key_start // KEYS + document + block, tl.cdiv(longest, QUERIES)
+    else:
+        first = shift + block * QUERIES
+        begin, _, _, end = _keys_of(first, length, window, QUERIES, KEYS, WINDOW)
+        low, high = begin // KEYS, tl.cdiv(end, KEYS)
+        row, most = (start + shift) // QUERIES + document + block, tl.cdiv(32 * words, KEYS)
+    if first >= length:
+        return
+    list_ptr = tiles_ptr + row.to(tl.int64) * (1 + most)
+    count = 0
+    for lowest in range(low, high, TILES):
+        tile = lowest + tl.arange(0, TILES)
+        if BY_KEYS:
+            query = shift + tile[:, None] * QUERIES + tl.arange(0, QUERIES)[None, :]
+            first_key = first
+        else:
+            query = first + tl.arange(0, QUERIES)[None, :]
+            first_key = tile[:, None] * KEYS
+        word = first_key >> 5
+        limit = tl.where(tile < high, length, 0)[:, None]
+        bits = _word(bits_ptr, query, word, start, limit, tokens, words, window, WINDOW)
+        for more in tl.static_range(1, KEYS // 32):
+            bits |= _word(bits_ptr, query, word + more, start, limit, tokens, words, window, WINDOW)
+        if KEYS < 32:
+            bits = (bits >> (first_key & 31)) & ((1 << KEYS) - 1)
+        found = tl.max((bits != 0).to(tl.int32), 1)
+        tl.store(list_ptr + count + tl.cumsum(found, 0), tile, mask=found != 0)
+        count += tl.sum(found, 0)
+    tl.store(list_ptr, count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Forward
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
+@triton.jit(do_not_specialize=["tokens", "words", "longest", "blocks", "window"])
 def forward_kernel(
     q_ptr,
     k_ptr,
@@ -181,7 +334,10 @@ def forward_kernel(
     lse_ptr,
     offsets_ptr,
     key_offsets_ptr,
+    bits_ptr,
+    tiles_ptr,
     tokens,
+    words,
     longest,
     blocks,
     window,
@@ -197,6 +353,7 @@ def forward_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -206,27 +363,46 @@ def forward_kernel(
     """`out` and `lse` of one block of queries of one head."""
     LN2: tl.constexpr = 0.6931471805599453
     PRECISION: tl.constexpr = "ieee" if PRECISE else None
-    block, head, document = _program(blocks, HEADS)
+    SELECTED: tl.constexpr = bits_ptr is not None
+    block, first_column, head, document = _program(blocks, HEADS, D, COLUMNS)
     start, key_start, shift, length = _document(offsets_ptr, key_offsets_ptr, longest, document)
     first = shift + (blocks - 1 - block) * QUERIES  # the last blocks have the most keys: they go first
     if first >= length:
         return
     query = first + tl.arange(0, QUERIES)
-    q = _load_rows(q_ptr + start * q_token + head * q_head, query, q_token, length, True, D, BLOCK_D)
+    q = _load_rows(q_ptr + start * q_token + head * q_head, query, q_token, length, 0, True, D, BLOCK_D)
     k_ptr += key_start * k_token + head // GROUP * k_head
     v_ptr += key_start * v_token + head // GROUP * v_head
-    sums = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    sums = tl.zeros((QUERIES, COLUMNS), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
     begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, WINDOW)
-    for part in tl.static_range(3):
+    if SELECTED:
+        row = (start + shift) // QUERIES + document + blocks - 1 - block
+        tiles_ptr, end = _list_of(tiles_ptr, row, tl.cdiv(32 * words, KEYS))
+        edge = 0
+    for part in tl.static_range(2 if SELECTED else 0, 3):
         low, high = _part(part, begin, whole, edge, end)
-        for first_key in range(low, high, KEYS):
+        for place in range(low, high, 1 if SELECTED else KEYS):
+            first_key = _first_of(tiles_ptr, place, 0, KEYS)
             key = first_key + tl.arange(0, KEYS)
-            k = _load_rows(k_ptr, key, k_token, length, part != 1, D, BLOCK_D)
+            k = _load_rows(k_ptr, key, k_token, length, 0, part != 1, D, BLOCK_D)
             scores, _ = _scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
             if part != 1:
-                seen = _sees(query[:, None], key[None, :], length, window, WINDOW)
+                seen = _seen(
+                    bits_ptr,
+                    query[:, None],
+                    key[None, :],
+                    first_key,
+                    start,
+                    length,
+                    tokens,
+                    words,
+                    window,
+                    KEYS,
+                    WINDOW,
+                    SELECTED,
+                )
                 scores = tl.where(seen, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             base = new_peak
@@ -235,12 +411,13 @@ def forward_kernel(
             p = tl.exp2(scores - base[:, None])
             decay = tl.exp2(peak - base)
             total = total * decay + tl.sum(p, 1)
-            v = _load_rows(v_ptr, key, v_token, length, part != 1, D, BLOCK_D)
+            v = _load_rows(v_ptr, key, v_token, length, first_column, part != 1, D, COLUMNS)
             sums = tl.dot(p.to(v.dtype), v, sums * decay[:, None], input_precision=PRECISION)
             peak = new_peak
     out_ptr += (start * HEADS + head) * D
-    _store_rows(out_ptr, sums / total[:, None], query, HEADS * D, length, D, BLOCK_D)
-    tl.store(lse_ptr + head * tokens + start + query, (peak + tl.log2(total)) * LN2, mask=query < length)
+    _store_rows(out_ptr, sums / total[:, None], query, HEADS * D, length, first_column, D, COLUMNS)
+    if first_column == 0:
+        tl.store(lse_ptr + head * tokens + start + query, (peak + tl.log2(total)) * LN2, mask=query < length)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,8 +443,8 @@ def delta_kernel(
     """The delta of ROWS tokens of one head."""
     head = (tl.program_id(0) // blocks).to(tl.int64)
     token = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    dout = _load_rows(dout_ptr + head * dout_head, token, dout_token, tokens, True, D, BLOCK_D).to(tl.float32)
-    out = _load_rows(out_ptr + head * out_head, token, out_token, tokens, True, D, BLOCK_D).to(tl.float32)
+    dout = _load_rows(dout_ptr + head * dout_head, token, dout_token, tokens, 0, True, D, BLOCK_D).to(tl.float32)
+    out = _load_rows(out_ptr + head * out_head, token, out_token, tokens, 0, True, D, BLOCK_D).to(tl.float32)
     tl.store(delta_ptr + head * tokens + token, tl.sum(dout * out, 1), mask=token < tokens)
 
 
@@ -282,7 +459,7 @@ def _load_statistics(lse_ptr, delta_ptr, query, length, MASKED: tl.constexpr):
         return tl.load(lse_ptr + query) * LOG2E, tl.load(delta_ptr + query)
 
 
-@triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
+@triton.jit(do_not_specialize=["tokens", "words", "keys", "longest", "blocks", "window"])
 def key_gradients_kernel(
     q_ptr,
     k_ptr,
@@ -294,7 +471,11 @@ def key_gradients_kernel(
     dv_ptr,
     offsets_ptr,
     key_offsets_ptr,
+    bits_ptr,
+    tiles_ptr,
     tokens,
+    words,
+    keys,
     longest,
     blocks,
     window,
@@ -311,63 +492,94 @@ def key_gradients_kernel(
     dout_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    """The dk and dv, or the one that is not None, of one block of keys of a head. Scores are (KEYS, QUERIES)."""
+    """The dk and dv, or the one that is not None, of one block of keys of a head. Scores are (KEYS, QUERIES).
+
+    With SPLITS, a program sums over so many parts of the heads that share the keys, into (SPLITS, K, heads, D).
+    """
     PRECISION: tl.constexpr = "ieee" if PRECISE else None
+    SELECTED: tl.constexpr = bits_ptr is not None
     KEY_HEADS: tl.constexpr = HEADS // GROUP
-    block, key_head, document = _program(blocks, KEY_HEADS)
+    MEMBERS: tl.constexpr = GROUP // SPLITS
+    block, first_column, part_of_group, document = _program(blocks, KEY_HEADS * SPLITS, D, COLUMNS)
+    key_head = part_of_group // SPLITS
     start, key_start, shift, length = _document(offsets_ptr, key_offsets_ptr, longest, document)
     first = block * KEYS
     if first >= length:
         return
     key = first + tl.arange(0, KEYS)
-    k = _load_rows(k_ptr + key_start * k_token + key_head * k_head, key, k_token, length, True, D, BLOCK_D)
+    k = _load_rows(k_ptr + key_start * k_token + key_head * k_head, key, k_token, length, 0, True, D, BLOCK_D)
     if dk_ptr is not None:
-        v = _load_rows(v_ptr + key_start * v_token + key_head * v_head, key, v_token, length, True, D, BLOCK_D)
-        dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
+        v = _load_rows(v_ptr + key_start * v_token + key_head * v_head, key, v_token, length, 0, True, D, BLOCK_D)
+        dk = tl.zeros((KEYS, COLUMNS), tl.float32)
     if dv_ptr is not None:
-        dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
+        dv = tl.zeros((KEYS, COLUMNS), tl.float32)
     SHARED: tl.constexpr = key_offsets_ptr is not None
     begin, whole, edge, end = _queries_of(first, shift, length, window, QUERIES, KEYS, WINDOW, SHARED)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
+    if SELECTED:
+        row = key_start // KEYS + document + block
+        tiles_ptr, end = _list_of(tiles_ptr, row, tl.cdiv(longest, QUERIES))
+        edge = 0
+    for member in range(MEMBERS):
+        head = part_of_group * MEMBERS + member
         q_base = q_ptr + start * q_token + head * q_head
         dout_base = dout_ptr + start * dout_token + head * dout_head
         lse_base = lse_ptr + head * tokens + start
         delta_base = delta_ptr + head * tokens + start
-        for part in tl.static_range(3):
+        for part in tl.static_range(2 if SELECTED else 0, 3):
             low, high = _part(part, begin, whole, edge, end)
-            for first_query in range(low, high, QUERIES):
+            for place in range(low, high, 1 if SELECTED else QUERIES):
+                first_query = _first_of(tiles_ptr, place, shift, QUERIES)
                 query = first_query + tl.arange(0, QUERIES)
-                q = _load_rows(q_base, query, q_token, length, part != 1, D, BLOCK_D)
+                q = _load_rows(q_base, query, q_token, length, 0, part != 1, D, BLOCK_D)
                 lse, delta = _load_statistics(lse_base, delta_base, query, length, part != 1)
                 scores, slope = _scores(tl.dot(k, q.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
                 p = tl.exp2(scores - lse[None, :])
                 if part != 1:
-                    p = tl.where(_sees(query[None, :], key[:, None], length, window, WINDOW), p, 0.0)
-                dout = _load_rows(dout_base, query, dout_token, length, part != 1, D, BLOCK_D)
+                    seen = _seen(
+                        bits_ptr,
+                        query[None, :],
+                        key[:, None],
+                        first,
+                        start,
+                        length,
+                        tokens,
+                        words,
+                        window,
+                        KEYS,
+                        WINDOW,
+                        SELECTED,
+                    )
+                    p = tl.where(seen, p, 0.0)
+                if dk_ptr is None:
+                    dout = _load_rows(dout_base, query, dout_token, length, first_column, part != 1, D, COLUMNS)
+                else:
+                    dout = _load_rows(dout_base, query, dout_token, length, 0, part != 1, D, BLOCK_D)
                 if dv_ptr is not None:
                     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
                 if dk_ptr is not None:
                     ds = p * (tl.dot(v, dout.T, input_precision=PRECISION) - delta[None, :])
                     if SOFTCAP:
                         ds *= slope
+                    q = _load_part(q, q_base, query, q_token, length, first_column, part != 1, D, COLUMNS)
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    offset = (key_start * KEY_HEADS + key_head) * D
+    offset = ((part_of_group % SPLITS * keys + key_start) * KEY_HEADS + key_head) * D
     if dk_ptr is not None:
-        _store_rows(dk_ptr + offset, dk * factor, key, KEY_HEADS * D, length, D, BLOCK_D)
+        _store_rows(dk_ptr + offset, dk * factor, key, KEY_HEADS * D, length, first_column, D, COLUMNS)
     if dv_ptr is not None:
-        _store_rows(dv_ptr + offset, dv, key, KEY_HEADS * D, length, D, BLOCK_D)
+        _store_rows(dv_ptr + offset, dv, key, KEY_HEADS * D, length, first_column, D, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["tokens", "longest", "blocks", "window"])
+@triton.jit(do_not_specialize=["tokens", "words", "longest", "blocks", "window"])
 def query_gradients_kernel(
     q_ptr,
     k_ptr,
@@ -378,7 +590,10 @@ def query_gradients_kernel(
     dq_ptr,
     offsets_ptr,
     key_offsets_ptr,
+    bits_ptr,
+    tiles_ptr,
     tokens,
+    words,
     longest,
     blocks,
     window,
@@ -397,6 +612,7 @@ def query_gradients_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -405,33 +621,55 @@ def query_gradients_kernel(
 ):
     """The dq of one block of queries of one head."""
     PRECISION: tl.constexpr = "ieee" if PRECISE else None
-    block, head, document = _program(blocks, HEADS)
+    SELECTED: tl.constexpr = bits_ptr is not None
+    block, first_column, head, document = _program(blocks, HEADS, D, COLUMNS)
     start, key_start, shift, length = _document(offsets_ptr, key_offsets_ptr, longest, document)
     first = shift + (blocks - 1 - block) * QUERIES
     if first >= length:
         return
     query = first + tl.arange(0, QUERIES)
-    q = _load_rows(q_ptr + start * q_token + head * q_head, query, q_token, length, True, D, BLOCK_D)
+    q = _load_rows(q_ptr + start * q_token + head * q_head, query, q_token, length, 0, True, D, BLOCK_D)
     dout_ptr += start * dout_token + head * dout_head
-    dout = _load_rows(dout_ptr, query, dout_token, length, True, D, BLOCK_D)
+    dout = _load_rows(dout_ptr, query, dout_token, length, 0, True, D, BLOCK_D)
     statistics = head * tokens + start
     lse, delta = _load_statistics(lse_ptr + statistics, delta_ptr + statistics, query, length, True)
     k_ptr += key_start * k_token + head // GROUP * k_head
     v_ptr += key_start * v_token + head // GROUP * v_head
-    dq = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    dq = tl.zeros((QUERIES, COLUMNS), tl.float32)
     begin, whole, edge, end = _keys_of(first, length, window, QUERIES, KEYS, WINDOW)
-    for part in tl.static_range(3):
+    if SELECTED:
+        row = (start + shift) // QUERIES + document + blocks - 1 - block
+        tiles_ptr, end = _list_of(tiles_ptr, row, tl.cdiv(32 * words, KEYS))
+        edge = 0
+    for part in tl.static_range(2 if SELECTED else 0, 3):
         low, high = _part(part, begin, whole, edge, end)
-        for first_key in range(low, high, KEYS):
+        for place in range(low, high, 1 if SELECTED else KEYS):
+            first_key = _first_of(tiles_ptr, place, 0, KEYS)
             key = first_key + tl.arange(0, KEYS)
-            k = _load_rows(k_ptr, key, k_token, length, part != 1, D, BLOCK_D)
-            v = _load_rows(v_ptr, key, v_token, length, part != 1, D, BLOCK_D)
+            k = _load_rows(k_ptr, key, k_token, length, 0, part != 1, D, BLOCK_D)
+            v = _load_rows(v_ptr, key, v_token, length, 0, part != 1, D, BLOCK_D)
             scores, slope = _scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, SOFTCAP, PRECISE)
             p = tl.exp2(scores - lse[:, None])
             if part != 1:
-                p = tl.where(_sees(query[:, None], key[None, :], length, window, WINDOW), p, 0.0)
+                seen = _seen(
+                    bits_ptr,
+                    query[:, None],
+                    key[None, :],
+                    first_key,
+                    start,
+                    length,
+                    tokens,
+                    words,
+                    window,
+                    KEYS,
+                    WINDOW,
+                    SELECTED,
+                )
+                p = tl.where(seen, p, 0.0)
             ds = p * (tl.dot(dout, v.T, input_precision=PRECISION) - delta[:, None])
             if SOFTCAP:
                 ds *= slope
+            k = _load_part(k, k_ptr, key, k_token, length, first_column, part != 1, D, COLUMNS)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    _store_rows(dq_ptr + (start * HEADS + head) * D, dq * factor, query, HEADS * D, length, D, BLOCK_D)
+    dq_ptr += (start * HEADS + head) * D
+    _store_rows(dq_ptr, dq * factor, query, HEADS * D, length, first_column, D, COLUMNS)

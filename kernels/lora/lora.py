@@ -6,13 +6,13 @@ Layers of one input share the thin product with their A, and the matmuls sum the
 in `lora_products.py`. Saved for backward: x, in its own dtype, and z = x @ A^T, a few columns; masks where there is
 dropout. Eager code saves x once more in the adapters' dtype, usually fp32. Frozen weights cost no gradient.
 
-W may be in 4 bits (QLoRA, arXiv 2305.14314). Forward and backward each dequantize it for their product, into a buffer
-that all such products share, and save only the 4 bits. Or W may be in fp8, and its products with it
-(`kernels/fp8/stored.py`).
+W may be packed: in 4 bits (QLoRA, arXiv 2305.14314), or as a published checkpoint holds it
+(`kernels/lowbit/formats.py`). Forward and backward each decode it for their product, into a buffer that all such
+products share, and save only what is packed. Or W may be in fp8, and its products with it (`kernels/fp8/stored.py`).
 
 The operator takes flat lists, as its schema demands: the parameters of all layers, then those of all adapters. Where
 there is no bias or no mask, a tensor without elements is in its place. `statistics` and `layouts` are the remaining
-parts of weights in 4 bits (`flat_weights`).
+parts of packed weights (`flat_weights`).
 
 Shapes: x (..., in_features), W (out_features, in_features), A (rank, in_features), B (out_features, rank), z (tokens,
 rank).
@@ -40,6 +40,8 @@ from liger_trainer.kernels.lora.lora_products import (
     weights_of,
 )
 from liger_trainer.kernels.lora.nf4 import NF4Weight, check_weight, nf4_dequantize_reference
+from liger_trainer.kernels.lowbit.decode import decode_reference
+from liger_trainer.kernels.lowbit.formats import check_packed
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import as_autocast
 
@@ -64,7 +66,7 @@ class LoRALayer(NamedTuple):
     """A linear layer with adapters.
 
     Args:
-        weight: W, (out_features, in_features), floating point, in 4 bits or in fp8.
+        weight: W, (out_features, in_features), floating point, packed or in fp8.
         bias: (out_features,), or None.
         adapters: Adapters whose products are added; may be empty.
     """
@@ -168,16 +170,18 @@ refuse_second_derivative(_lora_linears_backward, "lora_linear, lora_linears and 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, *lists, ctx.statistics, ctx.layouts, ctx.layers, ctx.scalings = inputs
-    # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
-    ctx.lengths = [len(each) for each in lists]
-    ctx.save_for_backward(x, output[-1], *(tensor for each in lists for tensor in or_none(each)))
+    x, weights, *lists, ctx.statistics, ctx.layouts, ctx.layers, ctx.scalings = inputs
+    # The statistics are part of the model as well: see `keep_packed`.
+    ctx.lengths = [len(weights), *(len(each) for each in lists)]
+    rest = (tensor for each in lists for tensor in or_none(each))
+    ctx.save_for_backward(x, output[-1], *products.keep_packed(ctx, weights), *rest)
 
 
 def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
     need_x, need_weights, need_biases, need_a, need_b = ctx.needs_input_grad[:5]
     x, z, *flat = ctx.saved_tensors
     weights, biases, lora_a, lora_b, masks = lists_of(or_empty(flat, x), ctx.lengths)
+    weights = products.with_packed(ctx, weights)
     dy = [
         x.new_zeros((*x.shape[:-1], weight.shape[0])) if given is None else given
         for given, weight in zip(gradients, weights_of(weights, ctx.statistics, ctx.layouts))
@@ -295,10 +299,12 @@ def _check_weight(weight: Weight, x: torch.Tensor) -> None:
     if isinstance(weight, torch.Tensor):
         _check_shape("weight", weight, x, None, x.shape[-1])
         return
+    bits = "4 bits" if isinstance(weight, NF4Weight) else "fp8" if isinstance(weight, Fp8Weight) else "a packed format"
     if isinstance(weight, NF4Weight):
         check_weight("weight", weight)
-    if weight.shape[1] != x.shape[-1] or weight.device != x.device:
-        bits = "4 bits" if isinstance(weight, NF4Weight) else "fp8"
+    elif not isinstance(weight, Fp8Weight):
+        check_packed("weight", weight)
+    if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or weight.device != x.device:
         raise ValueError(
             f"`weight` is {tuple(weight.shape)} in {bits} on {weight.device}; for an `x` of {tuple(x.shape)} on "
             f"{x.device} it must be (any, {x.shape[-1]}), on the same device."
@@ -343,4 +349,8 @@ def lora_linears_reference(x: torch.Tensor, layers: Sequence[LoRALayer]) -> tupl
 def _dense(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight.to(dtype)
-    return dequantize(weight, dtype) if isinstance(weight, Fp8Weight) else nf4_dequantize_reference(weight, dtype)
+    if isinstance(weight, Fp8Weight):
+        return dequantize(weight, dtype)
+    if isinstance(weight, NF4Weight):
+        return nf4_dequantize_reference(weight, dtype)
+    return decode_reference(weight, dtype)

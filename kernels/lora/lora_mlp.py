@@ -72,14 +72,14 @@ class DownOperands(NamedTuple):
     Args:
         gate: (..., intermediate), or a whole fused projection.
         up: Shaped as `gate`; None where `gate` is a whole fused projection.
-        weight: W, or the codes of one in 4 bits or in fp8.
+        weight: W, or the codes of one that is packed or in fp8.
         bias: (hidden,), or None.
         z: The product of x with A of gate's adapter and of up's, whose products are still to be added; None for none.
         added_b: With `z`, B of gate and B of up; one that does not exist is a tensor without elements, as below.
         lora_a: A of the down projection's adapters.
         lora_b: B of these.
         masks: Their dropout masks.
-        statistics: The statistics of a weight in 4 bits (`flat_weights`).
+        statistics: The statistics of a packed weight (`flat_weights`).
         layouts: Its layout.
         added_scalings: Factors of the products to be added.
         scalings: Factors of the down projection's adapters.
@@ -169,19 +169,21 @@ def _updates(z: torch.Tensor, added_b: Sequence[torch.Tensor], scalings: Sequenc
 def _setup_context(ctx: Any, inputs: tuple[DownOperands, bool], output: torch.Tensor) -> None:
     operands, ctx.inplace_backward = inputs
     gate, up, weight, bias, z, *lists = operands[:9]
-    # The statistics are part of the model: saved for backward, they would be offloaded as activations are.
+    # The statistics are part of the model as well: see `keep_packed`.
     ctx.statistics, ctx.layouts, ctx.added_scalings, ctx.scalings, *_ = operands[9:]
     ctx.form = operands.form
     ctx.lengths = [len(each) for each in lists]
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(gate, up, weight, z, *(tensor for each in lists for tensor in or_none(each)))
+    (kept,) = products.keep_packed(ctx, [weight])
+    ctx.save_for_backward(gate, up, kept, z, *(tensor for each in lists for tensor in or_none(each)))
 
 
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(second_derivative_message("lora_mlp and lora_down"))
     need_gate, need_up, need_weight, need_bias, _, need_added, need_a, need_b = ctx.needs_input_grad[:8]
-    gate, up, weight, z, *flat = ctx.saved_tensors
+    gate, up, kept, z, *flat = ctx.saved_tensors
+    (weight,) = products.with_packed(ctx, [kept])
     added_b, lora_a, lora_b, masks = lists_of(or_empty(flat, gate), ctx.lengths)
     adapters = products.adapters_of(lora_a, lora_b, masks, ctx.scalings)
     (base,) = weights_of([weight], ctx.statistics, ctx.layouts)

@@ -12,8 +12,10 @@ matrix: one thin product for all z, and one for all dA. Sums are accumulated by 
 is a tensor of its own.
 
 Everything is multiplied in the dtype of x, to which weights and adapters are cast; x is never cast. Gradients of
-parameters leave the matmul in fp32 where the parameter is wider than x. A frozen W_i may be in 4 bits (`nf4.py`), or
-in fp8 (`kernels/fp8/stored.py`), whose products are in fp8 too.
+parameters leave the matmul in fp32 where the parameter is wider than x. A frozen W_i may be packed: in 4 bits as
+bitsandbytes stores it (`nf4.py`), or as a published checkpoint does (`kernels/lowbit/formats.py`). Forward and backward
+each decode it for their product, into a buffer that all such products share. Or W_i may be in fp8 with products in fp8
+(`kernels/fp8/stored.py`).
 
 Shapes: x (tokens, in_features), dy (tokens, out_features), A (rank, in_features), B (out_features, rank).
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional as F
@@ -30,11 +32,14 @@ from torch.nn import functional as F
 from liger_trainer.kernels.fp8 import stored
 from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.fp8.stored import Fp8Weight
-from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, nf4_add_product_, nf4_linear
+from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, dequantized
+from liger_trainer.kernels.lowbit.decode import decoded
+from liger_trainer.kernels.lowbit.formats import NUM_STATISTICS, PackedWeight, packed_of
+from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import matmul_into
 
-Weight: TypeAlias = torch.Tensor | NF4Weight | Fp8Weight
-"""The weight of a linear layer: floating point, in 4 bits, or in fp8."""
+Weight: TypeAlias = torch.Tensor | NF4Weight | Fp8Weight | PackedWeight
+"""The weight of a linear layer: floating point, packed, or in fp8 with products in fp8."""
 
 _FP8_LAYOUT = [-1] * LAYOUT_LENGTH  # in place of the numbers of a weight in 4 bits
 
@@ -55,7 +60,7 @@ def flat_weights(weights: Sequence[Weight]) -> tuple[list[torch.Tensor], list[to
             statistics.append(weight.scales)
             layouts += _FP8_LAYOUT
         else:
-            tensors.append(weight.packed)
+            tensors.append(weight[0])
             statistics += weight.statistics
             layouts += weight.layout
     return tensors, statistics, layouts
@@ -76,10 +81,24 @@ def weights_of(
             weights.append(Fp8Weight(tensor, statistics[start]))
             start += 1
             continue
-        end = start + (5 if layout[-1] else 2)
-        weights.append(NF4Weight.of(tensor, statistics[start:end], layout))
-        start = end
+        of, count = (packed_of, NUM_STATISTICS[layout[0]]) if layout[0] < 0 else (NF4Weight.of, 5 if layout[-1] else 2)
+        weights.append(of(tensor, statistics[start : start + count], layout))
+        start += count
     return weights
+
+
+def keep_packed(ctx: Any, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The weights to be saved, with None for codes, which `ctx` keeps.
+
+    Codes are part of the model: saved for backward, those that are no parameters would be offloaded as activations are.
+    """
+    ctx.packed = [None if weight.is_floating_point() else weight for weight in weights]
+    return [weight if weight.is_floating_point() else None for weight in weights]
+
+
+def with_packed(ctx: Any, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All weights, of those that were saved."""
+    return [weight if packed is None else packed for weight, packed in zip(weights, ctx.packed)]
 
 
 class Adapter(NamedTuple):
@@ -144,6 +163,30 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@operator("liger_trainer::packed_matmul_", mutates=("out",))
+def _packed_matmul_(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    statistics: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    bias: torch.Tensor | None,
+    transposed: bool,
+    add: bool,
+) -> None:
+    """Writes to `out` the product of `rows` with the weight or its transpose, plus `bias`, or plus `out` with `add`."""
+    if layout[0] < 0:
+        base = decoded(packed_of(packed, statistics, layout), rows.dtype)
+    else:
+        base = dequantized(NF4Weight.of(packed, statistics, layout), rows.dtype)
+    with base as dense:
+        right = dense.T if transposed else dense
+        if bias is not None:
+            torch.addmm(bias, rows, right, out=out)
+        else:
+            torch.addmm(out, rows, right, beta=int(add), out=out)
+
+
 def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """``rows @ weight.T + bias`` in the dtype of `rows`."""
     bias = None if bias is None else bias.to(rows.dtype)
@@ -151,7 +194,9 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> tor
         return F.linear(rows, weight.to(rows.dtype), bias)
     if isinstance(weight, Fp8Weight):
         return stored.product(rows, weight, bias)
-    return nf4_linear(rows, weight, bias)
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    _packed_matmul_(out, rows, weight[0], weight.statistics, weight.layout, bias, True, False)
+    return out
 
 
 def linears(rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -178,7 +223,7 @@ def sum_of_products(rows: Sequence[torch.Tensor], weights: Sequence[Weight]) -> 
         if isinstance(weight, torch.Tensor):
             torch.addmm(total, each, weight.to(each.dtype), beta=int(add), out=total)
         else:
-            nf4_add_product_(total, each, weight, add)
+            _packed_matmul_(total, each, weight[0], weight.statistics, weight.layout, None, False, add)
     assert total is not None
     return total
 

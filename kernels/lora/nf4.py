@@ -1,4 +1,4 @@
-"""Matrices in 4 bits (NF4 of QLoRA, arXiv 2305.14314, and FP4) as bitsandbytes stores them, and their products.
+"""Matrices in 4 bits (NF4 of QLoRA, arXiv 2305.14314, and FP4) as bitsandbytes stores them.
 
 ::
 
@@ -11,15 +11,7 @@ bit for bit the results of bitsandbytes. NF4 and FP4 differ in `code` alone.
 
 Bytes moved: 0.5 read per element and 4 (doubly quantised: 1) per block; the result is written.
 
-A frozen base model in 4 bits is needed in 16 only while a product runs, forward and backward. So all products share one
-buffer for each device, dtype and stream, as large as the largest matrix so far. Its content is gone with the next
-product; nothing outside of the operator here sees it, and autograd never does. A product is queued after its
-dequantization on one stream. The lock keeps two threads (autograd runs backwards on threads of its own) from queueing
-theirs in between.
-
-On CUDA only the default stream has a buffer, because memory allocated on another stream may belong to a CUDA graph:
-graphs are captured on other streams, and before capturing, `torch.compile` runs a function once in the memory pool of
-its graphs, in which nothing may stay allocated. A product on such a stream allocates memory of its own.
+Products dequantize the matrix into the buffer that all packed weights share (`kernels/lowbit/buffers.py`).
 
 Shapes: rows and columns of the weight; a block is blocksize neighbouring weights of a row, or of the flat weight.
 """
@@ -27,13 +19,13 @@ Shapes: rows and columns of the weight; a block is blocksize neighbouring weight
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from liger_trainer.kernels.lowbit.buffers import filled
+from liger_trainer.kernels.lowbit.buffers import free_buffers as free_buffers
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import cdiv, on_device, tl, triton, use_triton
 
@@ -237,75 +229,9 @@ def _check_part(name: str, tensor: torch.Tensor, packed: torch.Tensor, dtype: to
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Products
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Buffer:
-    memory: torch.Tensor
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-
-_buffers: dict[tuple[torch.device, torch.dtype, torch.Stream | None], _Buffer] = {}
-
-
-def free_buffers() -> None:
-    """Gives the memory of all buffers back to torch; the next product allocates a new one."""
-    _buffers.clear()
-
-
-def _has_buffer(device: torch.device) -> bool:
-    """Whether products on the current stream share a buffer; on others, memory may belong to a CUDA graph."""
-    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-
-
 @contextlib.contextmanager
-def _dequantized(weight: NF4Weight, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The matrix in `dtype`, for products that are queued inside the context, on the current stream."""
-    numel, device = weight.shape[0] * weight.shape[1], weight.device
-    if not _has_buffer(device):
-        yield _write(weight, torch.empty(weight.shape, dtype=dtype, device=device))
-        return
-    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-    key = (device, dtype, stream)
-    buffer = _buffers.get(key) or _buffers.setdefault(key, _Buffer(torch.empty(0, dtype=dtype, device=device)))
-    with buffer.lock:
-        if buffer.memory.numel() < numel:
-            buffer.memory = buffer.memory.new_empty(0)  # freed before the larger one is allocated
-            with torch.inference_mode(False):  # the buffer outlives the mode
-                buffer.memory = torch.empty(numel, dtype=dtype, device=device)
-        yield _write(weight, buffer.memory[:numel].view(weight.shape))
-
-
-@operator("liger_trainer::nf4_matmul_", mutates=("out",))
-def _matmul_(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    packed: torch.Tensor,
-    statistics: Sequence[torch.Tensor],
-    layout: Sequence[int],
-    bias: torch.Tensor | None,
-    transposed: bool,
-    add: bool,
-) -> None:
-    """Writes to `out` the product of `rows` with the matrix or its transpose, plus `bias`, or plus `out` with `add`."""
-    with _dequantized(NF4Weight.of(packed, statistics, layout), rows.dtype) as weight:
-        right = weight.T if transposed else weight
-        if bias is not None:
-            torch.addmm(bias, rows, right, out=out)
-        else:
-            torch.addmm(out, rows, right, beta=int(add), out=out)
-
-
-def nf4_linear(rows: torch.Tensor, weight: NF4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """``rows @ weight.T + bias`` in the dtype of `rows`, (tokens, columns), without a gradient."""
-    out = rows.new_empty(rows.shape[0], weight.shape[0])
-    _matmul_(out, rows, weight.packed, weight.statistics, weight.layout, bias, True, False)
-    return out
-
-
-def nf4_add_product_(out: torch.Tensor, rows: torch.Tensor, weight: NF4Weight, add: bool) -> None:
-    """Writes ``rows @ weight`` to `out`, or adds it; `rows` is (tokens, rows of the matrix)."""
-    _matmul_(out, rows, weight.packed, weight.statistics, weight.layout, None, False, add)
+def dequantized(weight: NF4Weight, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The matrix in `dtype`, in the buffer of all packed weights, for products that are queued inside the context."""
+    tensors = [weight.packed, *weight.statistics]
+    with filled(weight.shape, dtype, weight.device, lambda out: _write(weight, out), tensors) as dense:
+        yield dense

@@ -20,6 +20,9 @@ saves nothing, and passes its gradient on to the placeholder.
 Either layer may have adapters (`expert_lora.py`), given as lists of their factors, which are all that is saved for
 them. g is then that of the adapted layer, so the gradient of a routing weight is still ``<g, h>``.
 
+A frozen weight may be packed (`kernels/lowbit/formats.py`). Forward and backward each decode it for their product
+(`packed_rows.py`); neither what is decoded nor what is packed is saved.
+
 Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, H hidden size, I intermediate size, N = 2
 I or I.
 """
@@ -38,26 +41,32 @@ from liger_trainer.kernels.autograd import (
     second_derivative_message,
     where_needed,
 )
+from liger_trainer.kernels.lowbit.formats import PackedWeight, packed_of
 from liger_trainer.kernels.moe import expert_lora as lora
 from liger_trainer.kernels.moe.activation import activate, activation_gradients_
 from liger_trainer.kernels.moe.grouped_matmul import grouped_rows, grouped_weight_gradient, rows_of_choices
+from liger_trainer.kernels.moe.packed_rows import packed_rows
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows
 from liger_trainer.kernels.moe.token_rows import combine_rows
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import graph_is_kept
+
+_FIRST, _SECOND = 0, 1  # slots of the buffer of decoded weights
 
 
 class ExpertLayer(NamedTuple):
     """A linear layer of all experts, and the rows of each expert.
 
     Args:
-        weight: (E, out, in), or (E, in, out) if it is `transposed`.
+        weight: (E, out, in), or (E, in, out) if it is `transposed`; or the codes of one that is packed.
         bias: (E, out), or None; backwards that do not read it get None.
         lora_a: A of each adapter.
         lora_b: B of each adapter.
         expert_rows: The tensors of an `ExpertRows`.
         scalings: The factor of each adapter.
         transposed: How the weight is stored.
+        statistics: The other tensors of a packed weight.
+        layout: Its layout; empty for any other.
     """
 
     weight: torch.Tensor
@@ -67,6 +76,13 @@ class ExpertLayer(NamedTuple):
     expert_rows: Sequence[torch.Tensor]
     scalings: Sequence[float]
     transposed: bool
+    statistics: Sequence[torch.Tensor]
+    layout: Sequence[int]
+
+    @property
+    def base(self) -> torch.Tensor | PackedWeight:
+        """The weight, of either kind."""
+        return packed_of(self.weight, self.statistics, self.layout) if self.layout else self.weight
 
     @property
     def rows(self) -> ExpertRows:
@@ -76,12 +92,32 @@ class ExpertLayer(NamedTuple):
     @property
     def widths(self) -> tuple[int, int]:
         """Features of the output and of the input."""
-        _, first, second = self.weight.shape
+        _, first, second = self.base.shape
         return (second, first) if self.transposed else (first, second)
 
     def adapters(self, dtype: torch.dtype) -> lora.Stacked | None:
         """The adapters as one, in `dtype`; None without adapters."""
         return lora.stacked(self.lora_a, self.lora_b, self.scalings, dtype)
+
+    def rows_of_choices(self, x: torch.Tensor, top_k: int) -> tuple[torch.Tensor, int]:
+        """`rows_of_choices` for products with the weight."""
+        return rows_of_choices(x, x if self.layout else self.weight, self.rows, top_k)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        slot: int,
+        *,
+        backward: bool,
+        top_k: int = 0,
+        extra: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The rows times the weight, with the bias; or, for `backward`, times its transpose. See `grouped_rows`."""
+        base, transposed = self.base, self.transposed != backward
+        bias = None if backward else self.bias
+        if isinstance(base, torch.Tensor):
+            return grouped_rows(x, base, self.rows, top_k=top_k, transposed=transposed, bias=bias, extra=extra)
+        return packed_rows(x, base, self.rows, slot, top_k=top_k, transposed=transposed, bias=bias, extra=extra)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,10 +128,9 @@ class ExpertLayer(NamedTuple):
 @operator("liger_trainer::moe_gate_up")
 def moe_gate_up(hidden: torch.Tensor, layer: ExpertLayer, top_k: int) -> torch.Tensor:
     """The first product, (R, N), of hidden (T, H): row r is that of the token and the expert of choice ``order[r]``."""
-    rows, weight = layer.rows, layer.weight
-    x, top_k = rows_of_choices(hidden, weight, rows, top_k)
-    term = lora.forward_term(x, layer.adapters(x.dtype), rows, top_k)
-    return grouped_rows(x, weight, rows, top_k=top_k, transposed=layer.transposed, bias=layer.bias, extra=term)
+    x, top_k = layer.rows_of_choices(hidden, top_k)
+    term = lora.forward_term(x, layer.adapters(x.dtype), layer.rows, top_k)
+    return layer.product(x, _FIRST, backward=False, top_k=top_k, extra=term)
 
 
 @moe_gate_up.register_fake
@@ -112,16 +147,16 @@ def _gate_up_backward(
     `needs` says which; one that is not needed has no elements. `hidden` is needed for all but its own and the bias's.
     """
     need_hidden, need_weight, need_bias, need_a, need_b = needs
-    rows, weight, adapters, transposed = layer.rows, layer.weight, layer.adapters(dpre.dtype), layer.transposed
+    rows, adapters = layer.rows, layer.adapters(dpre.dtype)
     term = lora.backward_term(dpre, adapters, rows) if need_hidden or need_a else None
     dhidden, dweight, dbias = dpre.new_empty(0), dpre.new_empty(0), dpre.new_empty(0)
     if need_hidden:
-        dhidden = combine_rows(grouped_rows(dpre, weight, rows, transposed=not transposed, extra=term), rows, top_k)
+        dhidden = combine_rows(layer.product(dpre, _FIRST, backward=True, extra=term), rows, top_k)
     if hidden is not None:
-        hidden, top_k = rows_of_choices(hidden, weight, rows, top_k)
+        hidden, top_k = layer.rows_of_choices(hidden, top_k)
     if need_weight:
         assert hidden is not None
-        dweight = _weight_gradient(dpre, 0, hidden, top_k, rows, transposed)
+        dweight = _weight_gradient(dpre, 0, hidden, top_k, rows, layer.transposed)
     if need_bias:
         dbias = _bias_gradient(dpre, rows)
     da, db = lora.gradients(adapters, term, dpre, hidden, rows, 0, top_k, need_a, need_b)
@@ -134,7 +169,7 @@ def _(dpre, hidden, layer, top_k, needs):
     shape, weight = (layer.expert_rows[0].shape[0] // top_k, layer.widths[1]), layer.weight
     return (
         dpre.new_empty(shape if need_hidden else 0),
-        weight.new_empty(weight.shape if need_weight else 0),
+        dpre.new_empty(weight.shape if need_weight else 0),
         dpre.new_empty((weight.shape[0], dpre.shape[1]) if need_bias else 0),
         *lora.fake_gradients(dpre, layer.lora_a, layer.lora_b, need_a, need_b),
     )
@@ -156,9 +191,30 @@ def _bias_gradient(dpre: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 
 
 def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    hidden, (weight, _, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed), ctx.top_k = inputs
+    hidden, layer, ctx.top_k = inputs
+    weight, _, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed, *_ = layer
     reads_hidden = any(parameter.requires_grad for parameter in (weight, *lora_a, *lora_b))
-    ctx.save_for_backward(*lora_a, *lora_b, hidden if reads_hidden else None, weight, *expert_rows)
+    ctx.save_for_backward(*lora_a, *lora_b, hidden if reads_hidden else None, _unless_packed(ctx, layer), *expert_rows)
+
+
+def _unless_packed(ctx: Any, layer: ExpertLayer) -> torch.Tensor | None:
+    """The weight, to be saved; one that is packed is kept aside: as it is no parameter, it would be offloaded."""
+    ctx.codes, ctx.statistics, ctx.layout = layer.weight if layer.layout else None, layer.statistics, layer.layout
+    return None if layer.layout else layer.weight
+
+
+def _saved_layer(
+    ctx: Any,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    expert_rows: Sequence[torch.Tensor],
+) -> ExpertLayer:
+    """The layer in its backward, of what `_unless_packed` kept and of what was saved."""
+    weight = ctx.codes if weight is None else weight
+    given = weight, bias, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed
+    return ExpertLayer(*given, ctx.statistics, ctx.layout)
 
 
 def _backward_gate_up(ctx: Any, dpre: torch.Tensor) -> tuple[Any, ...]:
@@ -166,7 +222,7 @@ def _backward_gate_up(ctx: Any, dpre: torch.Tensor) -> tuple[Any, ...]:
         raise RuntimeError(second_derivative_message("moe_experts"))
     lora_a, lora_b, (hidden, weight, *expert_rows) = lora.saved(ctx)
     *needs, need_a, need_b = ctx.needs_input_grad[:5]
-    layer = ExpertLayer(weight, None, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed)
+    layer = _saved_layer(ctx, weight, None, lora_a, lora_b, expert_rows)
     *gradients, da, db = _gate_up_backward(
         dpre.contiguous(), hidden, layer, ctx.top_k, [*needs, any(need_a), any(need_b)]
     )
@@ -211,8 +267,7 @@ def moe_down(
 ) -> torch.Tensor:
     """The output (T, H), ``sum over j of w_tj (act(pre_r) @ W_e^T + b_e)``; its gradient goes to `placeholder`."""
     rows, h = layer.rows, activate(pre, form, gated)
-    term = lora.forward_term(h, layer.adapters(h.dtype), rows)
-    y = grouped_rows(h, layer.weight, rows, transposed=layer.transposed, bias=layer.bias, extra=term)
+    y = layer.product(h, _SECOND, backward=False, extra=lora.forward_term(h, layer.adapters(h.dtype), rows))
     return combine_rows(y, rows, top_k_weights.shape[1], top_k_weights)
 
 
@@ -242,10 +297,10 @@ def _down_backward_(
     """
     need_weight, need_bias, need_a, need_b = needs
     rows, adapters = layer.rows, layer.adapters(pre.dtype)
-    weight, bias, transposed = layer.weight, layer.bias, layer.transposed
-    douts, top_k = rows_of_choices(dout, weight, rows, top_k_weights.shape[1])
+    bias = layer.bias
+    douts, top_k = layer.rows_of_choices(dout, top_k_weights.shape[1])
     term = lora.backward_term(douts, adapters, rows, top_k)
-    dh = grouped_rows(douts, weight, rows, top_k=top_k, transposed=not transposed, extra=term)
+    dh = layer.product(douts, _SECOND, backward=True, top_k=top_k, extra=term)
     dweights, weighted_h = activation_gradients_(
         *(dpre, dh, pre, top_k_weights, rows, form, gated),
         need_h=need_weight or need_a or need_b,
@@ -255,7 +310,7 @@ def _down_backward_(
     dweight, dbias = pre.new_empty(0), pre.new_empty(0)
     if need_weight:
         assert weighted_h is not None
-        dweight = _weight_gradient(douts, top_k, weighted_h, 0, rows, transposed)
+        dweight = _weight_gradient(douts, top_k, weighted_h, 0, rows, layer.transposed)
     if bias is not None:
         experts, exists = _experts_of_choices(rows, top_k_weights.shape[1])
         dweights = _plus_gradient_through_bias(dweights, dout, bias, experts, exists)
@@ -270,7 +325,7 @@ def _(dpre, dout, pre, top_k_weights, layer, form, gated, needs):
     need_weight, need_bias, need_a, need_b = needs
     return (
         torch.empty_like(top_k_weights),
-        weight.new_empty(weight.shape if need_weight else 0),
+        pre.new_empty(weight.shape if need_weight else 0),
         pre.new_empty(0) if bias is None or not need_bias else bias.new_empty(bias.shape),
         *lora.fake_gradients(pre, layer.lora_a, layer.lora_b, need_a, need_b),
     )
@@ -302,8 +357,8 @@ def _weighted_bias_gradient(
 
 def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     pre, top_k_weights, layer, ctx.form, ctx.gated = inputs
-    weight, bias, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed = layer
-    ctx.save_for_backward(*lora_a, *lora_b, pre, top_k_weights, weight, bias, *expert_rows)
+    _, bias, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed, *_ = layer
+    ctx.save_for_backward(*lora_a, *lora_b, pre, top_k_weights, _unless_packed(ctx, layer), bias, *expert_rows)
 
 
 def _backward_down(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
@@ -314,7 +369,7 @@ def _backward_down(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
     # If nothing else holds pre, and this backward is the last to read it, the gradient takes its memory. A function
     # that made pre may have saved it, too.
     dpre = torch.empty_like(pre) if graph_is_kept() or ctx.form.activation == IDENTITY else pre.detach()
-    layer = ExpertLayer(weight, bias, lora_a, lora_b, expert_rows, ctx.scalings, ctx.transposed)
+    layer = _saved_layer(ctx, weight, bias, lora_a, lora_b, expert_rows)
     dweights, *gradients, da, db = _down_backward_(
         *(dpre, dout.contiguous(), pre, top_k_weights, layer, ctx.form, ctx.gated),
         [*needs, any(need_a), any(need_b)],

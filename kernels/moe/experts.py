@@ -11,7 +11,7 @@ backward: x and pre, ``2 H + 4 k I`` bytes per token for gated experts in half p
 of it is trained.
 
 Either projection may have low-rank adapters (LoRA, arXiv 2106.09685), whose sum W_e + s B_e A_e is never built
-(`expert_lora.py`).
+(`expert_lora.py`). Frozen weights may be packed in 4 or 8 bits (`kernels/lowbit/formats.py`).
 
 Shapes: T tokens, k choices of each, R = T k rows sorted by expert, E experts, H hidden size, I intermediate size.
 """
@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 
 from liger_trainer.kernels.activation import ACTIVATIONS, IDENTITY, NAMES, GatedActivation
+from liger_trainer.kernels.lowbit.decode import decode_reference
+from liger_trainer.kernels.lowbit.formats import PackedWeight, check_packed
 from liger_trainer.kernels.moe.expert_layers import ExpertLayer, moe_down, moe_down_save, moe_gate_up
 from liger_trainer.kernels.moe.sort_by_expert import ExpertRows, sort_by_expert
 from liger_trainer.kernels.runtime import as_autocast
@@ -49,8 +51,8 @@ def moe_experts(
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
+    gate_up_weight: torch.Tensor | PackedWeight,
+    down_weight: torch.Tensor | PackedWeight,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -73,7 +75,8 @@ def moe_experts(
             nothing, and its weight gets no gradient.
         top_k_weights: (T, k), floating point.
         gate_up_weight: (E, 2 I, H), gate first, then up; (E, I, H) without a gate. Both weights must have hidden's
-            dtype, except under autocast. No gradient is computed for frozen weights, biases and adapters.
+            dtype, except under autocast. No gradient is computed for frozen weights, biases and adapters. Either may be
+            packed, and is then decoded in hidden's dtype for each product.
         down_weight: (E, H, I).
         gate_up_bias: (E, 2 I) or (E, I), or None.
         down_bias: (E, H), or None.
@@ -107,13 +110,10 @@ def moe_experts(
     of_both = {"interleaved": (interleaved, False), "limit": (limit, None), "up_offset": (up_offset, 0.0)}
     of_any = {"gate_multiplier": (gate_multiplier, 1.0), "down_multiplier": (down_multiplier, 1.0)}
     _check_activation(activation, gated, of_both, of_any)
-    hidden, gate_up_weight, down_weight = as_autocast(hidden), as_autocast(gate_up_weight), as_autocast(down_weight)
+    hidden = as_autocast(hidden)
+    gate_up_weight = _as_hidden("gate_up_weight", gate_up_weight, hidden)
+    down_weight = _as_hidden("down_weight", down_weight, hidden)
     gate_up_bias, down_bias = as_autocast(gate_up_bias), as_autocast(down_bias)
-    for name, weight in (("gate_up_weight", gate_up_weight), ("down_weight", down_weight)):
-        if weight.dtype != hidden.dtype:
-            raise ValueError(
-                f"`{name}` is {weight.dtype} and `hidden` {hidden.dtype}; cast one of them, or use autocast."
-            )
     rows = sort_by_expert(top_k_index, gate_up_weight.shape[0])
     options = gate_multiplier, down_multiplier, limit, up_offset, interleaved
     with torch.autocast(hidden.device.type, enabled=False):
@@ -127,6 +127,17 @@ def moe_experts(
         second = _layer(down_weight, down_bias, down_adapters, rows, transposed)
         operands = pre, top_k_weights.contiguous(), second, *last
         return moe_down(moe_down_save(*operands), *operands)
+
+
+def _as_hidden(name: str, weight: torch.Tensor | PackedWeight, hidden: torch.Tensor) -> torch.Tensor | PackedWeight:
+    """A weight in hidden's dtype, to which autocast may cast it; a packed one as it is."""
+    if not isinstance(weight, torch.Tensor):
+        check_packed(name, weight)
+        return weight
+    weight = as_autocast(weight)
+    if weight.dtype != hidden.dtype:
+        raise ValueError(f"`{name}` is {weight.dtype} and `hidden` {hidden.dtype}; cast one of them, or use autocast.")
+    return weight
 
 
 def _applied(activation: Callable[[torch.Tensor], torch.Tensor], pre: torch.Tensor, width: int) -> torch.Tensor:
@@ -144,8 +155,8 @@ def _check(
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
+    gate_up_weight: torch.Tensor | PackedWeight,
+    down_weight: torch.Tensor | PackedWeight,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     gated: bool,
@@ -168,7 +179,7 @@ def _check(
         )
     if not top_k_weights.is_floating_point():
         raise ValueError(f"`top_k_weights` is {top_k_weights.dtype}; it must be a floating dtype.")
-    others: dict[str, torch.Tensor | None] = {"top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    others: dict[str, torch.Tensor | PackedWeight | None] = {"top_k_index": top_k_index, "top_k_weights": top_k_weights}
     others |= {"gate_up_weight": gate_up_weight, "gate_up_bias": gate_up_bias}
     others |= {"down_weight": down_weight, "down_bias": down_bias}
     for name, tensor in others.items():
@@ -177,7 +188,7 @@ def _check(
     layout = "(experts, hidden, {})" if transposed else "(experts, {}, hidden)"
     layout = layout.format("2 * intermediate" if gated else "intermediate")
     axis = 2 if transposed else 1
-    if gate_up_weight.dim() != 3 or gate_up_weight.shape[3 - axis] != hidden.shape[1]:
+    if len(gate_up_weight.shape) != 3 or gate_up_weight.shape[3 - axis] != hidden.shape[1]:
         raise ValueError(
             f"`gate_up_weight` is {tuple(gate_up_weight.shape)}; it must be {layout}, with hidden {hidden.shape[1]}."
         )
@@ -216,8 +227,11 @@ def _check_activation(activation: str | Callable, gated: bool, of_both: dict, of
             raise ValueError(f"`{name}` is {given}, but {reason}; leave it out.")
 
 
-def _check_adapters(name: str, adapters: Sequence[ExpertLoRA], weight: torch.Tensor, transposed: bool) -> None:
-    experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
+def _check_adapters(
+    name: str, adapters: Sequence[ExpertLoRA], weight: torch.Tensor | PackedWeight, transposed: bool
+) -> None:
+    experts, first, second = weight.shape
+    outputs, inputs = (second, first) if transposed else (first, second)
     for adapter in adapters:
         if not isinstance(adapter, ExpertLoRA):
             raise ValueError(f"`{name}` holds a {type(adapter).__name__}; give ExpertLoRA(a, b, scaling).")
@@ -237,7 +251,7 @@ def _check_adapters(name: str, adapters: Sequence[ExpertLoRA], weight: torch.Ten
 
 
 def _layer(
-    weight: torch.Tensor,
+    weight: torch.Tensor | PackedWeight,
     bias: torch.Tensor | None,
     adapters: Sequence[ExpertLoRA],
     rows: ExpertRows,
@@ -246,15 +260,18 @@ def _layer(
     """A layer as the operators take it."""
     scalings = [float(each.scaling) for each in adapters]
     lora_a, lora_b = [each.a for each in adapters], [each.b for each in adapters]
-    return ExpertLayer(weight, bias, lora_a, lora_b, list(rows), scalings, transposed)
+    given = bias, lora_a, lora_b, list(rows), scalings, transposed
+    if isinstance(weight, torch.Tensor):
+        return ExpertLayer(weight, *given, [], [])
+    return ExpertLayer(weight[0], *given, weight.statistics, weight.layout)
 
 
 def moe_experts_reference(
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
+    gate_up_weight: torch.Tensor | PackedWeight,
+    down_weight: torch.Tensor | PackedWeight,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -271,8 +288,8 @@ def moe_experts_reference(
 ) -> torch.Tensor:
     """`moe_experts` in plain torch, expert by expert, in any dtype."""
     out = torch.zeros_like(hidden)
-    gate_up_weight = _adapted(gate_up_weight, gate_up_adapters, transposed)
-    down_weight = _adapted(down_weight, down_adapters, transposed)
+    gate_up_weight = _adapted(_dense(gate_up_weight, hidden.dtype), gate_up_adapters, transposed)
+    down_weight = _adapted(_dense(down_weight, hidden.dtype), down_adapters, transposed)
     for expert in range(gate_up_weight.shape[0]):
         tokens, choices = torch.where(top_k_index == expert)
         first, second = gate_up_weight[expert], down_weight[expert]
@@ -293,6 +310,10 @@ def moe_experts_reference(
             y = y + down_bias[expert]
         out = out.index_add(0, tokens, (y * top_k_weights[tokens, choices, None]).to(out.dtype))
     return out
+
+
+def _dense(weight: torch.Tensor | PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else decode_reference(weight, dtype)
 
 
 def _adapted(weight: torch.Tensor, adapters: Sequence[ExpertLoRA], transposed: bool) -> torch.Tensor:

@@ -321,9 +321,28 @@ def grouped_rows(
         add_to_rows(out, rows, bias, extra)
         return out
     out = x.new_empty(rows.order.shape[0], weight.shape[2 if transposed else 1])
+    grouped_rows_(out, x, weight, rows, top_k, transposed, bias, extra)
+    return out
+
+
+def grouped_rows_(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: ExpertRows,
+    top_k: int,
+    transposed: bool,
+    bias: torch.Tensor | None,
+    extra: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """`grouped_rows` into `out`, without torch's grouped matmul.
+
+    `rows.offsets` may be those of some experts alone, which `weight`, `bias` and V then are of; other rows of `out` are
+    left as they are.
+    """
     if use_triton(x):
         launch_rows(out, x, weight, rows, top_k, transposed, bias, extra)
-        return out
+        return
     for expert, start, stop in _groups(rows):
         operand = x[rows.order[start:stop].long() // top_k] if top_k else x[start:stop]
         product = operand @ (weight[expert] if transposed else weight[expert].T)
@@ -332,7 +351,6 @@ def grouped_rows(
         if extra is not None:
             product += extra[0][start:stop] @ extra[1][expert].T
         out[start:stop] = product
-    return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Shapes: batch sequences of seq tokens, q_heads and k_heads heads of head_dim, ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from liger_trainer.kernels.runtime import reference_of
 
 
 def rope_complex(
-    q: torch.Tensor, k: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int = 2
+    q: torch.Tensor, k: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int = 2, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary position embedding with complex factors: neighbours (0, 1), (2, 3), ... form complex numbers (Llama 4).
 
@@ -27,6 +28,7 @@ def rope_complex(
         freqs_cis: Complex cosine + i sine of every pair, (batch or 1, seq, rotary_dim / 2); or one table for the whole
             batch, (seq, rotary_dim / 2) or, as in Llama 4's vision tower, (seq, 1, rotary_dim / 2).
         unsqueeze_dim: The heads' dimension of `q` and `k`, 1 or 2.
+        first: The dimension of a head at which its rotary part begins, as for `rope`.
 
     Returns:
         Rotated q and k in the dtype of `q`, computed in float32 and rounded once, in the memory layout of `rope`.
@@ -45,10 +47,11 @@ def rope_complex(
     rotary_dim = 2 * freqs_cis.shape[-1]
     parts = torch.view_as_real(freqs_cis.resolve_conj())
     cos, sin = parts.unbind(-1)
-    if check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim):
+    if check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim, first=first):
         table = parts.flatten(-2)
-        return rotate(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex")
-    return rope_reference(q, k, cos, sin, unsqueeze_dim, rotary_dim=rotary_dim, interleaved=True, keep_dtype=True)
+        return rotate(q, k, table, table, unsqueeze_dim, False, q.dtype, "interleaved", "complex", None, first)
+    pairs = partial(rope_reference, rotary_dim=rotary_dim, interleaved=True, keep_dtype=True)
+    return pairs(q, k, cos, sin, unsqueeze_dim, first=first)
 
 
 def rope_multimodal(

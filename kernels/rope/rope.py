@@ -7,9 +7,9 @@ For pairs ``(x1, x2)`` of a head's rotary part, with the entries ``(c1, c2)`` an
 
 A pair is an element of the first half and its counterpart in the second (Hugging Face's Llama), or two neighbours
 (GLM4, Cohere, DeepSeek, Llama 4). The two entries of a table are read as given: plain RoPE has equal ones, but they may
-differ; tables of half the width hold one entry for both. Dimensions past the rotary part are copied. The backward is
-the forward with ``s1`` and ``s2`` exchanged and negated, so one kernel (in `rope_kernel`) and one operator do both, and
-a second derivative works too.
+differ; tables of half the width hold one entry for both. Dimensions before and past the rotary part are copied. The
+backward is the forward with ``s1`` and ``s2`` exchanged and negated, so one kernel (in `rope_kernel`) and one operator
+do both, and a second derivative works too.
 
 Bytes moved, each way: q and k are read once and written once; after the first read the tables come from L2. Saved for
 backward: cos and sin alone. The results are new tensors, since q and k belong to the caller; the operator keeps neither
@@ -19,7 +19,7 @@ Memory layout: q and k are usually transposed views of (batch, seq, heads, head_
 strides, and results and gradients have that same memory order, so that the backward matmul of the projections takes the
 gradient without a copy.
 
-Shapes: batch sequences of seq tokens, heads of head_dim, rotary_dim columns that turn.
+Shapes: batch sequences of seq tokens, heads of head_dim, rotary_dim columns that turn, from column first on.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ def rotate(
     pairs: str = "halves",
     table: str = "halves",
     sections: Sequence[int] | None = None,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated q and k as an operator. Call `rope` or a function of `layouts`, which check their arguments."""
     q, k = _by_token(q, unsqueeze_dim), _by_token(k, unsqueeze_dim)
     q_out, k_out = q.new_empty(q.shape, dtype=out_dtype), k.new_empty(k.shape, dtype=out_dtype)
-    launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or ())
+    launch(q, k, cos, sin, q_out, k_out, transposed, pairs=pairs, table=table, sections=sections or (), first=first)
     return _by_token(q_out, unsqueeze_dim), _by_token(k_out, unsqueeze_dim)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, _k, cos, sin, unsqueeze_dim, transposed, _out_dtype, pairs, table, sections = inputs
+    q, _k, cos, sin, unsqueeze_dim, transposed, _out_dtype, pairs, table, sections, first = inputs
     ctx.save_for_backward(cos, sin)
     ctx.unsqueeze_dim, ctx.in_dtype = unsqueeze_dim, q.dtype
-    ctx.options = (not transposed, q.dtype, _BACKWARD_PAIRS[pairs], table, sections)
+    ctx.options = (not transposed, q.dtype, _BACKWARD_PAIRS[pairs], table, sections, first)
 
 
 def _backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None) -> tuple[Any, ...]:
@@ -104,6 +105,7 @@ def check_rope_arguments(
     unsqueeze_dim: int,
     rotary_dim: int | None = None,
     planes: tuple[int, ...] = (),
+    first: int = 0,
 ) -> bool:
     """Checks the arguments of `rope`; `planes` are leading dimensions of the tables.
 
@@ -146,6 +148,11 @@ def check_rope_arguments(
             f"`cos` and `sin` rotate {rotary_dim} of the {head_dim} dimensions of a head; rotary_dim must be even and "
             "at most head_dim."
         )
+    if not 0 <= first <= head_dim - rotary_dim:
+        raise ValueError(
+            f"`first` is {first}; with {rotary_dim} of the {head_dim} dimensions of a head rotated, it must be from 0 "
+            f"to {head_dim - rotary_dim}."
+        )
     if not q.device == k.device == cos.device == sin.device:
         places = ", ".join(str(tensor.device) for tensor in (q, k, cos, sin))
         raise ValueError(f"`q`, `k`, `cos`, `sin` must be on one device; they are on {places}.")
@@ -165,6 +172,7 @@ def rope(
     interleaved: bool = False,
     split_output: bool = False,
     keep_dtype: bool = False,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary position embedding of queries and keys (RoFormer, arXiv 2104.09864).
 
@@ -188,6 +196,8 @@ def rope(
             (DeepSeek-V3). The dot product of a query and a key stays the same.
         keep_dtype: Results have the dtype of `q` whatever the dtype of the tables, and the reference also computes in
             float32 and rounds once (Cohere; vision towers).
+        first: The dimension of a head at which its rotary part begins. Those before it are copied: latent attention
+            (DeepSeek) rotates the last dimensions of a query.
 
     Returns:
         Rotated q and k: new tensors shaped as the inputs, in the dtype that torch promotes q and cos to, laid out in
@@ -196,7 +206,7 @@ def rope(
     Raises:
         ValueError: If shapes or devices do not fit together, or for `split_output` without `interleaved`.
     """
-    on_triton = check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim)
+    on_triton = check_rope_arguments(q, k, cos, sin, unsqueeze_dim, rotary_dim, first=first)
     if split_output and not interleaved:
         raise ValueError("`split_output` needs `interleaved`; without it, results are split already.")
     if on_triton:
@@ -205,7 +215,7 @@ def rope(
         if rotary_dim not in (None, cos.shape[-1]):
             table = "shared"
         out_dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
-        return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table)
+        return rotate(q, k, cos, sin, unsqueeze_dim, False, out_dtype, pairs, table, None, first)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if rotary_dim is None:
         rotary_dim = cos.shape[-1]
@@ -213,19 +223,20 @@ def rope(
         cos, sin = (x.repeat_interleave(2, -1) if interleaved else torch.cat((x, x), dim=-1) for x in (cos, sin))
     results = []
     for x in (q, k):
-        rotary, tail = x[..., :rotary_dim], x[..., rotary_dim:]
+        front, rotary, tail = x[..., :first], x[..., first : first + rotary_dim], x[..., first + rotary_dim :]
         if keep_dtype:
             rotary = rotary.to(torch.promote_types(x.dtype, torch.float32))
         if interleaved:
             turned = torch.stack((-rotary[..., 1::2], rotary[..., ::2]), dim=-1).flatten(-2)
         else:
-            first, second = rotary.chunk(2, dim=-1)
-            turned = torch.cat((-second, first), dim=-1)
+            left, right = rotary.chunk(2, dim=-1)
+            turned = torch.cat((-right, left), dim=-1)
         y = rotary * cos + turned * sin
         if split_output:
             y = torch.cat((y[..., ::2], y[..., 1::2]), dim=-1)
         y = y.to(x.dtype) if keep_dtype else y
-        results.append(torch.cat((y, tail), dim=-1) if tail.shape[-1] else y)
+        parts = [part for part in (front, y, tail) if part.shape[-1]]
+        results.append(torch.cat(parts, dim=-1) if len(parts) > 1 else y)
     return results[0], results[1]
 
 

@@ -22,7 +22,8 @@ table                          cosine (and sine) of the first and the second mem
 ``"planes"``                   as "halves", from one of several tables: (plane, batch, seq, rotary_dim)
 =============================  =========================================================================
 
-Shapes: tiles of tokens by heads by columns; a head has head_dim columns, of which rotary_dim turn.
+Shapes: tiles of tokens by heads by columns; a head has head_dim columns, of which rotary_dim turn, from column first
+on. The others are copied.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def load_rotation(
 
 
 @triton.jit
-def _copy_tail(x_ptr, y_ptr, x_offsets, y_offsets, mask):
-    tl.store(y_ptr + y_offsets, tl.load(x_ptr + x_offsets, mask=mask).to(y_ptr.dtype.element_ty), mask=mask)
+def _copy_columns(x_row, y_row, columns, mask):
+    tl.store(y_row + columns, tl.load(x_row + columns, mask=mask).to(y_row.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seq_len"])
@@ -149,6 +150,7 @@ def rope_kernel(
     NUM_Q_HEADS: tl.constexpr,
     NUM_K_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
     HALF: tl.constexpr,
     FROM_INTERLEAVED: tl.constexpr,
     TO_INTERLEAVED: tl.constexpr,
@@ -159,6 +161,7 @@ def rope_kernel(
     BLOCK_Q_HEADS: tl.constexpr,
     BLOCK_K_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_FRONT: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
 ):
     """One program rotates BLOCK_TOKENS tokens of one sequence: a block of query heads and a block of key heads."""
@@ -193,22 +196,28 @@ def rope_kernel(
     q_mask = in_sequence & (q_head < NUM_Q_HEADS)
     k_mask = in_sequence & (k_head < NUM_K_HEADS)
     if NUM_Q_HEADS > 0:
-        q1, q2 = load_pairs(q_row, q_mask, HALF, BLOCK_HALF, FROM_INTERLEAVED)
+        q1, q2 = load_pairs(q_row + FIRST, q_mask, HALF, BLOCK_HALF, FROM_INTERLEAVED)
     if NUM_K_HEADS > 0:
-        k1, k2 = load_pairs(k_row, k_mask, HALF, BLOCK_HALF, FROM_INTERLEAVED)
+        k1, k2 = load_pairs(k_row + FIRST, k_mask, HALF, BLOCK_HALF, FROM_INTERLEAVED)
     if NUM_Q_HEADS > 0:
         first, second = q1 * cos1 - q2 * sin1, q2 * cos2 + q1 * sin2
-        store_pairs(q_out_row, first, second, q_mask, HALF, BLOCK_HALF, TO_INTERLEAVED)
+        store_pairs(q_out_row + FIRST, first, second, q_mask, HALF, BLOCK_HALF, TO_INTERLEAVED)
     if NUM_K_HEADS > 0:
         first, second = k1 * cos1 - k2 * sin1, k2 * cos2 + k1 * sin2
-        store_pairs(k_out_row, first, second, k_mask, HALF, BLOCK_HALF, TO_INTERLEAVED)
+        store_pairs(k_out_row + FIRST, first, second, k_mask, HALF, BLOCK_HALF, TO_INTERLEAVED)
 
-    if 2 * HALF < HEAD_DIM:  # partial rotary embedding: the tail is copied
-        tail = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
+    if FIRST > 0:  # the columns before the rotary part are copied
+        front = tl.arange(0, BLOCK_FRONT)[None, None, :]
         if NUM_Q_HEADS > 0:
-            _copy_tail(q_row, q_out_row, tail, tail, q_mask & (tail < HEAD_DIM))
+            _copy_columns(q_row, q_out_row, front, q_mask & (front < FIRST))
         if NUM_K_HEADS > 0:
-            _copy_tail(k_row, k_out_row, tail, tail, k_mask & (tail < HEAD_DIM))
+            _copy_columns(k_row, k_out_row, front, k_mask & (front < FIRST))
+    if FIRST + 2 * HALF < HEAD_DIM:  # and those behind it
+        tail = FIRST + 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
+        if NUM_Q_HEADS > 0:
+            _copy_columns(q_row, q_out_row, tail, q_mask & (tail < HEAD_DIM))
+        if NUM_K_HEADS > 0:
+            _copy_columns(k_row, k_out_row, tail, k_mask & (tail < HEAD_DIM))
 
 
 def launch_config(num_heads: int, block_half: int) -> tuple[int, int, int]:
@@ -250,8 +259,9 @@ def launch(
     pairs: str = "halves",
     table: str = "halves",
     sections: Sequence[int] = (),
+    first: int = 0,
 ) -> None:
-    """Rotates q and k of shape (batch, seq, heads, head_dim), either of which may have no heads.
+    """Rotates q and k of shape (batch, seq, heads, head_dim) from column `first` on; either may have no heads.
 
     The memory of `q_out` and `k_out` is written as contiguous (batch, seq, heads, head_dim), whatever their strides.
     """
@@ -261,7 +271,8 @@ def launch(
         return
     q, k, cos, sin = (contiguous_columns(x) for x in (q, k, cos, sin))
     block_half = next_power_of_2(max(half, 1))
-    block_tokens, splits, num_warps = launch_config(max(num_q_heads, num_k_heads), block_half)
+    block_front = next_power_of_2(max(first, 1))
+    block_tokens, splits, num_warps = launch_config(max(num_q_heads, num_k_heads), max(block_half, block_front // 4))
     grid = (batch * cdiv(seq_len, block_tokens), splits)
     with on_device(q):
         rope_kernel[grid](
@@ -279,6 +290,7 @@ def launch(
             NUM_Q_HEADS=num_q_heads,
             NUM_K_HEADS=num_k_heads,
             HEAD_DIM=head_dim,
+            FIRST=first,
             HALF=half,
             FROM_INTERLEAVED=pairs.startswith("interleaved"),
             TO_INTERLEAVED=pairs.endswith("interleaved"),
@@ -289,6 +301,7 @@ def launch(
             BLOCK_Q_HEADS=next_power_of_2(cdiv(max(num_q_heads, 1), splits)),
             BLOCK_K_HEADS=next_power_of_2(cdiv(max(num_k_heads, 1), splits)),
             BLOCK_HALF=block_half,
-            BLOCK_TAIL=next_power_of_2(max(head_dim - 2 * half, 1)),
+            BLOCK_FRONT=block_front,
+            BLOCK_TAIL=next_power_of_2(max(head_dim - first - 2 * half, 1)),
             num_warps=num_warps,
         )

@@ -20,20 +20,24 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from liger_trainer.attention.config_names import NAME
 from liger_trainer.attention.masks import (
+    MaskPart,
     Pattern,
+    SlicedPlan,
     composed_pattern,
+    of_selected,
     packed_documents,
     plan_of,
     read_plan,
+    sliced,
     traced_plan,
 )
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import COMPILED_NAMES
 from liger_trainer.compat.transformers import DEFAULT_ATTENTION, PACKED_POSITIONS, RECOGNISED_MASKS
 from liger_trainer.head.lm_head import version_of
-from liger_trainer.head.step import current_step
-from liger_trainer.kernels.attention.attention import attention
-from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.head.step import Step, current_step
+from liger_trainer.kernels.attention.attention import FLASH_HEAD_DIM, attention
+from liger_trainer.kernels.attention.plan import AttentionPlan, bits_of, dense
 from liger_trainer.kernels.documents import FIRST
 from liger_trainer.kernels.runtime import TRITON_DEVICES, use_triton
 
@@ -56,18 +60,22 @@ class OurName(str):
     before: str
     users: weakref.WeakSet[nn.Module]
     """The attentions that were proved under this name; a copy of the config has no others than those of its model."""
+    slices: bool
+    """Whether code of the model takes parts of its masks."""
 
     def __new__(cls, before: str) -> OurName:
         """Our name, with `before` besides."""
         name = super().__new__(cls, NAME)
-        name.before, name.users = before, weakref.WeakSet()
+        name.before, name.users, name.slices = before, weakref.WeakSet(), False
         return name
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return str, (self.before,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OurName:
-        return OurName(self.before)
+        name = OurName(self.before)
+        name.slices = self.slices
+        return name
 
     __copy__ = functools.partialmethod(__deepcopy__, {})
 
@@ -91,6 +99,7 @@ def attention_forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of a transformers model; transformers' default where `module` is not proved.
@@ -106,6 +115,9 @@ def attention_forward(
         is_causal: Whether None as a mask means causal; by default as `module` says.
         softcap: Soft-cap of the scores, as in Gemma2.
         s_aux: (heads,), the sinks, as in GPT-OSS.
+        indices: The keys that an indexer has selected for each query. From a patched one the `bits` of the plan in the
+            mask's place, (words, batch * seq). Else their places, (batch, seq, selected); of no columns, or as many as
+            there are keys, if it has selected all.
         **kwargs: Further arguments that the layer and its caller pass.
 
     Returns:
@@ -113,18 +125,29 @@ def attention_forward(
     """
     proved = PROVED in module.__dict__
     beyond_sdpa = softcap is not None or s_aux is not None or not (proved or _takes_sdpa(type(module)))  # type: ignore[arg-type]
-    plan = attention_mask
-    if plan is None and beyond_sdpa and query.shape[2] > 1 and _is_causal(module, is_causal):
+    plan = attention_mask.build() if isinstance(attention_mask, MaskPart) else attention_mask
+    wide = proved and query.shape[-1] > FLASH_HEAD_DIM
+    if plan is None and (beyond_sdpa or wide) and query.shape[2] > 1 and _is_causal(module, is_causal):
         # transformers' None: causal, and what lies behind the queries in a static cache is not there yet.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         plan = AttentionPlan(0, None, query.shape[2])
     elif isinstance(plan, AttentionPlan):
         plan = _with_packing(plan, len(query), query.shape[2], kwargs)
+        if plan.keys is not None:
+            key, value = _in_one_row(key), _in_one_row(value)
+    spread = isinstance(plan, AttentionPlan) and plan.spread
+    if spread and not (proved and not dropout and indices is None):
+        what = f"drops attention weights ({dropout})" if proved and dropout else "takes no keys of other processes"
+        raise ValueError(f"`{spread}` is above 1, and {type(module).__name__} {what}. Set `{spread}=1`.")
+    if indices is not None and (indices.dim() == 2 or 0 < indices.shape[-1] < key.shape[2]):
+        plan = _selecting(attention_mask, plan, indices, len(query), key.shape[2])
     if isinstance(plan, AttentionPlan):
-        if proved and not dropout and use_triton(query):
+        if proved and not dropout and (spread or use_triton(query)):
             operands = (each.transpose(1, 2) for each in (query, key, value))
             return attention(*operands, plan=plan, scale=scaling, softcap=softcap, sinks=s_aux), None
-        plan = dense(plan, len(query), query.shape[2], query.device) if beyond_sdpa or not plan.masks_nothing else None
+        needed = beyond_sdpa or not plan.masks_nothing
+        make = plan.dense if isinstance(plan, SlicedPlan) else functools.partial(dense, plan, tokens=key.shape[2])
+        plan = make(len(query), query.shape[2], query.device) if needed else None
     if beyond_sdpa:
         return eager_function(module)(
             module, query, key, value, additive(plan, query.dtype), dropout=dropout, scaling=scaling,
@@ -165,10 +188,18 @@ def attention_mask(
     """
     if isinstance(attention_mask, AttentionPlan):
         return attention_mask  # which `generate` made before the model was called
-    of_row = _plan_of_documents(mask_function, attention_mask, batch_size * q_length, device)
+    slices = getattr(getattr(config, "_attn_implementation", None), "slices", False)
+    step = None if torch.compiler.is_compiling() else current_step()
+    of_row = None
+    if step is not None and (step.plan_of is not None or (step.documents is not None and attention_mask is None)):
+        of_row = _plan_of_documents(step, mask_function, batch_size * q_length, device)
     if of_row is not None:
         device = torch.device(device)
-        return of_row if device.type in TRITON_DEVICES else dense(of_row, batch_size, q_length, device)
+        if of_row.spread:
+            return of_row  # for our attention alone
+        if device.type not in TRITON_DEVICES:
+            return dense(of_row, batch_size, q_length, device)
+        return sliced(of_row, batch_size, q_length, device) if slices else of_row
     plan = None
     continues = isinstance(q_offset, torch.Tensor) or q_offset or kv_offset or q_length != kv_length or q_length == 1
     ours = not continues and torch.device(device).type in TRITON_DEVICES
@@ -178,25 +209,22 @@ def attention_mask(
     elif ours:
         pattern = _pattern(mask_function)
         # Packing always forbids skipping the mask; without packing, it is the caller who forbids it.
-        if pattern is not None and (allow_is_causal_skip or pattern.packed is not None):
+        if pattern is not None and (allow_is_causal_skip or slices or pattern.packed is not None):
             plan = read_plan(pattern, attention_mask, batch_size, q_length, dtype, device)
     if plan is None:
         arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
         arguments |= {"attention_mask": attention_mask, "local_size": local_size, "use_vmap": use_vmap}
         arguments |= {"allow_is_causal_skip": allow_is_causal_skip, "dtype": dtype, "device": device, **kwargs}
         return sdpa_mask(batch_size, q_length, kv_length, **arguments)
+    if slices and not torch.compiler.is_compiling():
+        return sliced(plan, batch_size, q_length, device)
     return None if plan.masks_nothing and attention_mask is not None else plan
 
 
 def _plan_of_documents(
-    mask_function: Callable, padding_mask: Any, tokens: int, device: torch.device | str
+    step: Step, mask_function: Callable, tokens: int, device: torch.device | str
 ) -> AttentionPlan | None:
-    """The plan of a packed row of ours, or of one whose documents the forward knows, and does not tell its masks of."""
-    if torch.compiler.is_compiling():
-        return None
-    step = current_step()
-    if step.plan_of is None and (step.documents is None or padding_mask is not None):
-        return None
+    """The plan of a packed row of ours, or of one whose documents the model knows but tells no mask of."""
     pattern = _pattern(mask_function)
     if step.plan_of is not None:
         if pattern is None or pattern.packed is not None:
@@ -229,6 +257,11 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
+def _in_one_row(x: torch.Tensor) -> torch.Tensor:
+    """(1, heads, batch * seq, head_dim) of (batch, heads, seq, head_dim)."""
+    return x if len(x) == 1 else x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
+
+
 # Plans of packed rows, by position ids: every layer of a model is given the same ones. With the number of rows and how
 # often the ids had been written over.
 _packings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -249,6 +282,21 @@ def _with_packing(plan: AttentionPlan, batch: int, length: int, kwargs: dict[str
         packed = None if numbers is None else plan_of(packed_documents(numbers), batch * length, 0, positions.device)
         _packings[positions] = (batch, version_of(positions)), packed
     return plan if packed is None else packed._replace(window=plan.window)
+
+
+def _selecting(
+    given: Any, plan: AttentionPlan | torch.Tensor | None, indices: torch.Tensor, batch: int, keys: int
+) -> AttentionPlan | torch.Tensor:
+    """`plan`, or the mask in its place, without the keys that are not selected; `given` is what an indexer knew."""
+    if not isinstance(plan, AttentionPlan):
+        return of_selected(plan, indices, keys)
+    if indices.dim() == 3:
+        return plan._replace(bits=bits_of(plan, indices, keys).flatten(1))
+    selecting: AttentionPlan = given._replace(bits=indices)
+    if plan is given:
+        return selecting
+    # Bits are places in a document, and the indexer did not know that there are several in a row.
+    return dense(selecting, batch, keys, indices.device) & dense(plan, batch, keys, indices.device)
 
 
 _find = masking_utils.find_packed_sequence_indices

@@ -23,13 +23,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import causal_mask_function
 
 from liger_trainer.compat.private import TESTED, installed_version, require
 from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.compat.transformers import MASK_FUNCTIONS, REMAPPED_POSITIONS
+from liger_trainer.head.recorded import Pending
 from liger_trainer.head.step import Bounds, bounds_of, current_step
-from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 
 require(DEVICE_ASSERTIONS)
 
@@ -145,8 +147,12 @@ def read_plan(
     if not chunks and not _is_worth_documents(rows, length, dtype, torch.device(device)):
         # With a padding mask, transformers does not look for packing.
         return AttentionPlan(window, None, length, whole_rows=padding_mask is not None)
-    starts = [start for place, row in enumerate(rows) for start in _cut(place * length, length, row, pattern.chunk)]
-    return plan_of(starts, batch * length, window, device)
+    return plan_of(row_starts(rows, length, pattern.chunk), batch * length, window, device)
+
+
+def row_starts(rows: Bounds, length: int, chunk: int = 0) -> list[int]:
+    """Where the documents of rows with these bounds begin, in chunks of `chunk` tokens; 0 for none."""
+    return [start for place, row in enumerate(rows) for start in cut_row(place * length, length, row, chunk)]
 
 
 def traced_plan(
@@ -181,7 +187,13 @@ def plan_of(documents: list[int], tokens: int, window: int, device: torch.device
     longest = max(end - start for start, end in itertools.pairwise(bounds))
     # Copied from pinned memory, so that the host does not wait for what the device still has to do.
     offsets = torch.tensor(bounds, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
-    return AttentionPlan(window, offsets.to(device, non_blocking=True), longest)
+    plan = AttentionPlan(window, offsets.to(device, non_blocking=True), longest)
+    bounds_on_host[plan.offsets] = bounds
+    return plan
+
+
+bounds_on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Where documents begin, and the number of tokens, by the `offsets` of plans that the host has made: a list of ints."""
 
 
 def packed_documents(*numbers: torch.Tensor) -> list[int]:
@@ -217,7 +229,7 @@ def _advantage(dtype: torch.dtype, device: torch.device) -> float:
     return _DENSE_ADVANTAGE.get(torch.cuda.get_device_capability(device)[0], 1.0)
 
 
-def _cut(begin: int, length: int, row: tuple[int, int], chunk: int) -> Iterator[int]:
+def cut_row(begin: int, length: int, row: tuple[int, int], chunk: int) -> Iterator[int]:
     """Where the documents of a row begin, whose first token is `begin`: padding, its tokens, and padding."""
     first, behind = row
     yield from _pieces(begin, begin + first, _PADDING_PIECE)
@@ -228,3 +240,55 @@ def _cut(begin: int, length: int, row: tuple[int, int], chunk: int) -> Iterator[
 def _pieces(start: int, end: int, size: int) -> range:
     """Where the pieces of at most `size` tokens begin; one piece if `size` is 0."""
     return range(start, end, size or max(end - start, 1))
+
+
+class SlicedPlan(AttentionPlan):
+    """A plan of which the code of a model takes parts, as of a mask: for indexers, and for layers that share keys.
+
+    Ours knows what to do with the plan. Another model with the same config has code that needs the mask.
+    """
+
+    rows: tuple[int, int, torch.device]  # their number and length, and their device
+    _mask: torch.Tensor | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        """That part of the mask, which is a tensor for all that do not know it; a field by its number."""
+        return MaskPart(self, index) if isinstance(index, tuple) else tuple.__getitem__(self, index)
+
+    def dense(self, batch: int, length: int, device: torch.device) -> torch.Tensor:
+        """As [`dense`][liger_trainer.kernels.attention.plan.dense], made once for all layers."""
+        if self._mask is None:
+            self._mask = dense(self, batch, length, device).expand(batch, -1, -1, -1)
+        return self._mask
+
+
+def sliced(plan: AttentionPlan, batch: int, length: int, device: torch.device | str) -> SlicedPlan:
+    """`plan` of so many rows of so many tokens."""
+    found = SlicedPlan(*plan)
+    found.rows = batch, length, torch.device(device)
+    return found
+
+
+class MaskPart(Pending):
+    """A part of the mask of a plan (batch, 1, length, length)."""
+
+    def __init__(self, plan: SlicedPlan, index: tuple[Any, ...]) -> None:
+        self.plan, self.index = plan, index
+
+    @property
+    def is_of_one_head(self) -> bool:
+        """Whether it is ``mask[:, 0]``, the whole mask of one head."""
+        return self.index[:2] == (slice(None), 0) and all(each == slice(None) for each in self.index[2:])
+
+    def build(self, for_write: bool = False) -> torch.Tensor:
+        """The part, a tensor of bools."""
+        return self.plan.dense(*self.plan.rows)[self.index]
+
+
+def of_selected(mask: torch.Tensor | None, indices: torch.Tensor, keys: int) -> torch.Tensor:
+    """A mask, boolean or additive, without the keys that are not selected."""
+    selected = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    selected = selected.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None or mask.dtype == torch.bool:
+        return selected if mask is None else mask & selected
+    return mask.masked_fill(~selected, torch.finfo(mask.dtype).min)

@@ -19,6 +19,17 @@ AUTOCAST_FORWARD = Feature(
     Private("accelerate:Accelerator.prepare_model", uses="_original_forward, convert_outputs_to_fp32"),
 )
 
+CONTEXT_PARALLEL = Feature(
+    "our attention under context parallelism",
+    Private("accelerate:Accelerator._prepare_cp", "self, args", uses="_attach_context_parallel_hooks, _cp_context"),
+    Private("accelerate:Accelerator.prepare", uses="_prepare_cp, cp_enabled"),
+)
+
+SEQUENCE_PARALLEL = Feature(
+    "our attention under sequence parallelism",
+    Private("accelerate:Accelerator._prepare_deepspeed", uses="register_with_transformers, sp_attn_implementation"),
+)
+
 OFFLOADED_WEIGHTS = Feature(
     "layers with a short convolution whose weights are offloaded",
     Private("accelerate.hooks:add_hook_to_module", uses="_hf_hook"),

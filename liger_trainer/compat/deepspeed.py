@@ -9,6 +9,16 @@ PARTITIONED_PARAMETERS = Feature(
     Private("deepspeed.runtime.zero.partition_parameters:Init._partition_param", uses="ds_tensor, ds_numel"),
 )
 
+EXCHANGED_HEADS = Feature(
+    "our attention under sequence parallelism",
+    Private(
+        "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
+        uses="core_attn_implementation, _attn_implementation, ALL_ATTENTION_FUNCTIONS",
+    ),
+    Private("deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter.refill", uses="shift_labels"),
+    Private("deepspeed.utils.groups:_get_sequence_parallel_group"),
+)
+
 PARTITIONED_HEAD = Feature(
     "reading an LM head that ZeRO-3 has partitioned",
     Private(

@@ -38,3 +38,20 @@ def is_linear_without_bias(projection: nn.Module) -> bool:
     """Whether scaling what goes in is scaling what comes out, with nobody looking on."""
     plain = isinstance(projection, nn.Linear) and projection.bias is None
     return plain and not projection._forward_hooks and not projection._forward_pre_hooks
+
+
+_UNSEEING = ("torch.distributed.fsdp.", "deepspeed.", "transformers.utils.output_capturing")
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook may look at what a call of `module` is given or gives, in the forward or backward.
+
+    Hooks that gather weights do not, and those of transformers that record outputs do so only where they are asked for.
+    A module that is compiled by itself looks as well: it is compiled for shapes.
+    """
+    if module._compiled_call_impl is not None:
+        return True
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    own = (hook for each in hooks for hook in each.values())
+    origins = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in own)
+    return torch_module._has_any_global_hook() or not all(origin.startswith(_UNSEEING) for origin in origins)

@@ -85,6 +85,16 @@ LORA_EXPERTS = Feature(
     needed=False,
 )
 
+STACKED_ADAPTERS = Feature(
+    "taking adapters on stacked experts apart",
+    Private(
+        "peft.tuners.lora.layer:ParamWrapper.get_delta_weight",
+        "self, adapter_name, ...",
+        uses="num_experts, _did_swap_in_out_features",
+    ),
+    Private("peft.tuners.lora.layer:ParamWrapper.__init__", uses="parameter_name"),
+)
+
 RANK_ALLOCATION = Feature(
     "resuming AdaLoRA with the importance of its ranks",
     Private("peft.tuners.adalora.layer:RankAllocator.update_ipt", uses="ipt, exp_avg_ipt, exp_avg_unc"),

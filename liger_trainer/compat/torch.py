@@ -15,6 +15,12 @@ RELEASED_GRAPHS = Feature(
     needed=False,
 )
 
+GRAPH_TASK = Feature(
+    "decoding a packed weight once in a backward that recomputes its layer, rather than twice",
+    Private("torch._C:_current_graph_task_id"),
+    needed=False,
+)
+
 FLASH_OPERATOR = Feature(
     "attention with windows and documents by torch's flash operator, rather than our slower kernels",
     Private("torch.ops:aten._flash_attention_forward"),
@@ -98,6 +104,17 @@ NESTED_VALUES = Feature(
     Private("torch.utils._pytree:tree_leaves", "tree, ..."),
 )
 
+CALLS_OF_LAYERS = Feature(
+    "layers that run from CUDA graphs",
+    Private("torch.utils._pytree:tree_flatten", "tree, is_leaf"),
+    Private("torch.utils._pytree:tree_unflatten", "leaves, treespec"),
+    Private("torch._C:_len_torch_dispatch_stack"),
+    Private("torch._C:_len_torch_function_stack"),
+    Private("torch._C._autograd:_top_saved_tensors_default_hooks"),
+)
+
+COPIES_OF_MANY = Feature("writing all gradients of a layer at once", Private("torch:_foreach_copy_"))
+
 COMPILED_HEAD = Feature(
     "training compiled models without building their logits",
     Private("torch._dynamo.eval_frame:set_eval_frame"),
@@ -157,6 +174,7 @@ MODULE_HOOKS = Feature(
         "torch.nn:Module.__init__",
         uses="_forward_hooks_with_kwargs, _forward_hooks_always_called, _forward_pre_hooks_with_kwargs",
     ),
+    Private("torch.nn:Module.compile", uses="_compiled_call_impl"),
 )
 
 FSDP_HEAD = Feature(
@@ -175,13 +193,21 @@ COLLECTIVES = Feature(
     "operators over several processes",
     *(
         Private(f"torch:ops._c10d_functional.{name}")
-        for name in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "wait_tensor")
+        for name in (
+            "all_gather_into_tensor",
+            "all_reduce",
+            "all_to_all_single",
+            "reduce_scatter_tensor",
+            "wait_tensor",
+        )
     ),
 )
 
 SHARED_MEMORY = Feature(
     "backwards that write over an activation", Private("torch:UntypedStorage._cdata"), Private("torch:Tensor._base")
 )
+
+PLACE_IN_A_TENSOR = Feature("rotating a part of latent attention's queries in one pass", Private("torch:Tensor._base"))
 
 RESULTS_TO_WRITE_TO = Feature("results of operators that a model may change in place", Private("torch:Tensor._is_view"))
 

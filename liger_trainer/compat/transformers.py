@@ -74,6 +74,11 @@ DEQUANTISED_MODELS = Feature(
     ),
 )
 
+PUBLISHED_NAMES = Feature(
+    "naming the linear layers of single experts",
+    Private("transformers.core_model_loading:revert_weight_conversion", "model, state_dict"),
+)
+
 LOADED_WEIGHTS = Feature(
     "naming weights that no checkpoint held",
     Private("transformers:PreTrainedModel._initialize_missing_keys", "self, is_quantized", uses="_is_hf_initialized"),
@@ -90,6 +95,20 @@ NON_FINITE_GUARD = Feature(
     "finding numbers that are not finite before gradients are clipped and weights are saved",
     Private(f"{_TRAINER}._clip_grad_norm", "self, model"),
     Private(f"{_TRAINER}.save_model", "self, output_dir, _internal_call"),
+)
+
+GRADIENT_NORM = Feature(
+    "removing gradients without a walk over all modules",
+    Private(f"{_TRAINER}._get_grad_norm", "self, model, grad_norm"),
+    Private(f"{_TRAINER}._run_epoch", uses="_get_grad_norm, zero_grad"),
+    needed=False,
+)
+
+CONTEXT_PARALLEL_INPUTS = Feature(
+    "our attention under context parallelism",
+    Private(f"{_TRAINER}._prepare_context_parallel_inputs", "self, model, inputs", uses="maybe_context_parallel"),
+    Private(f"{_TRAINER}.training_step", uses="_prepare_context_parallel_inputs"),
+    Private(f"{_TRAINER}.prediction_step", uses="_prepare_context_parallel_inputs"),
 )
 
 LOSS_SCALE = Feature(
@@ -282,6 +301,23 @@ ATTENTION = Feature(
     canary="liger_trainer.tools.canaries:attention",
 )
 
+CUT_SHARED_LAYERS_METHOD = "_maybe_slice_kv_shared_inputs"
+CUT_SHARED_LAYERS = Feature(
+    "attention without masks in models whose last layers share keys and run on the last tokens alone",
+    Private(
+        f"transformers.models.gemma4.modeling_gemma4:Gemma4TextModel.{CUT_SHARED_LAYERS_METHOD}",
+        "self, hidden_states, per_layer_inputs, position_embeddings, causal_mask_mapping, logits_to_keep, ...",
+        uses="_attn_implementation",
+    ),
+    Private(
+        "transformers.models.gemma4.modeling_gemma4:Gemma4TextModel.forward",
+        uses=f"{CUT_SHARED_LAYERS_METHOD}, logits_to_keep",
+    ),
+    needed=False,
+    since="5.23",
+    canary="liger_trainer.tools.canaries:cut_shared_layers",
+)
+
 DEFAULT_ATTENTION = Feature(
     "the attention that transformers takes where ours is not proved",
     Private("transformers.modeling_utils:PreTrainedModel._supports_sdpa"),
@@ -329,4 +365,23 @@ STACKED_EXPERTS = Feature(
     Private("transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward", "self, hidden_states, ..."),
     needed=False,
     canary="liger_trainer.tools.canaries:experts",
+)
+
+PACKED_CHECKPOINTS = Feature(
+    "loading checkpoints whose weights stay packed",
+    Private(
+        "transformers.core_model_loading:rename_source_key",
+        "source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict, ...",
+    ),
+    Private("transformers.conversion_mapping:get_model_conversion_mapping", "model, key_mapping, hf_quantizer, ..."),
+    Private("transformers.core_model_loading:WeightConverter"),
+    Private("transformers.core_model_loading:WeightRenaming"),
+    Private("transformers.quantizers.auto:AUTO_QUANTIZER_MAPPING"),
+    Private("transformers.quantizers.auto:AUTO_QUANTIZATION_CONFIG_MAPPING"),
+    Private("transformers.quantizers:HfQuantizer.preprocess_model", uses="_process_model_before_weight_loading"),
+    Private("transformers.quantizers:HfQuantizer.postprocess_model", uses="_process_model_after_weight_loading"),
+    Private("transformers.quantizers:HfQuantizer.update_weight_conversions", uses="serialized_names"),
+    Private("transformers:PreTrainedModel.from_pretrained", uses="checkpoint_files"),
+    Private("transformers:PreTrainedModel._initialize_missing_keys", uses="_is_hf_initialized"),
+    Private("transformers.quantizers:HfQuantizer.remove_quantization_config", "self, model"),
 )

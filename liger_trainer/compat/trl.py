@@ -42,10 +42,33 @@ SFT_LOSS = Feature(
     Private("trl:SFTTrainer.compute_loss", uses="fused_lm_head, labels, shift_labels"),
 )
 
+COUNTED_METRICS = Feature(
+    "reading the metrics of LigerSFTTrainer once a log",
+    Private(
+        "trl:SFTTrainer.compute_loss",
+        uses="gather_for_metrics, label_mask, entropy, is_top1, item, _metrics, _total_train_tokens, _tp_size",
+    ),
+    Private("trl:SFTTrainer.log", uses="_metrics"),
+    needed=False,
+)
+
+EQUAL_BATCHES = Feature(
+    "counts of tokens with `cp_size`",
+    *(Private(f"trl:{name}Trainer._compute_loss", uses="_tp_size") for name in ("DPO", "KTO")),
+)
+
+SFT_PACKED_PARTS = Feature(
+    "packed rows with `cp_size`",
+    Private("trl:SFTTrainer.__init__", uses="add_fused_lm_head, cp_enabled, packing, eval_packing"),
+)
+
 SFT_OWN_LOSS = Feature(
     "`label_smoothing_factor` and `compute_loss_func` of LigerSFTTrainer, which TRL computes",
     Private("trl:SFTTrainer.compute_loss", uses="label_smoother, compute_loss_func"),
 )
+
+
+_COUNTED = "accelerator, process_index, gather, gather_object"  # of rows, which several processes may have
 
 
 def _generation_of(name: str) -> Feature:
@@ -53,7 +76,8 @@ def _generation_of(name: str) -> Feature:
     return Feature(
         f"the checks of prompts, completions and rewards, their groups, and the labelled rows, in Liger{name}Trainer",
         Private(f"{trainer}._generate_single_turn", "self, prompt_ids, ...", uses="args, bf16, fp16"),
-        Private(f"{trainer}._calculate_rewards", "self, ...", uses="reward_funcs"),
+        Private(f"{trainer}._calculate_rewards", "self, ...", uses="reward_funcs, gather"),
+        Private(f"{trainer}._generate_and_score_completions", "self, inputs", uses=_COUNTED),
         Private(f"{trainer}._get_train_sampler", "self, ...", uses="batch_size"),
         Private(
             f"{trainer}._get_per_token_logps_and_entropies",
@@ -61,7 +85,7 @@ def _generation_of(name: str) -> Feature:
         ),
         Private("trl.trainer.utils:RepeatSampler.__iter__", uses="batch_size"),
         Private(f"{trainer}._prepare_inputs", uses="shuffle_sequence_dict, split_tensor_dict, steps_per_generation"),
-        Private(f"{trainer}._compute_loss", "self, model, inputs", uses="aux_loss_enabled"),
+        Private(f"{trainer}._compute_loss", "self, model, inputs", uses="aux_loss_enabled, accelerator, gather"),
     )
 
 

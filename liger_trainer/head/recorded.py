@@ -163,6 +163,35 @@ def call_built(func: Callable, args: tuple, kwargs: dict[str, Any], for_write: b
     return own_function(func)(*args, **kwargs)
 
 
+_OPERATORS = (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv mod pow rpow matmul rmatmul neg pos "
+    "abs invert and or xor eq ne lt le gt ge getitem setitem len iter bool float int index contains"
+)
+
+
+class Pending(ComputedOnUse):
+    """A tensor that is not computed yet. Every attribute and function that is asked for takes the computed tensor."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.build(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return call_built(func, args, kwargs or {})
+
+
+def _operator(name: str) -> Callable:
+    def run(self: Pending, *args: Any) -> Any:
+        return call_built(getattr(self.build(), name), args, {})
+
+    return run
+
+
+for _name in _OPERATORS.split():
+    setattr(Pending, f"__{_name}__", _operator(f"__{_name}__"))
+Pending.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
 _OWN = dict(vars(functional))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
+from torch.nn import functional as F
 
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.kernels.documents import Documents
@@ -47,6 +48,25 @@ class Padding:
     mask: torch.Tensor
     version: int | None
     bounds: Bounds
+
+
+Runs = Sequence[tuple[int, int]]
+"""The first token of each run of tokens in the flattened batch, and the one after its last, in order."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReadLabels:
+    """Labels that were read on the host.
+
+    Args:
+        tensor: The labels, on the device. What was read holds for this tensor only, not for a copy.
+        version: How often the tensor had been changed in place when it was read.
+        scored: The tokens whose logits the labels are for.
+    """
+
+    tensor: torch.Tensor
+    version: int | None
+    scored: Runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +99,13 @@ class Forward:
         has_labels: Whether the loss is computed inside this forward.
         num_items: The `num_items_in_batch` that the model's loss divides its sum by.
         read_later: Whether the logits are read after this forward too, when a sharded weight is split again.
+        labels: The labels without which nothing reads a token's logits; None if any logits may be read.
     """
 
     has_labels: bool
     num_items: int | torch.Tensor | None = None
     read_later: bool = False
+    labels: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +119,7 @@ class Step:
             multiplies no other rows. Each loss calls the function, which may wait for a count. A bound that is too low
             makes the loss NaN.
         padding: The padding mask of the batch.
+        labels: The labels of the batch, if the host has read them.
         expected_gradient: The upstream gradient that fused losses should expect in their backward: the factor between
             the result of `F.cross_entropy` and the tensor that `backward` is called on, ``1 / num_items`` for a sum
             divided afterwards, ``1 / accumulation_steps`` for a mean. A number, or a 0-d tensor, which is not read on
@@ -120,10 +143,13 @@ class Step:
             models with such layers; None for any other forward, and where each row is one.
         computation: First or second time, for a forward that runs twice; None for a forward that runs once.
         generates: Whether the forward computes the next token of a generation: with a cache, and without gradients.
+        kept: A list to which a model whose last layers run on some tokens alone appends the places of these (int64
+            (K,), in the flattened batch); None where they run on all.
     """
 
     labelled: Callable[[], int] | None = None
     padding: Padding | None = None
+    labels: ReadLabels | None = None
     expected_gradient: float | torch.Tensor | None = None
     observer: TokenObserver | None = None
     z_losses: list[torch.Tensor] | None = None
@@ -135,6 +161,7 @@ class Step:
     documents: Callable[[], Documents] | None = None
     computation: Pass | None = None
     generates: bool = False
+    kept: list[torch.Tensor] | None = None
 
 
 _step: ContextVar[Step] = ContextVar("liger_trainer_step", default=Step())  # noqa: B039  (frozen)
@@ -178,3 +205,9 @@ def bounds_of(mask: torch.Tensor) -> Bounds | None:
     if any(count and end - start != count for start, end, count in rows):
         return None
     return [(start, end) if count else (0, 0) for start, end, count in rows]
+
+
+def runs_of(mask: torch.Tensor) -> Runs:
+    """Reads on the host where a mask of bools, of any shape, is true."""
+    changes = F.pad(mask.flatten().byte(), (1, 1)).diff().nonzero()
+    return [(first, behind) for first, behind in changes.view(-1, 2).tolist()]

@@ -1,12 +1,26 @@
 """What a packed row holds of a padded batch: each token once that no padding hides and that rows do not share.
 
-Rows that begin in the same column share their longest common beginning. A causal model computes the same for it in each
-of them, so it is exact to compute it once. What is equal need not be a prompt: the beginnings of answers count too.
+Rows that begin in the same column share their common beginnings. A causal model computes the same for such tokens in
+each of them, so it is exact to compute them once. What is equal need not be a prompt: the beginnings of answers count
+too.
 
-Of all ways to group rows, with one shared beginning a group, `_best_groups` finds that with the fewest tokens.
-If beginnings of very many lengths are inside each other, only some of the lengths are tried.
+The rows of a group form a trie: a system prompt, prompts behind it, turns behind those, rows that are beginnings of
+others, equal rows. A group is its rows in an order in which those with most in common are neighbours, and how many
+tokens each shares with the row before; that is the whole trie. With one level of sharing all rows of a group share one
+beginning. It is enough where deeper levels save little, and all that layers with a state can continue; of all ways to
+group rows so, `_best_groups` finds that with the fewest tokens. If beginnings of very many lengths are inside each
+other, only some of the lengths are tried.
 
-All of this is on the host, in numpy.
+The packed row is the trie in pre-order, of the nodes behind one the largest first (with all that is behind it). So a
+node's heaviest path is contiguous. Attention takes each such path as one document: its keys are the tokens above it in
+the trie, copied, then its own. A row that only continues another one thus copies nothing.
+
+Sharing at more levels never takes more keys. Each row that is no beginning of another ends one document, whose keys are
+that row's tokens (with windows of W, those of its path and up to W - 1 before). Without a level there are at least as
+many documents, and what was a copied key is one of a token that runs again. So the memory of copied keys is no reason
+to leave a level out.
+
+All of this is on the host, in numpy; the trie takes one pass over the rows, and no loop over tokens.
 """
 
 from __future__ import annotations
@@ -20,37 +34,37 @@ from typing import NamedTuple
 import numpy as np
 
 _LEAST_SAVED = 0.05
-"""The least share of all tokens worth sharing: fewer, such as a first token that all rows have, cost more than they
-save."""
+"""The least share of the tokens worth sharing, and worth sharing at further levels: fewer, such as a first token that
+all rows have, cost more than they save."""
 
 _MOST_LEVELS = 40
-"""The most common beginnings inside each other; the search for the best groups goes through all pairs of levels."""
+"""The lengths that the search for the best groups of one level tries; it goes through all pairs of them."""
 
 
 class Group(NamedTuple):
-    """Rows with a common beginning.
+    """Rows that share their beginnings, a trie.
 
     Attributes:
-        rows: Their numbers in the batch.
-        shared: How many tokens they share; 0 for a row of its own.
+        rows: Their numbers in the batch; those below a node of the trie are neighbours.
+        common: How many tokens each shares with the row before it here; 0 for the first.
     """
 
     rows: tuple[int, ...]
-    shared: int
+    common: tuple[int, ...]
 
 
 class Segment(NamedTuple):
-    """Tokens that follow each other in a row and in the packed row.
+    """A node of the trie: tokens that follow each other in the packed row and in all rows that have them.
 
     Attributes:
         begin: The first token's place in the packed row.
         end: The place behind the last one.
-        prefix: Where the tokens before these in their row begin and end; equal places if there are none.
+        parent: The number of the segment with the tokens before these in their rows; -1 if there are none.
     """
 
     begin: int
     end: int
-    prefix: tuple[int, int] = (0, 0)
+    parent: int = -1
 
 
 class AttentionDocuments(NamedTuple):
@@ -75,31 +89,47 @@ class Layout:
         tokens: (T,), the place of each token in the flattened batch, in the first row that has it.
         shared_by: (T,), how many rows have the token.
         places: (B, S), the place of each token in the packed row; -1 for padding, and for rows of other packed rows.
-        segments: The segments of the packed row, in its order.
+        segments: The segments of the packed row, in its order, each behind its parent.
+        levels: The most segments of a row that it shares with other rows.
     """
 
     tokens: np.ndarray
     shared_by: np.ndarray
     places: np.ndarray
     segments: list[Segment]
+    levels: int
+
+    def paths(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """The heaviest paths of the tries, in the order of the packed row.
+
+        Yields:
+            The first place of each, the place behind its last, and the places of the tokens before these in their rows.
+        """
+        others = [place for place, each in enumerate(self.segments) if place and each.parent != place - 1]
+        for first, behind in itertools.pairwise((0, *others, len(self.segments))):
+            begin, _, parent = self.segments[first]
+            above: list[np.ndarray] = []
+            while parent >= 0:
+                above.append(np.arange(self.segments[parent].begin, self.segments[parent].end))
+                parent = self.segments[parent].parent
+            yield begin, self.segments[behind - 1].end, np.concatenate([*above[::-1], np.arange(0)])
 
     def documents(self, window: int, chunk: int) -> AttentionDocuments:
         """The documents of attention that sees `window` keys, in chunks of `chunk` tokens of a row; 0 for all."""
         queries, keys = [0], [0]
         pieces: list[np.ndarray] = []
-        for segment in self.segments:
-            first, behind = segment.prefix
-            before = behind - first
-            # The segment is tokens `before` to `last` of its row, cut where chunks begin.
-            last = before + segment.end - segment.begin
+        for first, behind, above in self.paths():
+            before = len(above)
+            # The path is tokens `before` to `last` of its row, cut where chunks begin.
+            last = before + behind - first
             chunks = range((before // chunk + 1) * chunk, last, chunk) if chunk else ()
             for begin, end in itertools.pairwise((before, *chunks, last)):
-                # The keys of a row's tokens `begin` to `end`: from `seen` on, in the prefix and in the segment itself.
+                # The keys of a row's tokens `begin` to `end`: from `seen` on, above the path and in the path itself.
                 seen = max(begin // chunk * chunk if chunk else 0, begin - window + 1 if window else 0)
                 own = max(seen, before)
                 if seen < before:
-                    pieces.append(np.arange(first + seen, behind))
-                pieces.append(np.arange(segment.begin + own - before, segment.begin + end - before))
+                    pieces.append(above[seen:])
+                pieces.append(np.arange(first + own - before, first + end - before))
                 queries.append(queries[-1] + end - begin)
                 keys.append(keys[-1] + end - seen)
         own_keys = None if keys == queries else np.concatenate(pieces)
@@ -117,7 +147,9 @@ def starts_and_lengths(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None
     return None if ((last - starts != lengths) & (lengths > 0)).any() else (starts, lengths)
 
 
-def groups_of(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, share: bool) -> list[Group]:
+def groups_of(
+    ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, share: bool, one_level: bool = False
+) -> list[Group]:
     """The groups of a batch's rows, in the order of their first rows; rows of padding are left out.
 
     Args:
@@ -125,37 +157,39 @@ def groups_of(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, share: b
         starts: (B,), the first column of each row.
         lengths: (B,), how many tokens it has.
         share: Whether rows may share tokens.
+        one_level: Whether no shared beginning may continue another.
     """
     rows = np.flatnonzero(lengths).tolist()
-    groups: list[Group] = []
-    saved = 0
+    alone = [Group((row,), (0,)) for row in rows]
     # Sorted by their first columns, then by their tokens, whose bytes, the highest first, order as they do.
     tokens, keys = {}, []
     for row in rows if share else ():
         tokens[row] = ids[row, starts[row] : starts[row] + lengths[row]].astype(">i8")
         keys.append((int(starts[row]), tokens[row].tobytes(), row))
+    flat: list[Group] = []
+    tries: list[Group] = []
     for _, same_start in itertools.groupby(sorted(keys), operator.itemgetter(0)):
-        members: list[int] = []
-        common: list[int] = []
-        for *_, row in same_start:
-            if members:
-                before = tokens[members[-1]]
-                shorter = min(len(before), len(tokens[row]))
-                different = np.flatnonzero(before[:shorter] != tokens[row][:shorter])
-                common.append(int(different[0]) if len(different) else shorter)
-            members.append(row)
+        members = [row for *_, row in same_start]
+        common = []
+        for row, after in itertools.pairwise(members):
+            shorter = min(lengths[row], lengths[after])
+            different = np.append(tokens[row][:shorter] != tokens[after][:shorter], True)
+            common.append(int(different.argmax()))
+        begins = [0, *(place for place, shared in enumerate(common, 1) if not shared), len(members)]
+        for begin, end in itertools.pairwise(begins):
+            tries.append(Group(tuple(members[begin:end]), (0, *common[begin : end - 1])))
         levels = np.unique(common)
         if len(levels) > _MOST_LEVELS:  # some of them, to which the others are rounded down
             levels = levels[:: -(-len(levels) // _MOST_LEVELS)]
             common = levels[np.searchsorted(levels, common, "right") - 1].tolist()
         best = _best_groups(members, common, [0])[0]
-        saved += best.saved
-        groups += best.groups
-        for row in best.left:
-            groups.append(Group((row,), 0))
-    if saved and saved >= _LEAST_SAVED * lengths.sum():
-        return sorted(groups)
-    return [Group((row,), 0) for row in rows]
+        flat += [*best.groups, *(Group((row,), (0,)) for row in best.left)]
+    found, count = alone, int(lengths.sum())
+    for groups in (flat, *(() if one_level else (tries,))):
+        fewer = sum(int(lengths[row]) - shared for group in groups for row, shared in zip(*group))
+        if groups and count - fewer >= _LEAST_SAVED * count:
+            found, count = groups, fewer
+    return sorted(found, key=lambda group: min(group.rows))
 
 
 class _Choice(NamedTuple):
@@ -201,21 +235,20 @@ def _best_groups(members: list[int], common: list[int], above: list[int]) -> lis
             left += piece.left
         choices.append(_Choice(saved, groups, left))
     saved, groups, left = choices.pop()
-    together = _Choice(saved - least, [*groups, Group(tuple(sorted(left)), least)], [])  # one row has its tokens
+    group = Group(tuple(sorted(left)), (0, *[least] * (len(left) - 1)))
+    together = _Choice(saved - least, [*groups, group], [])  # one row has its tokens
     for place, apart in enumerate(choices):
         if together.saved > apart.saved:
             choices[place] = together
     return choices
 
 
-def parts_of(groups: Sequence[Group], lengths: np.ndarray, most: int | None) -> list[list[Group]]:
+def parts_of(groups: Sequence[Group], lengths: np.ndarray, most: int) -> list[list[Group]]:
     """The groups of each packed row, none of which has more than `most` tokens.
 
-    A group of more tokens is taken apart, and its parts share the beginning among themselves. A row of more tokens is
-    a packed row of its own. The largest come first, each into the first packed row with room for it.
+    A group of more tokens is taken apart, and its parts share their beginnings among themselves. A row of more tokens
+    is a packed row of its own. The largest come first, each into the first packed row with room for it.
     """
-    if most is None:
-        return [list(groups)]
     pieces = [piece for group in groups for piece in _taken_apart(group, lengths, most)]
     parts: list[list[Group]] = []
     rooms: list[int] = []
@@ -231,18 +264,87 @@ def parts_of(groups: Sequence[Group], lengths: np.ndarray, most: int | None) -> 
 
 
 def _tokens(group: Group, lengths: np.ndarray) -> int:
-    return group.shared + sum(int(lengths[row]) - group.shared for row in group.rows)
+    return sum(int(lengths[row]) - shared for row, shared in zip(*group))
 
 
 def _taken_apart(group: Group, lengths: np.ndarray, most: int) -> Iterator[Group]:
     """The group in pieces of at most `most` tokens, or of one row."""
-    rows: list[int] = []
-    for row in group.rows:
-        if rows and _tokens(Group((*rows, row), group.shared), lengths) > most:
-            yield Group(tuple(rows), group.shared if len(rows) > 1 else 0)
-            rows = []
-        rows.append(row)
-    yield Group(tuple(rows), group.shared if len(rows) > 1 else 0)
+    begin = tokens = 0
+    for place, (row, shared) in enumerate(zip(*group)):
+        tokens += int(lengths[row]) - shared
+        if place > begin and tokens > most:
+            yield Group(group.rows[begin:place], (0, *group.common[begin + 1 : place]))
+            begin, tokens = place, int(lengths[row])
+    yield Group(group.rows[begin:], (0, *group.common[begin + 1 :]))
+
+
+class _Node(NamedTuple):
+    """A node of the trie of rows in an order.
+
+    Attributes:
+        first: The place of its first row in the order.
+        depth: How many tokens its rows have in common, up to its last one.
+        behind: The place behind its last row.
+    """
+
+    first: int
+    depth: int
+    behind: int
+
+
+def _nodes(common: Sequence[int], lengths: Sequence[int]) -> list[_Node]:
+    """The nodes of a trie in pre-order, the rows in the given order.
+
+    Args:
+        common: How many tokens each row has in common with the one before.
+        lengths: How many tokens each has.
+    """
+    path: list[tuple[int, int]] = []  # of the row before: the first row and the depth of each node
+    nodes: list[_Node] = []
+    for place, (shared, length) in enumerate(zip(common, lengths)):
+        first = place
+        while path and path[-1][1] > shared:
+            first, depth = path.pop()
+            nodes.append(_Node(first, depth, place))
+        if shared and (not path or path[-1][1] < shared):  # inside the last node that ended
+            path.append((first, shared))
+        if length > shared:
+            path.append((place, length))
+    nodes += [_Node(first, depth, len(common)) for first, depth in path]
+    return sorted(nodes)
+
+
+def _largest_first(nodes: Sequence[_Node]) -> list[tuple[_Node, int, int]]:
+    """The nodes in pre-order, of those behind one the largest first, with the tokens of all that is behind it.
+
+    Args:
+        nodes: The nodes in any pre-order.
+
+    Returns:
+        Each node, the depth at which it begins, and the number of its parent in the new order; -1 for none.
+    """
+    path: list[int] = []
+    parents: list[int] = []
+    for number, node in enumerate(nodes):
+        while path and nodes[path[-1]].behind <= node.first:
+            path.pop()
+        parents.append(path[-1] if path else -1)
+        path.append(number)
+    begins = [nodes[parent].depth if parent >= 0 else 0 for parent in parents]
+    tokens = [node.depth - begin for node, begin in zip(nodes, begins)]
+    children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]  # those of no node are last
+    for number in reversed(range(len(nodes))):
+        children[parents[number]].append(number)
+        if parents[number] >= 0:
+            tokens[parents[number]] += tokens[number]
+    ordered: list[tuple[_Node, int, int]] = []
+    waiting = [(number, -1) for number in children[-1]]
+    while waiting:
+        number, parent = waiting.pop()
+        # The last one comes next; of equal ones, the one whose rows come first.
+        waiting += [(child, len(ordered)) for child in sorted(children[number], key=tokens.__getitem__)]
+        ordered.append((nodes[number], begins[number], parent))
+    return ordered
 
 
 def layout_of(groups: Sequence[Group], starts: np.ndarray, lengths: np.ndarray, columns: int) -> Layout:
@@ -255,25 +357,21 @@ def layout_of(groups: Sequence[Group], starts: np.ndarray, lengths: np.ndarray, 
         columns: S, the number of columns.
     """
     segments: list[Segment] = []
+    levels: list[int] = []
     places = np.full((len(starts), columns), -1)
+    rows = [row for group in groups for row in group.rows]
+    common = [shared for group in groups for shared in group.common]
     count = 0
-    for rows, shared in groups:
-        first = int(starts[rows[0]])
-        prefix = count, count + shared
-        if shared:
-            segments.append(Segment(*prefix))
-            places[list(rows), first : first + shared] = np.arange(*prefix)
-        count += shared
-        for row in rows:
-            begin, end = first + shared, int(starts[row] + lengths[row])
-            if end > begin:
-                segments.append(Segment(count, count + end - begin, prefix))
-                places[row, begin:end] = np.arange(count, count + end - begin)
-            count += end - begin
+    for node, begin, parent in _largest_first(_nodes(common, lengths[rows].tolist())):
+        start, end = int(starts[rows[node.first]]), count + node.depth - begin
+        segments.append(Segment(count, end, parent))
+        levels.append((levels[parent] if parent >= 0 else 0) + (node.behind - node.first > 1))
+        places[rows[node.first : node.behind], start + begin : start + node.depth] = np.arange(count, end)
+        count = end
     if not count:
-        return Layout(np.zeros(1, np.int64), np.ones(1, np.int64), places, [Segment(0, 1)])
+        return Layout(np.zeros(1, np.int64), np.ones(1, np.int64), places, [Segment(0, 1)], 0)
     # Of a token that rows share, the place in the first of them, which is written last.
     tokens = np.empty(count, np.int64)
     of_rows = np.flatnonzero(places >= 0)[::-1]
     tokens[places.ravel()[of_rows]] = of_rows
-    return Layout(tokens, np.bincount(places.ravel()[of_rows]), places, segments)
+    return Layout(tokens, np.bincount(places.ravel()[of_rows]), places, segments, max(levels))

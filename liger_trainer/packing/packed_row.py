@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from liger_trainer.attention.masks import bounds_on_host
 from liger_trainer.head.deferred_logits import build, recordable
-from liger_trainer.head.step import Pass, current_step, running
+from liger_trainer.head.lm_head import version_of
+from liger_trainer.head.step import Pass, ReadLabels, current_step, running, runs_of
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
 from liger_trainer.kernels.documents import Documents, documents_of
@@ -47,13 +49,13 @@ class Scored(NamedTuple):
 
     Attributes:
         tokens: The scored tokens, K of T; at least one, so that a gradient reaches the model on every process.
-        labels: (K,).
+        labels: (K,), and the places of the tokens as the host knows them.
         copies: The statistics of the batch, n of K.
         places: (n,), the place of each in the flattened batch (B, S).
     """
 
     tokens: Copies
-    labels: torch.Tensor
+    labels: ReadLabels
     copies: Copies
     places: torch.Tensor
 
@@ -80,15 +82,14 @@ class PackedRow:
 
     @functools.cached_property
     def documents(self) -> Documents:
-        """Each segment of the row, which continues the one before it in a row; for recurrences and convolutions."""
-        segments = self.layout.segments
-        numbers = {(each.begin, each.end): place for place, each in enumerate(segments)}
-        return documents_of(
-            [each.end - each.begin for each in segments],
-            [each.begin for each in segments],
-            [numbers.get(each.prefix, -1) for each in segments],
-            device=self.inputs["input_ids"].device,
-        )
+        """Each segment of the row, which continues its parent; for recurrences and convolutions.
+
+        Raises:
+            ValueError: for rows that share more than one level; such layers continue a document that continues none.
+        """
+        begins, ends, parents = zip(*self.layout.segments)
+        lengths = [end - begin for begin, end in zip(begins, ends)]
+        return documents_of(lengths, begins, parents, device=self.inputs["input_ids"].device)
 
     def plan(self, window: int, chunk: int) -> AttentionPlan:
         """The plan of attention that sees `window` keys, in chunks of `chunk` tokens; 0 for all."""
@@ -103,6 +104,7 @@ class PackedRow:
             shared = SharedKeys(copies, torch.from_numpy(key_offsets).to(device), most_keys)
         longest, seen = int(np.diff(offsets).max()), window if window < most_keys else 0
         plan = AttentionPlan(seen, torch.from_numpy(offsets).to(device), longest, keys=shared)
+        bounds_on_host[plan.offsets] = offsets.tolist()
         self._plans[window, chunk] = plan
         return plan
 
@@ -112,6 +114,7 @@ def packed_rows(
     share: bool,
     most: int | None = None,
     agreed: Callable[[int, torch.device], int] = lambda rows, device: rows,
+    one_level: bool = False,
 ) -> list[PackedRow] | None:
     """The batch as packed rows; None if padding is between tokens, which windows could not skip.
 
@@ -121,7 +124,9 @@ def packed_rows(
         batch: The padded batch.
         share: Whether rows share their common beginnings.
         most: The tokens that a packed row has at most, if it has several rows; None puts all into one.
-        agreed: Called with their number, returns how many to make; those too many score no token.
+        agreed: Where there is a `most`, called with their number, returns how many to make; those too many score no
+            token.
+        one_level: Whether no shared beginning may continue another, as layers with a state need it.
     """
     mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask.ne(0).long()
     ids, mask, labels = torch.stack([batch.input_ids, mask, batch.labels.to(mask.device)]).cpu().numpy()
@@ -130,8 +135,11 @@ def packed_rows(
         return None
     starts, lengths = found
     share = share and (batch.position_ids is None or len(batch.position_ids) == 1)  # else they may differ
-    parts = parts_of(groups_of(ids, starts, lengths, share), lengths, most) or [[]]
-    parts += [[]] * (agreed(len(parts), batch.input_ids.device) - len(parts))
+    groups = groups_of(ids, starts, lengths, share, one_level)
+    parts = [groups]
+    if most is not None:
+        parts = parts_of(groups, lengths, most) or [[]]
+        parts += [[]] * (agreed(len(parts), batch.input_ids.device) - len(parts))
     return [_packed_row(batch, layout_of(part, starts, lengths, ids.shape[1]), labels) for part in parts]
 
 
@@ -155,9 +163,11 @@ def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
         tokens * (targets.max(initial=0) + 1) + targets, return_index=True, return_inverse=True
     )
     tokens, targets = (tokens[first], targets[first]) if len(places) else (np.array([0]), np.array([IGNORE_INDEX]))
+    labels_of_tokens = torch.from_numpy(targets).to(device)
+    is_scored = torch.zeros(len(layout.tokens), dtype=torch.bool).index_fill(0, torch.from_numpy(tokens), True)
     return Scored(
         _copies(tokens, len(layout.tokens), device),
-        torch.from_numpy(targets).to(device),
+        ReadLabels(labels_of_tokens, version_of(labels_of_tokens), runs_of(is_scored)),
         _copies(copies, len(tokens), device),
         torch.from_numpy(places).to(device),
     )

@@ -40,6 +40,7 @@ class Packing:
     Attributes:
         trained: The tokens of all batches so far that a gradient was computed for, without padding.
         executed: How many of them the model ran on; the others are shared.
+        levels: The most levels at which rows of these batches shared tokens.
     """
 
     share: bool
@@ -47,6 +48,7 @@ class Packing:
     draws: bool = False
     trained: int = 0
     executed: int = 0
+    levels: int = 0
     _last: tuple[list[Any], list[Any], list[PackedRow]] | None = None  # what they are of, its tensors, and the rows
     _dropping: weakref.WeakKeyDictionary[nn.Module, bool] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
     _mixers: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = dataclasses.field(
@@ -85,11 +87,12 @@ class Packing:
             share = not self._dropping[model]
         tensors = [*batch[:3], labels if given_labels is None else given_labels]
         # Rows made in inference mode have no backward, and in-place changes of its tensors are not counted.
-        key: list[Any] = [share, torch.is_inference_mode_enabled()]
+        one_level = bool(mixers)  # a layer with a state continues a beginning that continues none
+        key: list[Any] = [share, one_level, torch.is_inference_mode_enabled()]
         for each in tensors:
             key += id(each), 0 if each is None else version_of(each)
         if self._last is None or self._last[0] != key or None in key:
-            rows = packed_rows(batch, share, self.most, functools.partial(self._agreed, model))
+            rows = packed_rows(batch, share, self.most, functools.partial(self._agreed, model), one_level)
             if rows is None:
                 self.leave(model, "a row has padding between its tokens")
                 return None
@@ -99,6 +102,7 @@ class Packing:
             for row in rows:
                 self.trained += int(row.layout.shared_by.sum())
                 self.executed += len(row.layout.tokens)
+                self.levels = max(self.levels, row.layout.levels)
         # Attention of rows of one length is faster in the batch.
         saves = len(rows) > 1 or len(rows[0].layout.tokens) < batch.input_ids.numel()
         return rows if saves else None
@@ -141,7 +145,7 @@ class Packing:
         A forward gathers the parameters that processes share, so all run the same number. Where every process has a
         model of its own, one of them may use it alone.
         """
-        if self.most is None or not is_distributed() or _is_whole(model):
+        if not is_distributed() or _is_whole(model):
             return rows
         most = torch.tensor(rows, device=device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
@@ -180,17 +184,23 @@ def drops(model: nn.Module) -> bool:
     return any(True for _ in _random(model))
 
 
+def draws_beside_dropout(model: nn.Module) -> bool:
+    """Whether training of `model` draws random numbers for something else than dropout."""
+    return any(not of_dropout for _, of_dropout in _random(model))
+
+
 def drops_attention(model: nn.Module) -> bool:
     """Whether training of `model` drops weights of its attention."""
-    return any("att" in name for name in _random(model))
+    return any("att" in name for name, _ in _random(model))
 
 
-def _random(model: nn.Module) -> Iterator[str]:
-    """The names under which modules have a rate above 0: that of dropout, or of a router's noise."""
+def _random(model: nn.Module) -> Iterator[tuple[str, bool]]:
+    """The names under which modules have a rate above 0, and whether it is one of dropout, and not a router's noise."""
     for module in model.modules():
         for name, value in (*vars(module).items(), *module.named_children()):
             is_dropout = isinstance(value, nn.Module) and "dropout" in type(value).__name__.lower()
             # Adapters of PEFT have a rate each, in a dictionary.
             rates = [getattr(value, "p", None)] if is_dropout else value.values() if type(value) is dict else [value]
             if is_dropout or "drop" in name or "jitter" in name:
-                yield from (name for rate in rates if isinstance(rate, float) and rate > 0)
+                drawn = (name, is_dropout or "dropout" in name)
+                yield from (drawn for rate in rates if isinstance(rate, float) and rate > 0)

@@ -29,7 +29,7 @@ from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.packing.packing import NOT_OURS
 from liger_trainer.patching.probe import Agreement
-from liger_trainer.patching.recurrent.find import mixers_in_torch, mixers_patched, reason_against_mixers
+from liger_trainer.patching.recurrent.find import mixers_in_torch, mixers_of, mixers_patched, reason_against_mixers
 
 _HEADS, _HIDDEN = 4, 32
 _EXPERTS, _EXPERTS_A_TOKEN = 4, 2
@@ -83,7 +83,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
     That of a model of images and text has a small config for each.
     """
-    small = copy.deepcopy(config)
+    small = fewer_layers(config)
     if config.get_text_config() is not config:
         for name in config.sub_configs:
             if (inside := getattr(config, name, None)) is not None:
@@ -93,13 +93,10 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     differing = getattr(config, "per_layer_attributes", None)  # sizes that differ between layers, in Gemma 4
     if differing:
         small.per_layer_config = None
-    layers = int(getattr(config, "num_hidden_layers", None) or 0)  # a part between others may have none
-    kept = _kept_layers(config, layers)
+    kept = _kept_layers(config)
     most = {config.attribute_map.get(name, name): size for name, size in _MOST.items()}
     for name, value in vars(small).items():
-        if layers and isinstance(value, list) and len(value) == layers:
-            setattr(small, name, [_smaller(value[layer], most.get(name)) for layer in kept])
-        elif isinstance(value, dict) and name.startswith("rope"):
+        if isinstance(value, dict) and name.startswith("rope"):
             setattr(small, name, dict(_smaller_entries(value)))
         elif name.endswith("_token_id") and isinstance(value, int):
             setattr(small, name, min(value, _MOST["vocab_size"] - 1))
@@ -107,10 +104,6 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(small, name, 0.0)
         else:
             setattr(small, name, _smaller(value, most.get(name)))
-    if layers:
-        small.num_hidden_layers = len(kept)
-    if getattr(config, "num_kv_shared_layers", 0):
-        small.num_kv_shared_layers = sum(layer >= layers - config.num_kv_shared_layers for layer in kept)
     # A state-space model has no heads.
     heads, key_heads = _written(config, "num_attention_heads"), _written(config, "num_key_value_heads")
     size = _written(config, "head_dim") or (config.hidden_size // heads if heads else 0)
@@ -119,15 +112,47 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if key_heads is not None:
         small.num_key_value_heads = _key_heads(key_heads, heads)
     _fit_recurrences(small)
-    for name in ("attn_layer_indices", "hybrid_layer_ids"):
-        if (numbers := _written(config, name)) is not None:
-            setattr(small, name, [place for place, layer in enumerate(kept) if layer in numbers])
     if getattr(config, "initializer_range", None):
         small.initializer_range = 0.1  # so that attention prefers keys
     small.pad_token_id = 0
     if differing:
         small.per_layer_config = {place: _own_sizes(config, layer, differing, most) for place, layer in enumerate(kept)}
     return small
+
+
+def fewer_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of the same sizes with a layer of each of its kinds, two at least; so of each of its parts."""
+    fewer = copy.deepcopy(config)
+    if config.get_text_config() is not config:
+        for name in config.sub_configs:
+            if (inside := getattr(config, name, None)) is not None:
+                setattr(fewer, name, fewer_layers(inside))
+        return fewer
+    layers, kept = _layers_of(config), _kept_layers(config)
+    if not layers:
+        return fewer
+    differing = getattr(config, "per_layer_attributes", None)
+    if differing:
+        fewer.per_layer_config = None  # with it, asking for such a size is an error
+    for name, value in vars(fewer).items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(fewer, name, [value[layer] for layer in kept])
+    fewer.num_hidden_layers = len(kept)
+    if getattr(config, "num_kv_shared_layers", 0):
+        fewer.num_kv_shared_layers = sum(layer >= layers - config.num_kv_shared_layers for layer in kept)
+    for name in ("attn_layer_indices", "hybrid_layer_ids"):
+        if (numbers := _written(config, name)) is not None:
+            setattr(fewer, name, [place for place, layer in enumerate(kept) if layer in numbers])
+    if differing:
+        own = (config.per_layer_config[layer] for layer in kept)
+        fewer.per_layer_config = {
+            place: {name: getattr(each, name) for name in differing} for place, each in enumerate(own)
+        }
+    return fewer
+
+
+def _layers_of(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "num_hidden_layers", None) or 0)  # a part between others may have none
 
 
 def _fit_recurrences(small: PreTrainedConfig) -> None:
@@ -153,6 +178,8 @@ def _own_sizes(config: PreTrainedConfig, layer: int, names: Iterable[str], most:
     """The sizes of a layer that differ between layers, by their names, made small."""
     own = config.per_layer_config[layer]
     sizes = {name: _smaller(getattr(own, name), most.get(name)) for name in names}
+    if "num_attention_heads" in sizes:
+        sizes["num_attention_heads"] = _HEADS
     if "num_key_value_heads" in sizes:
         sizes["num_key_value_heads"] = _key_heads(own.num_key_value_heads, own.num_attention_heads)
     return sizes
@@ -163,8 +190,9 @@ def _written(config: PreTrainedConfig, name: str) -> Any:
     return vars(config).get(config.attribute_map.get(name, name))
 
 
-def _kept_layers(config: PreTrainedConfig, layers: int) -> list[int]:
+def _kept_layers(config: PreTrainedConfig) -> list[int]:
     """The first two layers, and the first of each kind: by its types, and by whether it has keys of an earlier one."""
+    layers = _layers_of(config)
     own = layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     lists = [*vars(config).values(), getattr(config, "layer_types", None)]  # the last may be made of other fields
     types = [value for value in lists if isinstance(value, list) and len(value) == layers]
@@ -198,6 +226,7 @@ _MOST_NOISE, _TIMES_NOISE = 1e-3, 4.0
 
 _KNOWN_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "conv", "linear_attention", "hybrid", "mlp", "moe"}
+    | {"indexed_attention"}
 )
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 _LENGTH = 14
@@ -280,11 +309,11 @@ def _small_copy(model: PreTrainedModel) -> nn.Module:
 def _batch() -> Padded:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 60, (8, _LENGTH), generator=generator)
-    ids[1, :9] = ids[0, :9]
-    ids[2, :11] = ids[1, :11]
+    ids[1, :7] = ids[0, :7]
+    ids[2, :11] = ids[1, :11]  # more than with row 0: a second level, copied keys of two
     ids[4, 3:10] = ids[3, 3:10]
     ids[7, 1:3] = ids[6, 1:3]  # fewer than the taps of a convolution
-    begins, ends = (0, 0, 0, 3, 3, 2, 1, 1), (14, 12, 11, 14, 10, 9, 12, 9)  # rows 2 and 4 are beginnings of 1 and 3
+    begins, ends = (0, 0, 0, 3, 3, 2, 1, 1), (14, 12, 13, 14, 10, 9, 12, 9)  # row 4 is the beginning of row 3
     columns = torch.arange(_LENGTH)
     mask = (columns >= torch.tensor(begins)[:, None]) & (columns < torch.tensor(ends)[:, None])
     ids = ids.masked_fill(~mask, 0)
@@ -303,7 +332,7 @@ def _compared_tokens(model: Any) -> Agreement:
         return _values(outputs)[batch.labels != IGNORE_INDEX], outputs
 
     def packed(share: bool) -> _Outputs:
-        rows = packed_rows(batch, share)
+        rows = packed_rows(batch, share, one_level=bool(mixers_of(model)))
         assert rows is not None  # there is no padding between tokens
         row = rows[0]
         with row.attended():

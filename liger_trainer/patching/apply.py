@@ -14,11 +14,13 @@ from torch import nn
 from liger_trainer.compat.private import installed_version
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
+from liger_trainer.kernels.compile_together import compiler_for
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.codes import unscaled_weights
 from liger_trainer.patching.fp8 import cast_in_norms, find_fp8
 from liger_trainer.patching.head import patch_head
+from liger_trainer.patching.latent import find_latent, rotate_whole_queries
 from liger_trainer.patching.lora.attention import share_inputs
 from liger_trainer.patching.lora.layers import find_litgpt_lora, find_lora
 from liger_trainer.patching.mlps import find_gated_mlp, find_relu_squared_mlp
@@ -32,6 +34,7 @@ from liger_trainer.patching.norms import find_norm
 from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.report import MIXERS, Choice, Finding, KernelReport, KernelReportRow, rows, unserved
 from liger_trainer.patching.rope import find_rope, fuse_qk_norms
+from liger_trainer.patching.trial import KernelRuns
 from liger_trainer.patching.use_kernels import forget
 
 _META_REMARK = (
@@ -65,6 +68,20 @@ def apply_liger_kernel(
         ValueError: for an unknown key or a wrong value in `config`; for `nn.DataParallel`; and with `strict` if
             something asked for cannot be applied. The model is then left without kernels.
     """
+    return apply_kernels(model, config, strict)
+
+
+def apply_kernels(
+    model: nn.Module,
+    config: KernelConfig | Mapping[str, Any] | str | None = None,
+    strict: bool = False,
+    gathers: bool = False,
+) -> KernelReport:
+    """As [`apply_liger_kernel`].
+
+    With `gathers`, the caller gives forwards parts of sequences, with plans that gather their keys: see
+    [`find_attention`][liger_trainer.patching.attention.find_attention].
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; apply_liger_kernel needs a torch.nn.Module.")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
@@ -76,16 +93,7 @@ def apply_liger_kernel(
     parsed = KernelConfig.parse(config)
     revert_liger_kernel(model)
 
-    probe = Probe(_probe_device(model))
-    with probe.isolated():
-        findings = share_inputs(fuse_qk_norms(_find_all(model, parsed, probe), probe), model, probe)
-        if _has_parts_of_transformers(model):
-            from liger_trainer.patching.attention import find_attention
-
-            mixers = [each.module for each in findings if each.component in MIXERS]
-            findings += find_attention(model, parsed.attention, probe, mixers)
-        findings += find_fp8(model, parsed.fp8, parsed.fp8_all_layers, probe.device)
-        findings = cast_in_norms(findings, model, parsed.fp8, probe)
+    findings = _find_proved(model, parsed, gathers)
     report_rows, without_kernel = rows(findings), unserved(model, findings)
     for finding in findings:
         if finding.forward is not None:
@@ -134,6 +142,36 @@ def revert_liger_kernel(model: nn.Module) -> int:
     return sum(unbind_forward(module) for module in list(bound_modules(model)))
 
 
+def _find_proved(model: nn.Module, config: KernelConfig, gathers: bool) -> list[Finding]:
+    """All findings. Kernels run after all formulas are proved; where one is wrong, each runs in its own proof instead.
+
+    The second way takes longer, but tells which kernel it is, and tries other formulas in its place.
+    """
+    device = _probe_device(model)
+    with compiler_for(device) as compiler:
+        runs = KernelRuns(compiler)
+        probe = Probe(device, runs.later)
+        with probe.isolated():
+            findings = _find_everything(model, config, probe, gathers)
+            if runs.are_right():
+                return findings
+    probe = Probe(device)
+    with probe.isolated():
+        return _find_everything(model, config, probe, gathers)
+
+
+def _find_everything(model: nn.Module, config: KernelConfig, probe: Probe, gathers: bool) -> list[Finding]:
+    findings = rotate_whole_queries(fuse_qk_norms(_find_all(model, config, probe), probe), probe)
+    findings = share_inputs(findings, model, probe)
+    if _has_parts_of_transformers(model):
+        from liger_trainer.patching.attention import find_attention
+
+        mixers = [each.module for each in findings if each.component in MIXERS]
+        findings += find_attention(model, config.attention, probe, mixers, gathers)
+    findings += find_fp8(model, config.fp8, config.fp8_all_layers, probe.device)
+    return cast_in_norms(findings, model, config.fp8, probe)
+
+
 def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[Finding]:
     def enabled(component: str) -> bool:
         return getattr(config, component)
@@ -161,6 +199,7 @@ def _find_all(model: nn.Module, config: KernelConfig, probe: Probe) -> Iterator[
         else:
             yield from find_scaled_experts(module, enabled, probe)
             yield from find_rope(module, enabled, probe)
+            yield from find_latent(module, enabled, probe)
             yield from find_load_balancing_loss(module, config, probe)
 
 

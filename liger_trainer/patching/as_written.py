@@ -24,6 +24,7 @@ from liger_trainer.compat.torch import FUNCTION_TRANSFORMS, MODULE_CONTENTS
 from liger_trainer.head.forward import never_a_frame
 from liger_trainer.head.step import current_step
 from liger_trainer.head.warn_once import warn_once
+from liger_trainer.kernels.linears import linears
 from liger_trainer.kernels.runtime import TRITON_DEVICES
 from liger_trainer.patching.reads import MISSING
 from liger_trainer.patching.records import RECORD
@@ -202,6 +203,9 @@ def _warn(kind: str, name: str, of_owner: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+_WORTH_IT = 2**22  # elements; adding two smaller tensors takes a GPU less time than the host needs for the difference
+
+
 def is_plain_linear(module: Any, x: torch.Tensor | None, classes: tuple[type, ...] = (nn.Linear,)) -> bool:
     """Whether `module` is a linear layer that need not be called: without hooks, shards or quantisation.
 
@@ -232,3 +236,16 @@ def is_operand(parameter: torch.Tensor, x: torch.Tensor) -> bool:
     if parameter.dtype == x.dtype:
         return True
     return torch.is_autocast_enabled(x.device.type) and torch.float64 not in (parameter.dtype, x.dtype)
+
+
+def project(x: torch.Tensor, *layers: Any) -> tuple[torch.Tensor, ...]:
+    """What `layers`, modules, give of `x` (..., in_features).
+
+    Layers with adapters, hooks, quantised weights or another forward are called one by one.
+    """
+    together = x.numel() >= _WORTH_IT and x.requires_grad and torch.is_grad_enabled()
+    if not together or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return tuple(layer(x) for layer in layers)
+    if not all(is_plain_linear(layer, x) and "forward" not in layer.__dict__ for layer in layers):
+        return tuple(layer(x) for layer in layers)
+    return linears(x, [(layer.weight, layer.bias) for layer in layers])

@@ -20,7 +20,7 @@ from torch import nn
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import REPLICAS
-from liger_trainer.patching.as_written import bound_functions, is_bound_by_us, while_proved
+from liger_trainer.patching.as_written import bound_functions, is_bound_by_us, is_ours, while_proved
 from liger_trainer.patching.records import RECORD, record
 
 require(REPLICAS)
@@ -55,6 +55,25 @@ def bind_forward(
     _guard_copies(module)
 
 
+def bind_method(module: nn.Module, name: str, method: Callable) -> None:
+    """Makes `method(self, ...)` the method `name` of this `module` alone.
+
+    It runs the code of the class, or looks itself whether it may run: a method is not recorded as a forward is.
+    """
+    bound_functions.add(method)
+    module.__dict__[name] = types.MethodType(method, module)
+    _guard_copies(module)
+
+
+def bound_methods(module: nn.Module) -> list[str]:
+    """The names of the methods that [`bind_method`] has bound to `module`, or to what its attributes were copied of."""
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if name not in OURS and isinstance(value, types.MethodType) and is_ours(value.__func__)
+    ]
+
+
 def overriding_forward(module: nn.Module) -> str | None:
     """The name of the function that overrides this instance's forward, unless it is ours."""
     bound = module.__dict__.get("forward")
@@ -74,10 +93,13 @@ def bound_function(module: nn.Module) -> Any:
 
 
 def unbind_forward(module: nn.Module) -> bool:
-    """Restores the forward that the instance had before, usually its class's; False if its forward is not ours."""
+    """Restores the forward of the instance, usually its class's, and its methods; False if none of them is ours."""
+    methods = bound_methods(module)  # which it may have without a forward
     chosen = unchoose(module)
     if not is_bound_by_us(module):
-        return chosen
+        if methods:
+            _take_out(module, module.__dict__)
+        return chosen or bool(methods)
     replaced = getattr(module.forward, "replaced", None)
     _take_out(module, module.__dict__)
     if replaced is not None:
@@ -86,8 +108,11 @@ def unbind_forward(module: nn.Module) -> bool:
 
 
 def bound_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of `model` with a forward of ours, and the experts whose config names one (see [`ChosenConfig`])."""
-    return (module for module in model.modules() if is_bound_by_us(module) or is_chosen(module))
+    """The modules of `model` with a forward or a method of ours, and the experts whose config names one.
+
+    For the latter see [`ChosenConfig`].
+    """
+    return (m for m in model.modules() if is_bound_by_us(m) or is_chosen(m) or bound_methods(m))
 
 
 def call_like(forward: Callable, *arguments: str) -> Callable:
@@ -181,7 +206,7 @@ def _guard_copies(module: nn.Module) -> None:
 
 def _take_out(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
     """Takes what we have put into `module` out of these attributes of it or of a copy, and returns it."""
-    names = OURS if is_bound_by_us(module) else OURS[1:]
+    names = [*(OURS if is_bound_by_us(module) else OURS[1:]), *bound_methods(module)]
     return {name: attributes.pop(name) for name in names if name in attributes}
 
 

@@ -189,6 +189,9 @@ ATTENTION = (
 """An attention function: queries, whose scores are about 1, keys, values, and the parameters of the attention. The
 gradients through large scores round in float32 by more than two equal functions may differ."""
 
+LATENTS = (*MODES, *SIZES, VERY_LARGE, ZERO_ROWS, NOT_FINITE)
+"""The expansion of latents to keys and values: latents, the key that all heads share, and the projection's weight."""
+
 HEAD = (*SIZES, ZERO_ROWS)
 """The LM head: hidden states."""
 

@@ -39,7 +39,7 @@ from liger_trainer.kernels.lora.lora import lora_linears
 from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import glu, glu_down
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
-from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, is_plain_linear, runs_ours
+from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, is_plain_linear, project, runs_ours
 from liger_trainer.patching.binding import bind_forward, call_like
 from liger_trainer.patching.fp8 import mode_for
 from liger_trainer.patching.inputs import MLP
@@ -58,7 +58,6 @@ from liger_trainer.patching.probe import (
 )
 from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
-from liger_trainer.patching.trial import Trial
 from liger_trainer.tiling.tiled_mlp import tiled_mlp
 
 # In the order in which they are used: gate and up, or both in one, and down.
@@ -147,7 +146,7 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
     fused = len(names) == 2
     first = {names[0]: 2} if fused else dict.fromkeys(names[:2], 1)
     tensors = _dummy_tensors(module, first, names[-1], probe)
-    trial = Trial(_on_projections(module, names, type(module).forward), tensors, MLP)
+    trial = probe.trial(_on_projections(module, names, type(module).forward), tensors, MLP)
     recompute, tiled, lora = enabled("recompute_mlp"), enabled("tiled_mlp"), enabled("lora")
     failures = []
     for variant in _variants(module, tiled):
@@ -318,7 +317,7 @@ def gated_mlp_forward(
                 return lora_mlp(x, layers[0], layers[1], down, activation.name, limit=limit)
             gate, up = lora_linears(x, layers)
             return apply(self, gate, up, True)
-        gate, up = gate_proj(x), up_proj(x)
+        gate, up = project(x, gate_proj, up_proj)
         if gate.dtype != up.dtype:  # an adapter on one of them may give it a wider dtype
             dtype = torch.promote_types(gate.dtype, up.dtype)
             gate, up = gate.to(dtype), up.to(dtype)
@@ -384,7 +383,7 @@ def _probe_relu_squared_mlp(module: nn.Module, names: tuple[str, str], probe: Pr
     first, last = {names[0]: 1}, names[1]
     forward = relu_squared_mlp_forward(argument, names)
     original, ours = (_on_projections(module, names, each) for each in (type(module).forward, forward))
-    agreement = Trial(original, _dummy_tensors(module, first, last, probe), MLP).prove(ours)
+    agreement = probe.trial(original, _dummy_tensors(module, first, last, probe), MLP).prove(ours)
     precisions = _precisions_of(module, first, last, forward, probe) if agreement.equal else None
     return None if precisions is None else relu_squared_mlp_forward(argument, names, precisions), agreement.error
 

@@ -18,6 +18,7 @@ from liger_trainer.compat.transformers import GENERATION_STEPS, LOSS_OPTIONS
 from liger_trainer.head.forward import (
     CAN_DEFER_COMPILED,
     compiler_restored,
+    never_a_frame,
     step_of_forward,
     uncompiled,
     whole_graph_wanted,
@@ -73,7 +74,8 @@ def make_model_forward(native: Callable) -> Callable:
         self: Any, native: Callable, has_labels: bool, read_later: bool, num_items: Any, args: tuple, kwargs: dict
     ) -> Any:
         say_if_away(self)
-        step = step_of_forward(self, native, args, kwargs, Forward(has_labels, num_items, read_later))
+        labels = passed("labels", args, kwargs) if _reads_labelled_logits(self, kwargs) else None
+        step = step_of_forward(self, native, args, kwargs, Forward(has_labels, num_items, read_later, labels))
         with compiler_restored(), running(step):
             return native(self, *args, **kwargs)
 
@@ -100,6 +102,21 @@ def make_model_forward(native: Callable) -> Callable:
 
     _model_forwards.add(forward)
     return forward
+
+
+def _reads_labelled_logits(self: Any, kwargs: dict) -> bool:
+    """Whether the logits that predict a label are all that is read: by the loss of transformers, and nothing else.
+
+    A loss of the user's own, and one of several models, may read the logits of any token.
+    """
+    step = current_step()
+    if step.labels is None or step.loss_follows or kwargs.get("shift_labels") is not None:
+        return False
+    (losses,) = require(LOSS_OPTIONS)
+    return self.loss_function is losses["ForCausalLM"]
+
+
+never_a_frame(_reads_labelled_logits)  # it has no operators
 
 
 def _read_later(self: nn.Module) -> bool:

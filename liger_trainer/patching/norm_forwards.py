@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from liger_trainer.compat.hooks import is_call_hooked
-from liger_trainer.head.recorded import ComputedOnUse, call_built
+from liger_trainer.head.recorded import Pending
 from liger_trainer.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_trainer.kernels.norms.layer_norm import layer_norm
 from liger_trainer.kernels.norms.rms_norm import rms_norm
@@ -24,18 +24,12 @@ from liger_trainer.patching.as_written import Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.fp8 import is_long_enough
 
-_OPERATORS = (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv mod pow rpow matmul rmatmul neg pos "
-    "abs invert and or xor eq ne lt le gt ge getitem setitem len iter bool float int index contains"
-)
-
-
 # The norms of the attentions that are running. The call that adds an entry removes it, so threads that run different
 # layers (when autograd recomputes checkpoints) do not interfere.
 _awaited: list[nn.Module] = []
 
 
-class PendingNorm(ComputedOnUse):
+class PendingNorm(Pending):
     """RMSNorm of `x`, not yet computed.
 
     Args:
@@ -75,25 +69,6 @@ class PendingNorm(ComputedOnUse):
         view = self.x.transpose(dim0, dim1)
         return PendingNorm(view, self.weight, self.options, lambda: self.build().transpose(dim0, dim1))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.build(), name)
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return call_built(func, args, kwargs or {})
-
-
-def _operator(name: str) -> Callable:
-    def run(self: PendingNorm, *args: Any) -> Any:
-        return call_built(getattr(self.build(), name), args, {})
-
-    return run
-
-
-for _name in _OPERATORS.split():
-    setattr(PendingNorm, f"__{_name}__", _operator(f"__{_name}__"))
-PendingNorm.__hash__ = object.__hash__  # type: ignore[method-assign]
-
 
 def may_pend(module: nn.Module) -> bool:
     """Whether `module` may return a [`PendingNorm`]: its attention expects one, and there are no hooks.
@@ -104,7 +79,7 @@ def may_pend(module: nn.Module) -> bool:
 
 
 @functools.cache
-def forward_awaiting(forward: Callable, names: tuple[str, str]) -> Callable:
+def forward_awaiting(forward: Callable, names: tuple[str, ...]) -> Callable:
     """`forward` of a module whose children `names` may return a [`PendingNorm`] meanwhile."""
 
     @functools.wraps(forward)

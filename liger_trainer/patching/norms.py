@@ -32,7 +32,7 @@ from liger_trainer.patching.probe import (
 )
 from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
 from liger_trainer.patching.side_effects import run_part
-from liger_trainer.patching.trial import Agreement, Trial
+from liger_trainer.patching.trial import Agreement
 
 # (casting, offset). In float32 most of these are the same function; the bfloat16 distance distinguishes them, and of
 # formulas that agree equally well the first is used.
@@ -152,21 +152,23 @@ def _nearest(
     """
     theirs = _on(module, type(module).forward, names)
     gated = len(tensors) - len(names) == 2
-    trial = Trial(theirs, tensors, norm_inputs(getattr(module, eps)) + (GATES if gated else ()))
-    best: Proof | None = None
-    failures: list[Agreement] = []
-    for kernel, make in candidates:
+    trial = probe.trial(theirs, tensors, norm_inputs(getattr(module, eps)) + (GATES if gated else ()))
+    on_cpu = trial.on_cpu()
+    compared: list[tuple[Agreement, _Candidate]] = []
+    with probe.on_cpu():
+        for kernel, make in candidates:
+            ours = _on(module, make(mixed=True, precisions=EVERY_PRECISION), names)
+            compared.append((on_cpu.compare(ours), (kernel, make)))
+    failures = [agreement for agreement, _ in compared if not agreement.equal]
+    nearest = sorted((each for each in compared if each[0].equal), key=lambda each: each[0].distance)
+    for agreement, (kernel, make) in nearest:
         ours = _on(module, make(mixed=True, precisions=EVERY_PRECISION), names)
-        agreement = trial.compare(ours)
-        if agreement.equal and best is not None and agreement.distance >= best.agreement.distance:
-            continue
-        agreement = trial.everywhere(ours, agreement)
+        agreement = trial.everywhere(ours, agreement if trial is on_cpu else trial.compare(ours))
         if agreement.equal:
             mixed, precisions = _dtype_cases(probe, theirs, ours, tensors)
-            best = Proof(kernel, make(mixed=mixed, precisions=precisions), agreement, (eps,))
-        else:
-            failures.append(agreement)
-    return best or (no_formula(failures, what) if what else Proof(None, None, failures[0]))
+            return Proof(kernel, make(mixed=mixed, precisions=precisions), agreement, (eps,))
+        failures.append(agreement)
+    return no_formula(failures, what) if what else Proof(None, None, failures[0])
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

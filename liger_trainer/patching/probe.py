@@ -20,10 +20,12 @@ from torch.nn.utils import parametrize
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.packed.experts import unpacked_class
 from liger_trainer.patching.as_written import Precisions
-from liger_trainer.patching.binding import OURS
+from liger_trainer.patching.binding import OURS, bound_methods
+from liger_trainer.patching.inputs import Case
 from liger_trainer.patching.side_effects import copies_of_containers
-from liger_trainer.patching.trial import Agreement, Computation, values_alike
+from liger_trainer.patching.trial import Agreement, Computation, Later, Slack, Trial, values_alike
 
 require(MODULE_CONTENTS)
 
@@ -69,11 +71,13 @@ def no_formula(failures: Iterable[Agreement], what: str) -> Proof:
 class Probe:
     """Random tensors from a generator of its own, and the comparison of computations on them; used inside [`isolated`].
 
-    `device` is the model's accelerator, so that the real kernels are proved, or the CPU.
+    Args:
+        device: The model's accelerator, so that the real kernels are proved, or the CPU.
+        later: Takes the kernels' runs of all trials but those whose results index memory; see [`Trial`].
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, later: Later | None = None) -> None:
+        self.device, self.later = device, later
         self._generator = torch.Generator("cpu").manual_seed(0)
         self.cache: dict[Any, Any] = {}
 
@@ -81,6 +85,17 @@ class Probe:
         """A float32 tensor of values that are exact in bfloat16, so that both precisions get the same input."""
         values = torch.randn(shape, generator=self._generator, device="cpu", dtype=torch.float32)
         return values.to(torch.bfloat16).to(self.device, torch.float32)
+
+    def trial(
+        self,
+        original: Computation,
+        tensors: Sequence[torch.Tensor],
+        inputs: Iterable[Case] = (),
+        constants: Sequence[torch.Tensor] = (),
+        slack: Slack = Slack(),  # noqa: B008  (frozen)
+    ) -> Trial:
+        """A [`Trial`] whose kernels run later, with those of the others."""
+        return Trial(original, tensors, inputs, constants, slack, self.later)
 
     def once(self, key: Any, prove: Callable[..., _Result], *arguments: Any) -> _Result:
         """The result of ``prove(*arguments)``, which runs once for each `key`."""
@@ -157,7 +172,7 @@ def dummy_module(
     dummy: nn.Module = object.__new__(class_of(module))
     attributes = {**copies_of_containers(module.__dict__), **{name: type(module.__dict__[name])() for name in HOOKS}}
     attributes.update(_parameters=dict(parameters), _buffers={}, _modules=dict(children), training=training)
-    for name in OURS:
+    for name in (*OURS, *bound_methods(module)):
         attributes.pop(name, None)
     dummy.__dict__.update(attributes)
     return dummy
@@ -175,7 +190,11 @@ def run_attention(
     """Runs the `forward` of an attention on `hidden`, (1, length, size), and a dummy of `module` with `children`."""
     table = torch.ones(1, hidden.shape[1], head_dim)
     dummy = dummy_module(module, {}, children)
-    forward(dummy, hidden_states=hidden, position_embeddings=(table, table), attention_mask=None)
+    # Where layers share keys, one stores them there.
+    shared: dict[str, Any] = (
+        {"shared_kv_states": {}} if "shared_kv_states" in inspect.signature(forward).parameters else {}
+    )
+    forward(dummy, hidden_states=hidden, position_embeddings=(table, table), attention_mask=None, **shared)
 
 
 class ProjectionToOnes(nn.Module):
@@ -236,8 +255,8 @@ def _plain(value: Any) -> Any:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of `module`, or the one that it had before its weights were parametrised."""
-    return parametrize.type_before_parametrizations(module)
+    """The class of `module`, or the one that it had before its weights were parametrised or packed."""
+    return unpacked_class(parametrize.type_before_parametrizations(module))
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:

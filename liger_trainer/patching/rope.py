@@ -7,7 +7,8 @@ not change.
 Norms of queries and keys whose results go straight into the rotary function are computed with it, in one pass. Once the
 norms and the function are proved, the attention's forward runs on a dummy module up to the function. If the q and k
 that arrive there are results of two of its norms, these norms return a [`PendingNorm`] while the attention runs. Any
-other use of such a result computes the norm, and other callers of the norms get ordinary tensors.
+other use of such a result computes the norm, and other callers of the norms get ordinary tensors. A function of one
+tensor is called for each of them; an attention whose keys are those of another layer calls it once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.norm_forwards import PendingNorm, forward_awaiting
 from liger_trainer.patching.probe import Probe, ProjectionToOnes, full_shape, run_attention
 from liger_trainer.patching.report import Finding, bind_own_code, reason_to_leave
-from liger_trainer.patching.rotations import ONE_TENSOR, arguments_of, prove_rotation
+from liger_trainer.patching.rotations import arguments_of, prove_rotation, takes_one_tensor
 
 HIDDEN_CALL = "its forward is decorated in a way that hides the call"
 
@@ -62,7 +63,7 @@ def rotary_globals(forward: Callable) -> Iterator[tuple[str, Callable]]:
             if not callable(value) or isinstance(value, type):
                 continue
             arguments = arguments_of(value)
-            rotates = arguments[:4] == ["q", "k", "cos", "sin"] or arguments == ONE_TENSOR
+            rotates = arguments[:4] == ["q", "k", "cos", "sin"] or takes_one_tensor(arguments)
             if rotates or ("apply" in name and "rotary" in name):
                 yield name, value
         function = getattr(function, "__wrapped__", None)
@@ -76,14 +77,33 @@ _HIDDEN_SIZE, _LENGTH, _HEADS = 8, 3, 2
 
 
 class _ArrivedError(Exception):
-    """Holds the arguments of the rotary function."""
-
-    def __init__(self, q: Any, k: Any) -> None:
-        self.q, self.k = q, k
+    """Ends the forward of an attention once all that its norms made has arrived at the rotary function."""
 
 
-def _arrive(q, k, *_args, **_kwargs):
-    raise _ArrivedError(q, k)
+class _Arrivals:
+    """Stands in for a rotary function, and keeps what arrives there until it is `awaited` many tensors.
+
+    Args:
+        awaited: How many end the forward.
+        at_once: How many the function takes in a call.
+    """
+
+    def __init__(self, awaited: int, at_once: int) -> None:
+        self.awaited, self.at_once = awaited, at_once
+        self.arrived: list[Any] = []
+
+    def __call__(self, *args: Any, **_kwargs: Any) -> Any:
+        self.arrived += [(each, getattr(each, "is_pending", False)) for each in args[: self.at_once]]
+        if len(self.arrived) >= self.awaited:
+            raise _ArrivedError
+        return getattr(args[0], "x", args[0])
+
+    def names(self) -> tuple[str, ...] | None:
+        """The names of the norms whose results have arrived; None if something else did."""
+        if not all(isinstance(each, PendingNorm) and pending for each, pending in self.arrived):
+            return None
+        names = tuple(each.options[2] for each, _ in self.arrived)
+        return names if len({*names}) == len(names) == self.awaited else None
 
 
 class _Norm(nn.Module):
@@ -105,7 +125,10 @@ def fuse_qk_norms(findings: Iterable[Finding], probe: Probe) -> list[Finding]:
             continue
         candidates = {name: norms[id(child)] for name, child in finding.module._modules.items() if id(child) in norms}
         for name, rotary in rotary_globals(finding.forward):
-            names = _norms_before(finding.module, name, candidates, probe) if hasattr(rotary, "of_pending") else None
+            if not hasattr(rotary, "of_pending"):
+                continue
+            at_once = 1 if takes_one_tensor(arguments_of(rotary)) else 2
+            names = _norms_before(finding.module, name, at_once, candidates, probe)
             if names is None:
                 continue
             forward = forward_calling(finding.forward, name, rotary.of_pending)  # type: ignore[attr-defined]
@@ -121,22 +144,23 @@ def fuse_qk_norms(findings: Iterable[Finding], probe: Probe) -> list[Finding]:
 
 
 def _norms_before(
-    module: nn.Module, rotary_name: str, candidates: dict[str, Finding], probe: Probe
-) -> tuple[str, str] | None:
-    """The names of the two norms whose results arrive at the rotary function as q and k, or None."""
+    module: nn.Module, rotary_name: str, at_once: int, candidates: dict[str, Finding], probe: Probe
+) -> tuple[str, ...] | None:
+    """The names of the norms whose results arrive at the rotary function, which takes 2 or 1 `at_once`, or None."""
     sizes = {full_shape(norm.module._parameters["weight"])[0] for norm in candidates.values()}  # type: ignore[arg-type]
-    if len(candidates) < 2 or len(sizes) != 1 or overriding_forward(module) is not None:
+    if len(candidates) < at_once or len(sizes) != 1 or overriding_forward(module) is not None:
         return None
     (head_dim,) = sizes
     kernels = {norm.kernel for norm in candidates.values()}
     key = ("norms before", type(module).forward, rotary_name, head_dim, tuple(candidates), len(kernels))
-    return probe.once(key, _run_to_rotary, module, rotary_name, candidates, head_dim)
+    return probe.once(key, _run_to_rotary, module, rotary_name, at_once, candidates, head_dim)
 
 
 def _run_to_rotary(
-    module: nn.Module, rotary_name: str, candidates: dict[str, Finding], head_dim: int
-) -> tuple[str, str] | None:
-    forward = forward_calling(type(module).forward, rotary_name, _arrive)
+    module: nn.Module, rotary_name: str, at_once: int, candidates: dict[str, Finding], head_dim: int
+) -> tuple[str, ...] | None:
+    arrivals = _Arrivals(2 if at_once == 2 else len(candidates), at_once)
+    forward = forward_calling(type(module).forward, rotary_name, arrivals)
     if forward is None:
         return None
     children = {
@@ -146,11 +170,8 @@ def _run_to_rotary(
     }
     try:
         run_attention(forward, module, children, torch.ones(1, _LENGTH, _HIDDEN_SIZE), head_dim)
-    except _ArrivedError as arrived:
-        q, k = arrived.q, arrived.k
-        if isinstance(q, PendingNorm) and isinstance(k, PendingNorm) and q.is_pending and k.is_pending:
-            names = q.options[2], k.options[2]
-            return names if len(set(names)) == 2 else None
+    except _ArrivedError:
+        return arrivals.names()
     except Exception:
         return None
     return None

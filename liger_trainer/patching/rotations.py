@@ -22,16 +22,17 @@ from liger_trainer.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_trainer.kernels.rope.rope import rope
 from liger_trainer.patching.as_written import runs_ours
 from liger_trainer.patching.inputs import ROTATION, Case
+from liger_trainer.patching.last_columns import rotate_last_columns
 from liger_trainer.patching.norm_forwards import PendingNorm
 from liger_trainer.patching.probe import Probe, Proof, no_formula, refused
-from liger_trainer.patching.trial import Agreement, Trial
+from liger_trainer.patching.trial import Agreement
 
 _BATCH, _HEADS, _KV_HEADS, _LENGTH, _HEAD_DIM = 2, 4, 2, 5, 16
 _TIMES = 8  # as many heads of as many times the size are compared once
 _OTHER_SIZES = "it computes another rotation of larger or more heads"
 
-ONE_TENSOR = ["x", "cos", "sin"]
-"""The arguments of a rotary function that is called for queries and for keys, such as LitGPT's `apply_rope`."""
+_ONE_TENSOR = ["x", "cos", "sin"]
+_DIM = "unsqueeze_dim"
 
 # The layout of a call: (dimensions of q, unsqueeze_dim, tables as wide as a head, tables as long as the batch).
 Layout = tuple[int, int, bool, bool]
@@ -56,13 +57,20 @@ class Rotation:
     table: str = "all"
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int, keep_dtype: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        dim: int,
+        keep_dtype: bool,
+        first: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates q and k of 4 dimensions, or of 3, one sequence: (tokens, heads, head_dim)."""
+        """Rotates q and k of 4 dimensions, or of 3, one sequence: (tokens, heads, head_dim); from column `first` on."""
         if q.dim() == 3:
             q, k = self(q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2, keep_dtype)
             return q.squeeze(0), k.squeeze(0)
-        rotary_dim = q.shape[-1] if self.table == "narrow" else cos.shape[-1]
+        rotary_dim = q.shape[-1] - first if self.table == "narrow" else cos.shape[-1]
         if self.table == "first half":
             cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
         elif self.table == "output":
@@ -77,7 +85,18 @@ class Rotation:
             interleaved=self.interleaved,
             split_output=self.split_output,
             keep_dtype=keep_dtype,
+            first=first,
         )
+
+    def last(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int, keep_dtype: bool
+    ) -> tuple[Any, torch.Tensor]:
+        """As a call, for q that may be the last columns of whole queries; see [`rotate_last_columns`]."""
+
+        def rotate(q: torch.Tensor, k: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+            return self(q, k, cos, sin, dim, keep_dtype, first)
+
+        return rotate_last_columns(rotate, q, k, dim, q.dtype if keep_dtype else cos.dtype)
 
 
 ROTATIONS = (
@@ -96,6 +115,11 @@ def arguments_of(function: Callable) -> list[str]:
         return list(inspect.signature(_call(function)).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def takes_one_tensor(arguments: Sequence[str]) -> bool:
+    """Whether these are of a rotary function that is called for queries and for keys, as in LitGPT and Gemma 4."""
+    return list(arguments) in (_ONE_TENSOR, [*_ONE_TENSOR, _DIM])
 
 
 def _call(function: Callable) -> Callable:
@@ -120,7 +144,7 @@ def _by_name(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 def prove_rotation(function: Callable, probe: Probe) -> Proof:
     """The proof for a rotary function of q, k, cos and sin; of one of q and k; or of q, k and complex factors."""
     arguments = arguments_of(function)
-    if arguments == ONE_TENSOR:
+    if takes_one_tensor(arguments):
         pair = _of_pair(function)
         kernel, ours, agreement, _ = _prove_tables(pair, inspect.signature(pair).parameters, probe)
         return Proof(kernel, None if ours is None else _of_one(function, ours), agreement)
@@ -219,7 +243,7 @@ class _Attempt:
     def prove(self, layout: Layout, inputs: Sequence[Case]) -> Agreement:
         """Compares the two in this layout, and on these further inputs."""
         q, k, cos, sin = _tensors(layout, self.probe)
-        trial = Trial(_fixed_tables(self._original(layout), cos, sin), [q, k], inputs)
+        trial = self.probe.trial(_fixed_tables(self._original(layout), cos, sin), [q, k], inputs)
         return trial.prove(_fixed_tables(self._ours(layout, self.precise), cos, sin))
 
     def is_same_of_more(self, layout: Layout) -> bool:
@@ -249,29 +273,59 @@ class _Attempt:
 @functools.cache
 def _of_pair(function: Callable) -> Callable:
     """A rotary function of one tensor as one of q and k."""
-    return lambda q, k, cos, sin: (function(q, cos, sin), function(k, cos, sin))
+    dim = inspect.signature(_call(function)).parameters.get(_DIM)
+    if dim is None:
+        return lambda q, k, cos, sin: (function(q, cos, sin), function(k, cos, sin))
+
+    def pair(q, k, cos, sin, unsqueeze_dim=dim.default):
+        return function(q, cos, sin, unsqueeze_dim), function(k, cos, sin, unsqueeze_dim)
+
+    return pair
 
 
 @functools.cache
 def _of_one(original: Callable, function: Callable) -> Callable:
     """Our rotary `function` of q and k as one of q alone, with the signature of `original`."""
+    names = arguments_of(original)
+
+    def alone(args: tuple, kwargs: dict, is_right: Callable[[Any], bool]) -> tuple[Any, Any, dict[str, Any]] | None:
+        """The tensor, its tables and the dimension of its heads, if it is given; None if it is not of the kind."""
+        given = _by_name(names, args, kwargs)
+        x, *tables = (given.pop(name, None) for name in _ONE_TENSOR)
+        known = is_right(x) and tables[0] is not None and tables[1] is not None
+        return (x, tables, given) if known and given.get(_DIM, 1) in (1, 2) and given.keys() <= {*names} else None
+
+    def no_heads(x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        dim = given.get(_DIM, getattr(function, _DIM)) if x.dim() == 4 else 1
+        return x.new_empty(*x.shape[:dim], 0, *x.shape[dim + 1 :])
 
     @_signed_as(original)
     def rotary(*args, **kwargs):
-        given = _by_name(ONE_TENSOR, args, kwargs)
-        x, cos, sin = (given.get(name) for name in ONE_TENSOR)
-        if x is None or cos is None or sin is None:
+        found = alone(args, kwargs, lambda x: isinstance(x, torch.Tensor) and x.dim() > 2)
+        if found is None:
             return original(*args, **kwargs)
-        no_keys = x.new_empty(x.shape[0], 0, *x.shape[2:])
-        return function(x, no_keys, cos, sin)[0]
+        x, tables, given = found
+        return function(x, no_heads(x, given), *tables, **given)[0]
 
+    @_signed_as(original)
+    def of_pending(*args, **kwargs):
+        """As `rotary`, for a norm that has not been computed yet."""
+        found = alone(args, kwargs, lambda x: isinstance(x, PendingNorm) and x.is_pending)
+        if found is None:
+            return rotary(*map(build, args), **{name: build(value) for name, value in kwargs.items()})
+        x, tables, given = found
+        nothing = PendingNorm(no_heads(x.x, given), x.weight.detach(), x.options)
+        return function.of_pending(x, nothing, *tables, **given)[0]  # type: ignore[attr-defined]
+
+    if hasattr(function, "of_pending"):
+        rotary.of_pending = of_pending  # type: ignore[attr-defined]
     return rotary
 
 
 @functools.cache
 def rotary_function(
     original: Callable,
-    rotation: Rotation,
+    rotation: Callable,
     default_dim: int,
     proven: frozenset[Layout],
     mixed: str | None,
@@ -281,7 +335,7 @@ def rotary_function(
 
     Args:
         original: The model's function.
-        rotation: The rotation that it computes.
+        rotation: The rotation that it computes, a [`Rotation`] or its `last`.
         default_dim: Its default for `unsqueeze_dim`.
         proven: The layouts on which the two agree.
         mixed: The result if the tables have another dtype than q: ``"promoted"`` as in torch, ``"rounded"`` to q's
@@ -312,19 +366,24 @@ def rotary_function(
     @_signed_as(original)
     def of_pending(*args, **kwargs):
         """As `rotary`, for norms that have not been computed yet: norms and rotation in one pass in the usual case."""
-        usual: Any = args if len(args) == 4 and not kwargs else (None,) * 4
+        usual: Any = args if len(args) == 4 and kwargs.keys() <= {_DIM} else (None,) * 4
         q, k, cos, sin = usual
         pending = isinstance(q, PendingNorm) and isinstance(k, PendingNorm)
         if pending and q.is_pending and k.is_pending and q.options == k.options:
-            layout = (q.x.dim(), default_dim, cos.shape[-1] == q.x.shape[-1], cos.shape[0] == q.x.shape[0])
+            dim = kwargs.get(_DIM, default_dim)
+            layout = (q.x.dim(), dim, cos.shape[-1] == q.x.shape[-1], cos.shape[0] == q.x.shape[0])
             one_dtype = q.x.dtype == k.x.dtype == q.weight.dtype == k.weight.dtype == cos.dtype
             if layout in proven and cos.dim() == 3 and q.x.dim() == 4 and (one_dtype or mixed == "promoted"):
                 eps, offset, casting = q.options
-                return qk_norm_rope(q.x, k.x, q.weight, k.weight, cos, sin, eps, offset, casting, default_dim)
+                return qk_norm_rope(q.x, k.x, q.weight, k.weight, cos, sin, eps, offset, casting, dim)
         return rotary(*map(build, args), **{name: build(value) for name, value in kwargs.items()})
 
     if rotation == ROTATIONS[0] and not precise:
         rotary.of_pending = of_pending  # type: ignore[attr-defined]
+    rotary.unsqueeze_dim = default_dim  # type: ignore[attr-defined]
+    if isinstance(rotation, Rotation):
+        made = functools.partial(rotary_function, original, rotation.last, default_dim, proven, mixed, precise)
+        rotary.of_last_columns = made  # type: ignore[attr-defined]
     return rotary
 
 
@@ -338,38 +397,54 @@ _FACTORS = {"batch": (_BATCH, _LENGTH), "shared": (1, _LENGTH), "plain": (_LENGT
 
 def _prove_complex(function: Callable, probe: Probe) -> Proof:
     failures: list[Agreement] = []
+    found: dict[int, dict[str, Agreement]] = {}
     for dim in (2, 1):
         rows = [probe.randn(_BATCH, _LENGTH, heads, _HEAD_DIM) for heads in (_HEADS, _KV_HEADS)]
         rows = [row.transpose(1, 2) for row in rows] if dim == 1 else rows
         agreements = {}
         for form, shape in _FACTORS.items():
             factors = torch.complex(probe.randn(*shape, _HEAD_DIM // 2), probe.randn(*shape, _HEAD_DIM // 2))
-            trial = Trial(_with(factors, function), rows, ROTATION)
+            trial = probe.trial(_with(factors, function), rows, ROTATION)
             agreements[form] = trial.prove(_with(factors, rope_complex, dim))
-        proven = {form: agreement for form, agreement in agreements.items() if agreement.equal}
-        if proven:
-            form, times = next(iter(proven)), _TIMES
-            heads = [probe.randn(_BATCH, times * each, _LENGTH, times * _HEAD_DIM) for each in (_HEADS, _KV_HEADS)]
-            heads = heads if dim == 1 else [each.transpose(1, 2) for each in heads]
-            parts = [probe.randn(*_FACTORS[form], times * _HEAD_DIM // 2) for _ in range(2)]
-            factors = torch.complex(*parts)
-            if not probe.same(_with(factors, function), _with(factors, rope_complex, dim), heads, False):
-                return refused(_OTHER_SIZES)
-            ours = complex_rotary_function(function, dim, frozenset(proven))
-            return Proof("rope (complex)", ours, Agreement(max(agreement.error for agreement in proven.values())))
+        found[dim] = {form: agreement for form, agreement in agreements.items() if agreement.equal}
         failures += agreements.values()
-    return no_formula(failures, "another rotation than complex factors of neighbours")
+        if "batch" in found[dim]:  # else heads may be in the other dimension: one table alone fits in both
+            break
+    dim, proven = max(found.items(), key=lambda each: len(each[1]))
+    if not proven:
+        return no_formula(failures, "another rotation than complex factors of neighbours")
+    form, times = next(iter(proven)), _TIMES
+    heads = [probe.randn(_BATCH, times * each, _LENGTH, times * _HEAD_DIM) for each in (_HEADS, _KV_HEADS)]
+    heads = heads if dim == 1 else [each.transpose(1, 2) for each in heads]
+    parts = [probe.randn(*_FACTORS[form], times * _HEAD_DIM // 2) for _ in range(2)]
+    factors = torch.complex(*parts)
+    if not probe.same(_with(factors, function), _with(factors, rope_complex, dim), heads, False):
+        return refused(_OTHER_SIZES)
+    ours = complex_rotary_function(function, dim, frozenset(proven))
+    return Proof("rope (complex)", ours, Agreement(max(agreement.error for agreement in proven.values())))
 
 
 def _with(factors: torch.Tensor, function: Callable, *args: int) -> Callable:
     return lambda q, k: function(q, k, factors, *args)
 
 
+def _last_columns_complex(q: torch.Tensor, k: torch.Tensor, factors: torch.Tensor, dim: int) -> tuple[Any, Any]:
+    """As `rope_complex`, for q that may be the last columns of whole queries; see [`rotate_last_columns`]."""
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_complex(q, k, factors, dim, first)
+
+    return rotate_last_columns(rotate, q, k, dim, q.dtype)
+
+
 @functools.cache
-def complex_rotary_function(original: Callable, dim: int, proven: frozenset[str]) -> Callable:
+def complex_rotary_function(
+    original: Callable, dim: int, proven: frozenset[str], of_last_columns: bool = False
+) -> Callable:
     """As [`rotary_function`], for an original of q, k and complex factors, with heads in dimension `dim`.
 
-    A real table, as a complex buffer becomes when the model is cast, runs the original.
+    A real table, as a complex buffer becomes when the model is cast, runs the original. With `of_last_columns`, q may
+    be the last columns of whole queries.
     """
     names = arguments_of(original)
 
@@ -379,8 +454,13 @@ def complex_rotary_function(original: Callable, dim: int, proven: frozenset[str]
         q, k, factors = (given.get(name) for name in names)
         if q is None or k is None or factors is None or not runs_ours(q):
             return original(*args, **kwargs)
-        return rope_complex(q, k, factors, dim) if _is_proven(factors, q, k, dim, proven) else original(*args, **kwargs)
+        if not _is_proven(factors, q, k, dim, proven):
+            return original(*args, **kwargs)
+        return (_last_columns_complex if of_last_columns else rope_complex)(q, k, factors, dim)
 
+    if not of_last_columns:
+        made = functools.partial(complex_rotary_function, original, dim, proven, True)
+        rotary.of_last_columns = made  # type: ignore[attr-defined]
     return rotary
 
 

@@ -1,4 +1,8 @@
-"""The comparison of two computations: on the same inputs, in float32 and in bfloat16, values and gradients."""
+"""The comparison of two computations: on the same inputs, in float32 and in bfloat16, values and gradients.
+
+The formula is compared in plain torch, on every input and in every precision. Where Triton drives the device, the
+kernels follow, in bfloat16 on the first input: they are those that training launches, and no other is compiled.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from liger_trainer.kernels.compile_together import Compiler
+from liger_trainer.kernels.runtime import TRITON_DEVICES, plain_torch
 from liger_trainer.patching.inputs import AS_DRAWN, Case
 from liger_trainer.patching.side_effects import SideEffectError
 
@@ -52,6 +58,9 @@ _DRAWS = "in training it draws random numbers, as dropout does, which the kernel
 
 Computation = Callable[..., Any]
 _Results = list[torch.Tensor | None]
+
+Later = Callable[[Callable[[], _Results], Callable[[_Results], bool]], None]
+"""Takes what runs kernels, and whether its results are right, to be asked later; see [`Trial`]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +104,8 @@ class Trial:
         inputs: More inputs, for `everywhere`.
         constants: Tensors that stay float32 and are not differentiated.
         slack: How far ours may be from the original.
+        later: Takes the kernels' run, so that kernels of several trials may be compiled together. None runs them at
+            once, where the formula agrees.
     """
 
     def __init__(
@@ -104,24 +115,33 @@ class Trial:
         inputs: Iterable[Case] = (),
         constants: Sequence[torch.Tensor] = (),
         slack: Slack = Slack(),  # noqa: B008  (frozen)
+        later: Later | None = None,
     ) -> None:
-        self._original, self._inputs, self._slack = original, tuple(inputs), slack
+        self._original, self._inputs, self._slack, self._later = original, tuple(inputs), slack, later
         self._tensors, self._constants = list(tensors), list(constants)
         self._known: dict[Any, _Results] = {}
         self._drawing: set[Any] = set()  # where the original draws random numbers
 
+    def on_cpu(self) -> Trial:
+        """The same on the CPU, where torch computes ours: it tells formulas apart before any kernel is compiled."""
+        if self._tensors[0].device.type == "cpu":
+            return self
+        tensors, constants = ([each.cpu() for each in held] for held in (self._tensors, self._constants))
+        return Trial(self._original, tensors, self._inputs, constants, self._slack)
+
     def compare(self, ours: Computation) -> Agreement:
-        """Compares the two on the tensors themselves, in float32, and where they agree in bfloat16."""
+        """Compares the two on the tensors themselves, in float32, where they agree in bfloat16, then in kernels."""
         agreement = self._in_float32(ours, AS_DRAWN)
         if not agreement.equal:
             return agreement
-        truth = self._known[AS_DRAWN, torch.float32]
         try:
-            rounded, nearby = self._results(ours, AS_DRAWN, torch.bfloat16)
+            _, nearby = self._results(ours, AS_DRAWN, torch.bfloat16)
         except _CannotCompareError as reason:
             return Agreement(math.inf, reason=str(reason))
-        outputs = len(truth) - len(self._tensors)
-        return _judge_rounding(agreement.error, truth, rounded, nearby, outputs, self._slack)
+        agreement = self._rounding(agreement.error, nearby)
+        if not agreement.equal or self._tensors[0].device.type not in TRITON_DEVICES:
+            return agreement
+        return self._in_kernels(ours, agreement)
 
     def under_autocast(self, ours: Computation) -> bool:
         """Whether ours is as close to float32 under autocast as the original; after `compare`."""
@@ -129,7 +149,7 @@ class Trial:
         for dtype in (torch.float32, torch.bfloat16):
             tensors = [tensor.to(dtype) for tensor in self._tensors]
             try:
-                with torch.autocast(device.type, torch.bfloat16):
+                with torch.autocast(device.type, torch.bfloat16), plain_torch():
                     rounded = _run(self._original, tensors, self._constants, AS_DRAWN)
                     nearby = _run(ours, tensors, self._constants, AS_DRAWN)
             except Exception:
@@ -150,6 +170,27 @@ class Trial:
     def prove(self, ours: Computation) -> Agreement:
         """Both."""
         return self.everywhere(ours, self.compare(ours))
+
+    def _in_kernels(self, ours: Computation, agreement: Agreement) -> Agreement:
+        """`agreement` if the kernels agree too, or are to be asked later."""
+        tensors = [tensor.to(torch.bfloat16) for tensor in self._tensors]
+
+        def run() -> _Results:
+            with _same_draws(tensors[0].device):
+                return _run(ours, tensors, self._constants, AS_DRAWN)
+
+        if self._later is not None:
+            self._later(run, lambda results: self._rounding(agreement.error, results).equal)
+            return agreement
+        try:
+            return self._rounding(agreement.error, run())
+        except Exception as error:
+            return Agreement(math.inf, reason=_did_not_run(error))
+
+    def _rounding(self, error: float, nearby: _Results) -> Agreement:
+        """Whether ours in bfloat16 is as close to float32 as the original, both of which are known."""
+        truth, rounded = (self._known[AS_DRAWN, dtype] for dtype in (torch.float32, torch.bfloat16))
+        return _judge_rounding(error, truth, rounded, nearby, len(truth) - len(self._tensors), self._slack)
 
     def _in_float32(self, ours: Computation, case: Case) -> Agreement:
         try:
@@ -194,10 +235,10 @@ class Trial:
             failure = _CannotCompareError if case.required else _NotTakenError
             raise failure(f"the probe could not run its forward: {_first_line(error)}") from error
         try:
-            with _same_draws(tensors[0].device):
+            with _same_draws(tensors[0].device), plain_torch():
                 return self._known[key], _run(ours, tensors, constants, case)
         except Exception as error:
-            raise _CannotCompareError(f"the kernel did not run: {_first_line(error)}") from error
+            raise _CannotCompareError(_did_not_run(error)) from error
 
 
 def runs(computation: Computation, tensors: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]) -> bool:
@@ -218,14 +259,14 @@ def values_alike(
     constants: Sequence[torch.Tensor] = (),
     gradients: bool = True,
 ) -> bool:
-    """Whether both give the same dtypes, and the same values within bfloat16 rounding; see [`Trial`].
+    """Whether both give the same dtypes, and the same values within bfloat16 rounding, in plain torch; see [`Trial`].
 
     Without `gradients`, these are values alone, of which an infinity equals itself and NaN equals NaN.
     """
     found = []
     try:
         for computation in (original, ours):
-            with _same_draws(tensors[0].device):
+            with _same_draws(tensors[0].device), plain_torch():
                 found.append(_run(computation, tensors, constants, AS_DRAWN if gradients else _VALUES))
     except Exception:
         return False
@@ -327,6 +368,39 @@ def _rms(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     return float((one.double() - other.double()).norm() / scale)
 
 
+def _did_not_run(error: Exception) -> str:
+    return f"the kernel did not run: {_first_line(error)}"
+
+
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
+
+
+class KernelRuns:
+    """The runs of kernels that proofs have put off: compiled together, then compared with what proofs found before.
+
+    Args:
+        compiler: Compiles the kernels that a run launches as soon as it is put off; None where nothing is compiled.
+    """
+
+    def __init__(self, compiler: Compiler | None) -> None:
+        self._compiler = compiler
+        self._runs: list[tuple[Callable[[], Any], Callable[[Any], bool]]] = []
+
+    def later(self, run: Callable[[], Any], is_right: Callable[[Any], bool]) -> None:
+        """Puts `run` off; `is_right` will say whether its result is."""
+        self._runs.append((run, is_right))
+        if self._compiler is not None:
+            # Whatever fails here fails again where it counts.
+            with self._compiler.noting(), contextlib.suppress(Exception):
+                run()
+
+    def are_right(self) -> bool:
+        """Whether every run that was put off has the right result."""
+        if self._compiler is not None:
+            self._compiler.wait()
+        try:
+            return all(is_right(run()) for run, is_right in self._runs)
+        except Exception:
+            return False

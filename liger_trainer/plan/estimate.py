@@ -187,20 +187,20 @@ def estimate(run: Run, setting: Setting) -> Memory:
     return max(moments(run, setting), key=lambda memory: memory.total)
 
 
-def host_bytes(run: Run, setting: Setting) -> float:
-    """Pinned memory that all processes of this machine need for offloaded layer inputs."""
-    inputs = _layer(run, setting).input * run.parameters.layers
-    return setting.gpus * setting.offloading * inputs
+def host_bytes(run: Run, setting: Setting, hosts: int = 1) -> float:
+    """Pinned memory that all processes of a machine need for offloaded layer inputs."""
+    inputs = layer_of(run, setting).input * run.parameters.layers
+    return setting.gpus / hosts * setting.offloading * inputs
 
 
 def kept(run: Run, setting: Setting) -> Kept:
     """What the checkpointed layers keep."""
-    return keep(_results(run, setting), _checkpoints(run, setting), _tokens(run, setting), setting.activation_memory)
+    return keep(_results(run, setting), _checkpoints(run, setting), tokens_of(run, setting), setting.activation_memory)
 
 
 def largest_activation_memory(run: Run, setting: Setting, room: float) -> int:
     """Bytes that the layers can keep in `room` bytes of a GPU; 0 if the setting does not fit without."""
-    everything = most(_results(run, setting), _checkpoints(run, setting), _tokens(run, setting))
+    everything = most(_results(run, setting), _checkpoints(run, setting), tokens_of(run, setting))
     budgets = [everything * part // AUTO_STEPS for part in range(AUTO_STEPS + 1)]
 
     def is_too_large(budget: int) -> bool:
@@ -212,9 +212,9 @@ def largest_activation_memory(run: Run, setting: Setting, room: float) -> int:
 def moments(run: Run, setting: Setting) -> list[Memory]:
     """The memory at each moment that may be the peak."""
     parameters, compute = run.parameters, precision_of(run, setting).compute
-    layer, head = _layer(run, setting), _head(run, setting)
+    layer, head = layer_of(run, setting), _head(run, setting)
     on_gpu = held(run, setting, head.weight_gradient)
-    reference = run.work.reference_bytes / (setting.gpus if setting.sharded else 1)
+    reference = run.work.reference_bytes / (setting.shards if setting.sharded else 1)
     always = Memory("", on_gpu.weights, optimizer=on_gpu.states, reference=reference, buffers=on_gpu.buffers)
     first, step = on_gpu.first_gradients, on_gpu.gradients
     accumulated = on_gpu.accumulated if setting.accumulation > 1 else 0.0
@@ -257,31 +257,38 @@ def moments(run: Run, setting: Setting) -> list[Memory]:
     return [dataclasses.replace(always, moment=moment, **sizes) for moment, sizes in changes.items()]
 
 
-def _layer(run: Run, setting: Setting) -> LayerMemory:
-    """The memory of a layer: what it saves in the mean over the kinds of layers, and the peak of the fullest kind."""
+def layer_of(run: Run, setting: Setting) -> LayerMemory:
+    """The memory of a layer: what it saves in the mean over the kinds of layers, and the peak of the fullest kind.
+
+    GPUs that share sequences gather each other's keys and values, in the backward with their gradients.
+    """
     sparse = max(round(run.parameters.layers * run.shape.sparse_share), 1)
     experts = here(run.parameters.groups["experts"], run, setting).trained // sparse
-    sharing = setting.expert_parallel_size
+    sharing, shape = setting.expert_parallel_size, run.shape.divided(setting.tensor_parallel_size)
     found = [
         layer_memory(
             dataclasses.replace(kind, experts=kind.experts // sharing, exchanged_experts=sharing > 1),
             precision_of(run, setting),
-            _tokens(run, setting),
+            tokens_of(run, setting),
             run.work.length,
             run.implementation,
             run.recompute_mlp,
             setting.tiled_mlp,
             experts,
         )
-        for kind in run.shape.kinds
+        for kind in shape.kinds
     ]
-    saved = sum(kind.share * memory.saved for kind, memory in zip(run.shape.kinds, found))
-    return dataclasses.replace(max(found, key=lambda memory: memory.working), saved=saved)
+    saved = sum(kind.share * memory.saved for kind, memory in zip(shape.kinds, found))
+    fullest = max(found, key=lambda memory: memory.working)
+    others = (setting.sequence_parts - 1) * tokens_of(run, setting) * precision_of(run, setting).compute
+    arrived = 4 * max(kind.key_value for kind in shape.kinds) * others
+    return dataclasses.replace(fullest, saved=saved, working=fullest.working + arrived)
 
 
 def _results(run: Run, setting: Setting) -> list[Result]:
     compute = precision_of(run, setting).compute
-    return layer_results(run.shape, compute, run.work.length, run.implementation, setting.tiled_mlp)
+    shape = run.shape.divided(setting.tensor_parallel_size)
+    return layer_results(shape, compute, run.work.length, run.implementation, setting.tiled_mlp)
 
 
 def _checkpoints(run: Run, setting: Setting) -> int:
@@ -289,15 +296,17 @@ def _checkpoints(run: Run, setting: Setting) -> int:
     return math.ceil(run.parameters.layers / run.checkpoint_every) if setting.checkpointing else 0
 
 
-def _tokens(run: Run, setting: Setting) -> int:
-    return run.work.rows * setting.batch * run.work.length
+def tokens_of(run: Run, setting: Setting) -> int:
+    """Tokens of a micro-batch on one GPU."""
+    return run.work.rows * setting.batch * run.work.length // setting.sequence_parts
 
 
 def _head(run: Run, setting: Setting) -> HeadMemory:
     compute = precision_of(run, setting).compute
-    tokens = run.work.rows * setting.batch * run.work.loss_length
+    tokens = run.work.rows * setting.batch * run.work.loss_length // setting.sequence_parts
     weight, trained = gathered_bytes(run, setting), run.parameters.head_trained
-    return head_memory(run.work.head, tokens, run.shape.hidden, run.shape.vocab, compute, weight, trained)
+    vocab = run.shape.divided(setting.tensor_parallel_size).vocab
+    return head_memory(run.work.head, tokens, run.shape.hidden, vocab, compute, weight, trained)
 
 
 def _autocast_copies(run: Run, setting: Setting) -> float:

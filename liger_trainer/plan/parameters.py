@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from liger_trainer.kernels.lowbit.buffers import LARGEST
 from liger_trainer.optim.states import has_whole_blocks
 
 NF4_BYTES = 0.5 + 4 / 64  # bitsandbytes: 4 bits, and an fp32 scale per 64 elements
@@ -53,8 +55,8 @@ class Parameters:
     factored: int  # elements of Adafactor's state: rows plus columns of each trained matrix
     largest: int  # elements of the largest trained parameter
     in_blocks: int = 0  # elements of the trained bf16 parameters whose moments `LigerAdamW` keeps in 8 bits
-    # Elements of 4-bit weights that are dequantised at once: those of the largest weight, or of all experts of a layer;
-    # 0 without 4-bit weights.
+    # Elements of 4-bit and packed weights that are dequantised at once: those of the largest weight, or of all experts
+    # of a layer; 0 without such weights.
     dequantised: int = 0
 
     @property
@@ -76,7 +78,13 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
 
 
-def count_parameters(model: Any, bits: int | None = None, nested: bool = False, fp8_base: bool = False) -> Parameters:
+def count_parameters(
+    model: Any,
+    bits: int | None = None,
+    nested: bool = False,
+    fp8_base: bool = False,
+    packed: tuple[float | None, float | None] = (None, None),
+) -> Parameters:
     """Counts `model`, which may be on the meta device and wrapped by PEFT.
 
     Args:
@@ -85,26 +93,31 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False, 
             too (`quantize_experts`). The head never is.
         nested: Whether the scales of 4-bit weights are quantised too (double quantisation).
         fp8_base: Whether the linear layers of the decoder, adapters excepted, are stored in fp8.
+        packed: For a checkpoint that stays packed, the bytes of a weight of the decoder's linear layers, and of stacked
+            experts; None for those that do not.
     """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
-    quantised = _quantised(model if bits else layers, head) if bits or fp8_base else {}
-    stacked = _stacked(model) if bits == 4 else {}
-    dequantised = max(*quantised.values(), sum(stacked.values()) // len(layers), 0)
-    quantised |= stacked
+    of_linears, of_stacks = packed
+    quantised = _quantised(model if bits else layers, head) if bits or fp8_base or of_linears else {}
+    stacked = _stacked(model) if bits == 4 or of_stacks else {}
     width = ONE_BYTE if bits == 8 or fp8_base else NESTED_NF4_BYTES if nested else NF4_BYTES
+    widths = dict.fromkeys(quantised, of_linears or width) | dict.fromkeys(stacked, of_stacks or width)
+    dequantised = max(*quantised.values(), sum(stacked.values()) // len(layers), 0) if bits == 4 else 0
+    if any(packed):
+        dequantised = _decoded_at_once([*quantised.values()], [*stacked.values()])
     groups = dict.fromkeys(("embedding", "head", "experts", "layers", "adapters", "other"), Group())
     factored = largest = in_blocks = 0
     for name, parameter in model.named_parameters():
         kind = _kind(name, parameter, embedding, head, inside)
-        groups[kind] += _group(parameter, width if id(parameter) in quantised else None)
+        groups[kind] += _group(parameter, widths.get(id(parameter)))
         if parameter.requires_grad:
             shape = parameter.shape
             factored += sum(shape[-2:]) * shape[:-2].numel() if len(shape) > 1 else shape.numel()
             largest = max(largest, parameter.numel())
             in_blocks += parameter.numel() * (parameter.dtype == torch.bfloat16 and has_whole_blocks(parameter))
-    each = (_sum(layer, quantised, width) for layer in layers)
+    each = (_sum(layer, widths) for layer in layers)
     return Parameters(
         groups=groups,
         layer=max(each, key=lambda group: group.elements),
@@ -114,7 +127,7 @@ def count_parameters(model: Any, bits: int | None = None, nested: bool = False, 
         factored=factored,
         largest=largest,
         in_blocks=in_blocks,
-        dequantised=dequantised if bits == 4 else 0,
+        dequantised=dequantised,
     )
 
 
@@ -153,12 +166,20 @@ def _stacked(model: nn.Module) -> dict[int, int]:
     return {id(weight): weight.numel() for weight in found if weight is not None}
 
 
+def _decoded_at_once(linears: Sequence[int], stacks: Sequence[int]) -> int:
+    """Elements of the buffers that packed weights are decoded in: one, and one more for the experts' second layer.
+
+    Stacks larger than `LARGEST`, in 16 bits, are decoded in parts of that size.
+    """
+    parts = [min(stack, LARGEST // 2) for stack in stacks] or [0]
+    return max(*linears, *parts) + (min(parts) if stacks else 0)
+
+
 def _group(parameter: torch.Tensor, width: float | None) -> Group:
     size = parameter.numel() * (parameter.element_size() if width is None else width)
     trained = parameter.requires_grad
     return Group(parameter.numel(), size, parameter.numel() if trained else 0, size if trained else 0.0)
 
 
-def _sum(module: nn.Module, quantised: dict[int, int], width: float) -> Group:
-    groups = (_group(parameter, width if id(parameter) in quantised else None) for parameter in module.parameters())
-    return sum(groups, Group())
+def _sum(module: nn.Module, widths: dict[int, float]) -> Group:
+    return sum((_group(parameter, widths.get(id(parameter))) for parameter in module.parameters()), Group())

@@ -54,6 +54,7 @@ def running(trainer: Trainer, shape: tuple[int, int]) -> tuple[Run, Setting]:
         kernels.tiled_mlp,
         getattr(args, "activation_offloading_fraction", 1.0) if offloads else 0.0,
         sharing,
+        replicas=_copies(trainer) if strategy == "fsdp2" else 1,
     )
     if checkpointing:
         setting = dataclasses.replace(setting, activation_memory=_activation_memory(args, run, setting))
@@ -104,3 +105,9 @@ def _strategy(trainer: Any, model: Any) -> tuple[str, int]:
     if kind not in known:
         raise ValueError(f"{kind} is not planned.")
     return known[kind], 1
+
+
+def _copies(trainer: Any) -> int:
+    """Copies of a model that FSDP2 splits: more than one under HSDP."""
+    mesh = getattr(trainer.accelerator, "parallelism_config", None)
+    return 1 if mesh is None else mesh.dp_replicate_size

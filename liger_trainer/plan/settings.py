@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from liger_trainer.plan.parameters import Parameters
-from liger_trainer.plan.work import LayerShape
+CONFIGS = {
+    "single": "single_gpu",
+    "ddp": "ddp",
+    "zero2": "zero2",
+    "fsdp2": "fsdp2",
+    "expert_parallel": "ddp",
+    "tensor_parallel": "ddp",
+}
+"""Name of each strategy's accelerate configuration; loading splits the model for the last two."""
 
-CONFIGS = {"single": "single_gpu", "ddp": "ddp", "zero2": "zero2", "fsdp2": "fsdp2", "expert_parallel": "ddp"}
-"""Name of each strategy's accelerate configuration; with `expert_parallel_size`, loading splits the model."""
-
-LAUNCH_TOKENS = 250
-"""Cost of launching a micro-step, in tokens."""
-
-COMMUNICATION_TOKENS = {"single": 0, "ddp": 250, "zero2": 500, "fsdp2": 750, "expert_parallel": 750}
-"""Cost of communication, in tokens of a dense model with all weights trained: FSDP2 gathers the weights twice and
-reduces their gradients, 6 bytes per parameter at about 400 GB/s, against 8 FLOP per parameter and token at about 400
-TFLOP/s; ZeRO-2 sends gradients, and weights once per step; DDP sends gradients once per step. Only for ranking."""
-
-FLOP_PER_BYTE = 1000
-"""FLOP in the time of sending a byte, at these speeds."""
-
-RECOMPUTATION = 0.58
-"""Cost of recomputing a layer, in products with every matrix: the down projection is left out, and the products of a
-forward pass take less time than their share of a step. Llama-3 8B, 4 × 4096 tokens on one H200, is 1.195 times as fast
-without checkpointing, and 1.289 times with adapters alone trained: 0.585 and 0.578."""
-
-OFFLOADING_COST = 1.05
-TILED_COST = 1.02
+MOST_PARTS = 64  # GPUs that share a sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +24,8 @@ class Setting:
     """One way to run."""
 
     # ``"single"``, ``"ddp"``, ``"zero2"``, ``"fsdp2"`` (weights, gradients and states split, weights freed after each
-    # layer) or ``"expert_parallel"`` (the same, but tokens are sent to the experts).
+    # layer), ``"expert_parallel"`` (the same, but tokens are sent to the experts) or ``"tensor_parallel"`` (the same,
+    # but every matrix is split too).
     strategy: str = "single"
     gpus: int = 1  # number of GPUs
     batch: int = 1  # ``per_device_train_batch_size``
@@ -48,73 +36,78 @@ class Setting:
     expert_parallel_size: int = 1  # G, the GPUs that share a layer's experts; 1 except for ``"expert_parallel"``
     # Bytes of results that the layers may keep instead of computing them again; 0 without checkpointing.
     activation_memory: int = 0
+    replicas: int = 1  # copies of the split model, as of HSDP; 1 except for ``"fsdp2"``
+    sequence_parts: int = 1  # GPUs that share a sequence (context parallelism); 1 except for ``"fsdp2"``
+    tensor_parallel_size: int = 1  # GPUs that share a matrix; 1 except for ``"tensor_parallel"``
 
     @property
     def sharded(self) -> bool:
         """Whether the weights themselves are split."""
-        return self.strategy in ("fsdp2", "expert_parallel")
+        return self.strategy in ("fsdp2", "expert_parallel", "tensor_parallel")
+
+    @property
+    def shards(self) -> int:
+        """GPUs that hold one copy of the model together, if it is split."""
+        return self.gpus // self.replicas
+
+    @property
+    def sharing(self) -> int:
+        """GPUs that work on the same sequences."""
+        return self.sequence_parts * self.tensor_parallel_size
 
 
-def relative_cost(
-    setting: Setting, tokens: int, parameters: Parameters, shape: LayerShape, saved: float = 0.0
-) -> float:
-    """Time per token, relative to the same model on one GPU without checkpointing; only for ranking.
+def splits(
+    gpus: int,
+    hosts: int = 1,
+    *,
+    quantised: bool = False,
+    zero2: bool = True,
+    experts: int = 0,
+    parts: Iterable[int] = (),
+    matrices: Iterable[int] = (),
+) -> list[Setting]:
+    """The ways to split a model over `gpus` of `hosts`; batches and recomputation are left open.
 
-    A trained matrix costs three matmuls per token, one in the forward and two in the backward pass; a frozen matrix
-    with adapters costs two; checkpointing adds `RECOMPUTATION`, less what kept results save. Communication weighs more
-    if a token uses few of the parameters (experts), and less if few are trained, although FSDP2 gathers frozen ones
-    too. Under expert parallelism, only GPUs with copies of the same experts gather them, and rows of tokens are sent
-    instead.
+    A quantised base is not split. DeepSpeed (`zero2`) splits neither experts in 4 bits nor for `liger_adamw`. `experts`
+    per layer can be shared, 0 for none; `parts` are the sizes of a group that can share sequences, `matrices` those of
+    one that can share matrices. Copies of a split model (HSDP) are for several hosts: each has whole hosts, or whole
+    parts of one.
     """
-    products = 3 if shape.trained else 2
-    cost = 1 + setting.checkpointing * (1 - saved) * RECOMPUTATION / products
-    cost *= OFFLOADING_COST if setting.offloading else 1.0
-    cost *= TILED_COST if setting.tiled_mlp else 1.0
-    total, experts = parameters.total, parameters.groups["experts"].elements
-    idle = experts * (1 - shape.experts_per_token / shape.experts) if shape.experts else 0.0
-    sent: float = total.elements if setting.sharded else total.trained
-    if setting.strategy == "expert_parallel":
-        copies = setting.gpus // setting.expert_parallel_size
-        sent -= experts - (experts / setting.expert_parallel_size if copies > 1 else 0)
-    active = total.elements - idle
-    overhead = LAUNCH_TOKENS + COMMUNICATION_TOKENS[setting.strategy] * sent / active
-    exchanged = FLOP_PER_BYTE * exchanged_bytes(setting, parameters, shape) / (2 * products * active)
-    return cost * (1 + overhead / max(tokens, 1)) + exchanged
-
-
-def exchanged_bytes(setting: Setting, parameters: Parameters, shape: LayerShape) -> float:
-    """Bytes per token that are sent to experts on other GPUs and back, in half precision.
-
-    k rows go there and back in the forward and in the backward pass, and there once more if a layer is recomputed. If
-    experts are chosen evenly, 1/G of the rows stay on their GPU.
-    """
-    ways = 5 if setting.checkpointing else 4
-    row = 2 * shape.hidden
-    return ways * shape.experts_per_token * row * parameters.layers * (1 - 1 / setting.expert_parallel_size)
+    if gpus == 1:
+        return [Setting()]
+    found = [Setting("ddp", gpus), *([Setting("zero2", gpus)] if zero2 else [])]
+    if quantised:
+        return found
+    each = gpus // hosts
+    sizes = [size for size in range(2, gpus + 1) if gpus % size == 0]
+    copies = [size for size in sizes if hosts > 1 and size < gpus and 0 in (gpus // size % each, each % (gpus // size))]
+    found.append(Setting("fsdp2", gpus))
+    found += [Setting("fsdp2", gpus, replicas=size) for size in copies]
+    found += [Setting("fsdp2", gpus, sequence_parts=size) for size in parts if size in sizes]
+    shared = [size for size in sizes if experts and experts % size == 0]
+    found += [Setting("expert_parallel", gpus, expert_parallel_size=size) for size in shared]
+    inside = [size for size in matrices if size in sizes and each % size == 0]
+    return found + [Setting("tensor_parallel", gpus, tensor_parallel_size=size) for size in inside]
 
 
 def candidates(
-    gpus: int,
-    batch: int,
-    accumulation: int,
-    quantised: bool,
-    tiles: bool,
-    fixed_batch: bool = False,
-    experts: int = 0,
-    zero2: bool = True,
+    ways: Iterable[Setting], batch: int, accumulation: int, tiles: bool, fixed_batch: bool = False
 ) -> Iterator[Setting]:
-    """All settings to compare; each has the same number of samples per optimizer step.
+    """All settings to compare, of each of the `ways` to split; each has the same samples in an optimizer step.
 
-    A quantised base is not split. `experts` per layer can be shared, 0 for none. DeepSpeed (`zero2`) splits neither
-    experts in 4 bits nor for `liger_adamw`.
+    `batch` and `accumulation` are those of a GPU with sequences of its own; GPUs that share a sequence have more.
     """
-    strategies = [("single", 1)] if gpus == 1 else [("ddp", 1), ("zero2", 1)] if zero2 else [("ddp", 1)]
-    if gpus > 1 and not quantised:
-        sizes = [size for size in range(2, gpus + 1) if experts and gpus % size == experts % size == 0]
-        strategies += [("fsdp2", 1), *(("expert_parallel", size) for size in sizes)]
-    samples = batch * accumulation
-    batches = [batch] if fixed_batch else [size for size in range(1, samples + 1) if samples % size == 0]
-    ways = [(False, False, 0.0), (True, False, 0.0), (True, False, 1.0)]
-    ways += [(True, True, 0.0), (True, True, 1.0)] if tiles else []
-    for (strategy, sharing), (checkpointing, tiled, offloading), size in itertools.product(strategies, ways, batches):
-        yield Setting(strategy, gpus, size, samples // size, checkpointing, tiled, offloading, sharing)
+    options = [(False, False, 0.0), (True, False, 0.0), (True, False, 1.0)]
+    options += [(True, True, 0.0), (True, True, 1.0)] if tiles else []
+    for split, (checkpointing, tiled, offloading) in itertools.product(ways, options):
+        samples = batch * accumulation * split.sharing
+        sizes = [batch] if fixed_batch else [size for size in range(1, samples + 1) if samples % size == 0]
+        for size in sizes:
+            yield dataclasses.replace(
+                split,
+                batch=size,
+                accumulation=samples // size,
+                checkpointing=checkpointing,
+                tiled_mlp=tiled,
+                offloading=offloading,
+            )

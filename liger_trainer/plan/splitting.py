@@ -12,13 +12,16 @@ whole, two layers of the rest, and the embedding being prefetched or the head's 
 are added after the split, are whole on every GPU.
 
 Both split a stack of experts between experts, never through one: with 8 experts on 16 GPUs, 8 GPUs hold one expert
-each. In both, gradients of micro-batches before the last of a step are whole: the Trainer turns
+each. HSDP keeps several copies of what FSDP2 splits, each on its own GPUs; GPUs that share sequences hold different
+parts of one copy. Tensor parallelism splits in the dtype that is loaded, and a GPU only ever holds 1/T of a matrix.
+
+In all of these, gradients of micro-batches before the last of a step are whole: the Trainer turns
 `set_requires_gradient_sync` off, and FSDP2 adds them up before it splits them. With accelerate's `sync_each_batch` they
 are split at once.
 
 ZeRO-2 holds half-precision weights whole, splits gradients, and adds a split fp32 master copy of weights and gradients,
-and two buckets of 5e8 elements. DDP holds buckets as large as all gradients. The largest 4-bit weight has a buffer for
-its dequantised elements.
+and two buckets of 5e8 elements. DDP holds buckets as large as all gradients. The largest weight in 4 bits, or packed,
+has a buffer for its dequantised elements; of these, FSDP2 splits packed ones, and gathers their codes.
 """
 
 from __future__ import annotations
@@ -157,10 +160,10 @@ def trained_share(run: Run, setting: Setting) -> float:
 def _split(run: Run, setting: Setting) -> Group:
     """One GPU's shard of a model that is split by rows; stacked experts have only as many rows as experts."""
     total, experts = run.parameters.total, run.parameters.groups["experts"]
-    copies = setting.gpus // setting.expert_parallel_size
+    copies = setting.shards // setting.expert_parallel_size
     count = run.shape.experts // setting.expert_parallel_size
     part = math.ceil(count / copies) / run.shape.experts if run.shape.experts else 0.0
-    return total * (1 / setting.gpus) + experts * (part - 1 / setting.gpus)
+    return total * (1 / setting.shards) + experts * (part - 1 / setting.shards)
 
 
 def held(run: Run, setting: Setting, head_gradient: float) -> Held:
@@ -193,12 +196,14 @@ def _sharded(run: Run, setting: Setting, head_gradient: float) -> Held:
     weights = _split(run, setting).frozen_bytes + share * trained
     whole = here(total, run, setting)
     accumulated = number * whole.trained if setting.strategy == "fsdp2" else whole.trained_bytes
+    accumulated /= setting.tensor_parallel_size
     if run.sync_each_batch:
         accumulated = share * trained
-    if setting.strategy == "fsdp2":
+    if setting.strategy != "expert_parallel":
         layer = parameters.layer
-        buffers = 2 * _gathered(layer, number) + 2 * number * layer.trained + _gathered(parameters.root, number)
-        buffers += head_gradient
+        buffers = 2 * gathered(layer, number) + 2 * number * layer.trained + gathered(parameters.root, number)
+        buffers = buffers / setting.tensor_parallel_size + head_gradient
+        buffers += precision_of(run, setting).compute * parameters.dequantised
         at_loss = buffers
     else:
         buffers, at_loss = _buffers_of_experts(run, setting, number, head_gradient)
@@ -210,9 +215,9 @@ def _buffers_of_experts(run: Run, setting: Setting, number: int, head_gradient: 
     parameters = run.parameters
     every_expert = parameters.groups["experts"] * (1 / parameters.layers)
     experts, rest = every_expert * (1 / setting.expert_parallel_size), parameters.layer + every_expert * -1
-    layer = _gathered(experts, number) + number * experts.trained
-    layer += 2 * (_gathered(rest, number) + number * rest.trained)
-    embedding, root = (_gathered(group, number) for group in (parameters.groups["embedding"], parameters.root))
+    layer = gathered(experts, number) + number * experts.trained
+    layer += 2 * (gathered(rest, number) + number * rest.trained)
+    embedding, root = (gathered(group, number) for group in (parameters.groups["embedding"], parameters.root))
     if parameters.tied:  # the head's unit holds it
         return layer + root + head_gradient, root + head_gradient
     return layer + max(embedding, head_gradient), root - embedding + head_gradient
@@ -226,10 +231,11 @@ def here(group: Group, run: Run, setting: Setting, layers: int = 1) -> Group:
 def generating_buffers(run: Run, setting: Setting, buffers: float) -> float:
     """Buffers during `generate`: accelerate's FSDP2 gathers all weights for it."""
     whole = setting.strategy == "fsdp2"
-    return _gathered(run.parameters.total, precision_of(run, setting).compute) if whole else buffers
+    return gathered(run.parameters.total, precision_of(run, setting).compute) if whole else buffers
 
 
-def _gathered(group: Group, number: int) -> float:
+def gathered(group: Group, number: int) -> float:
+    """Bytes of the whole weights of `group`, with `number` bytes for a trained element."""
     return group.frozen_bytes + number * group.trained
 
 

@@ -79,6 +79,18 @@ class LayerShape:
         """The layer, and those of the other kinds."""
         return (self, *self.others)
 
+    def divided(self, size: int) -> LayerShape:
+        """The part of one of `size` GPUs that share every matrix; what is between the matrices stays whole."""
+        return dataclasses.replace(
+            self,
+            query=self.query // size,
+            key_value=self.key_value // size,
+            intermediate=self.intermediate // size,
+            heads=self.heads // size,
+            vocab=-(-self.vocab // size),
+            others=tuple(kind.divided(size) for kind in self.others),
+        )
+
     @property
     def sparse_share(self) -> float:
         """Fraction of the layers that have experts; 1 for none."""

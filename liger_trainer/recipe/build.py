@@ -20,11 +20,12 @@ from liger_trainer.callbacks.log_lines import LogLinesCallback
 from liger_trainer.callbacks.router_balance import NO_EXPERTS, RouterBalanceCallback, experts_of
 from liger_trainer.data.turns import conversations, left_out, renderer
 from liger_trainer.recipe.data import text_blocks
-from liger_trainer.recipe.experts import adapted_in_4_bits, check_adapted_experts, count_experts
+from liger_trainer.recipe.experts import adapted_in_4_bits, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, first_line
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.model import config_of, load_model, lora_advice, model_kwargs, model_source
 from liger_trainer.recipe.rewards import load_reward_functions
+from liger_trainer.trainers.checks import packed_base
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -59,7 +60,6 @@ def build_trainer(
     _warn_of_what_is_left_out(recipe, trainer, train)
     check_adapted(recipe, trainer)
     check_optimizer(recipe, trainer)
-    check_adapted_experts(recipe, trainer.model)
     check_launch(recipe, trainer)
     _watch_routers(recipe, trainer)
     if trainer.pop_callback(ProgressCallback) is not None:
@@ -95,7 +95,8 @@ def _build_causal_lm(
     """The trainer of ``trainer: "causal_lm"``: plain text in blocks, every token a target."""
     model, peft_config = _model_and_adapters(recipe, tokenizer, resumed)
     if isinstance(model, str):
-        model = load_model(recipe, model)
+        with packed_base.loading(recipe.training, model, peft_config):
+            model = load_model(recipe, model)
     if peft_config is not None:
         from peft import get_peft_model
 

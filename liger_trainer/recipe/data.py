@@ -17,6 +17,7 @@ from liger_trainer.data.shapes import ShapeError
 from liger_trainer.recipe import smoke
 from liger_trainer.recipe.columns import SPOKEN, prepared
 from liger_trainer.recipe.file import RecipeError, first_line
+from liger_trainer.recipe.hosts import check_same_rows, ending_together
 from liger_trainer.recipe.load import Recipe
 
 BUILT_IN: dict[str, Callable[[], Any]] = {
@@ -42,10 +43,14 @@ def load_data(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def _load_data(recipe: Recipe) -> tuple[Any, Any]:
-    train, evaluation = _load_splits(recipe)
     evaluated = recipe.training.eval_strategy != "no"
-    if recipe.recipe.eval_data_files:
-        evaluation = load_files(recipe.recipe.eval_data_files, "eval_data_files", partial(_is_text, recipe))
+    with ending_together():
+        train, evaluation = _load_splits(recipe)
+        if recipe.recipe.eval_data_files:
+            evaluation = load_files(recipe.recipe.eval_data_files, "eval_data_files", partial(_is_text, recipe))
+    check_same_rows("training", train)
+    if evaluated:
+        check_same_rows("evaluation", evaluation)
     size, args = recipe.mixture.test_split_size, recipe.training
     seed = args.seed if args.data_seed is None else args.data_seed
     if evaluated and evaluation is None:

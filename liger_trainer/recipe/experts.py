@@ -114,17 +114,3 @@ def adapted_in_4_bits(recipe: Recipe, model: Any, peft_config: PeftConfig) -> An
         quantize_experts(adapted, recipe.model.bnb_4bit_quant_type, recipe.model.use_bnb_nested_quant, device)
     model.hf_device_map = {"": device}  # where accelerate looks for the device of a quantised model
     return adapted.to(device)
-
-
-def check_adapted_experts(recipe: Recipe, model: Any) -> None:
-    """Checks that adapters on 4-bit experts run in our operator; PEFT's own forward is wrong for such weights."""
-    from liger_trainer.patching.moe.lora_experts import adapted_experts_left_to_peft
-    from liger_trainer.patching.probe import class_of
-
-    left = adapted_experts_left_to_peft(model)
-    if left is not None:
-        raise RecipeError(
-            f"{recipe.source}: the adapters on {class_of(left).__name__} in 4 bits run only in our operator, which is "
-            "switched off or not proved for them (`kernel_report: true` says which). Keep the defaults of "
-            "`use_liger_kernel` and `liger_kernel_config`, or set `load_in_4bit: false`."
-        )

@@ -189,6 +189,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo2": _SIZE,
     "glm4": {**_SIZE, "head_dim": 8},
+    "glm4_moe_lite": {
+        **_SIZE,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "cohere": {**_SIZE, "logit_scale": 0.0625},
     "gpt_oss": {**_SIZE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
 }
@@ -227,7 +239,8 @@ _PREFIXES = (
     ("nvidia-nemotron-3", "nemotron_h"),
     *((f"lfm2-{size}", "lfm2") for size in ("350m", "700m", "1.2b", "2.6b")),
     ("olmo-2", "olmo2"),
-    ("glm-4", "glm4"),
+    ("glm-4.7-flash", "glm4_moe_lite"),
+    ("glm-4-", "glm4"),  # and not GLM-4.5, 4.6 and 4.7, which are mixtures of other families
     ("c4ai-command", "cohere"),
     ("aya", "cohere"),
     ("gpt-oss", "gpt_oss"),

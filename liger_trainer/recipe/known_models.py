@@ -303,6 +303,42 @@ _GPT_OSS_20B: dict[str, Any] = {
         ],
     },
 }
+_GLM_4_7_FLASH: dict[str, Any] = {
+    "model_type": "glm4_moe_lite",
+    "dtype": "bfloat16",
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "max_position_embeddings": 202752,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "tie_word_embeddings": False,
+}
+_FP8_BLOCKS: dict[str, Any] = {
+    **{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+_FP8_ROWS: dict[str, Any] = {
+    **{"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", r"re:.*mlp\.gate$"]},
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        },
+    },
+}
 
 PUBLISHED = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
@@ -323,5 +359,9 @@ PUBLISHED = {
     "google/gemma-4-E2B-it": _GEMMA_4_E2B,
     "google/gemma-4-E4B-it": _GEMMA_4_E4B,
     "openai/gpt-oss-20b": _GPT_OSS_20B,
+    "Qwen/Qwen3-8B-FP8": {**_QWEN3_8B, "quantization_config": _FP8_BLOCKS},
+    "Qwen/Qwen3-30B-A3B-FP8": {**_QWEN3_30B_A3B, "quantization_config": _FP8_BLOCKS},
+    "Qwen/Qwen3.5-35B-A3B-FP8": {**_QWEN3_5_35B_A3B, "quantization_config": _FP8_BLOCKS},
+    "unsloth/GLM-4.7-Flash-FP8-Dynamic": {**_GLM_4_7_FLASH, "quantization_config": _FP8_ROWS},
 }
 """Hub id to configuration; `tests/tools/cli/test_plan.py` compares the parameter counts with the published ones."""

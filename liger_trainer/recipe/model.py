@@ -26,11 +26,13 @@ from transformers import (
 )
 
 from liger_trainer.configs.flags import kernel_config_of
+from liger_trainer.packed.loading import method_of
 from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.known_models import PUBLISHED
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.schema import TRAINERS, mapping
+from liger_trainer.trainers.checks.packed_base import keeps_packed
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +206,11 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
 
 
 def _dequantised(config: PreTrainedConfig, recipe: Recipe) -> Any:
-    """What loads an MXFP4 checkpoint in 16 bits, as transformers trains no packed experts; None for any other."""
-    if not is_mxfp4(config):
+    """What loads an MXFP4 checkpoint in 16 bits, as transformers trains no packed experts; None for any other.
+
+    None too where it stays packed, under adapters.
+    """
+    if method_of(config) != "mxfp4" or stays_packed(recipe, config):
         return None
     from transformers.utils.quantization_config import Mxfp4Config
 
@@ -213,11 +218,9 @@ def _dequantised(config: PreTrainedConfig, recipe: Recipe) -> Any:
     return Mxfp4Config(dequantize=True)
 
 
-def is_mxfp4(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is of a checkpoint whose experts are packed in MXFP4."""
-    settings = getattr(config, "quantization_config", None) or {}
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings.quant_method
-    return getattr(method, "value", method) == "mxfp4"
+def stays_packed(recipe: Recipe, config: PreTrainedConfig) -> bool:
+    """Whether the weights of a checkpoint with this configuration stay packed in this run."""
+    return method_of(config) is not None and keeps_packed(recipe.training, bool(recipe.model.use_peft))
 
 
 def attention(recipe: Recipe) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from rich.console import Console
 from rich.markup import escape
 from transformers import (
@@ -36,15 +37,10 @@ from transformers import (
 from liger_trainer.callbacks.memory import peak_memory
 from liger_trainer.callbacks.run_report import REPORT
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
+from liger_trainer.recipe.hosts import ending_together
 from liger_trainer.recipe.load import Recipe
-from liger_trainer.trainers.checkpoints.whole import (
-    LOCK,
-    CheckpointWriteError,
-    complete_checkpoints,
-    out_of_room,
-    owned,
-    room_in,
-)
+from liger_trainer.trainers.checkpoints.resuming import CheckpointError, common_checkpoint
+from liger_trainer.trainers.checkpoints.whole import LOCK, CheckpointWriteError, out_of_room, owned, room_in
 
 logger = logging.getLogger(__name__)
 
@@ -112,21 +108,23 @@ def owned_folder(recipe: Recipe) -> Iterator[None]:
     """
     folder = Path(str(recipe.training.output_dir))
     created = False
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")
-        created = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-    except RecipeError:
-        raise
-    except (OSError, ValueError) as error:  # a name too long, no permission; a NUL in the name
-        raise RecipeError(
-            f"`output_dir` {str(folder)!r} cannot be created: {getattr(error, 'strerror', error)}; give another one."
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise RecipeError(f"`output_dir` {str(folder)!r} cannot be written to; give another one.")
+    with ending_together():
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise RecipeError(f"`output_dir` is {str(folder)!r}, which is a file; give a folder.")
+            created = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+        except RecipeError:
+            raise
+        except (OSError, ValueError) as error:  # a name too long, no permission; a NUL in the name
+            raise RecipeError(
+                f"`output_dir` {str(folder)!r} cannot be created: {getattr(error, 'strerror', error)}; give another "
+                "one."
+            ) from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise RecipeError(f"`output_dir` {str(folder)!r} cannot be written to; give another one.")
     with contextlib.ExitStack() as held:
-        if created:
+        if any(gather_object([created])):  # the last to try is the one that has the lock
             held.callback(_remove_empty, folder)
         try:
             held.enter_context(owned(folder))
@@ -151,36 +149,41 @@ def prepare_output_dir(recipe: Recipe) -> str | None:
     folder = Path(str(recipe.training.output_dir))
     asked: Any = recipe.training.resume_from_checkpoint
     asked = {"true": True, "false": None, "": None}.get(str(asked).lower(), asked)
-    resume = None if asked is None else _resume(asked, folder)
-    if asked is None and folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
-        if not recipe.recipe.overwrite_output_dir:
+    if asked is not None:
+        return _resume(asked, folder)
+    with ending_together():  # and no process writes before all have looked
+        holds = folder.exists() and any(path.name != LOCK for path in folder.iterdir())
+        if holds and not recipe.recipe.overwrite_output_dir:
             raise RecipeError(
                 f"`output_dir` {str(folder)!r} is not empty, and nothing in it is overwritten. Add "
                 "`--resume_from_checkpoint true` to continue the run in it, `--output_dir` with another folder, or "
                 "`--overwrite_output_dir true` to delete its checkpoints and start again."
             )
-        state.wait_for_everyone()
-        if state.is_main_process:
-            for path in folder.glob("checkpoint-*"):
-                if re.fullmatch(r"checkpoint-\d+", path.name):
-                    shutil.rmtree(path)
-    state.wait_for_everyone()  # no process writes before all have looked
-    return resume
+    if state.is_local_main_process:  # hosts that share the folder help each other
+        for path in folder.glob("checkpoint-*"):
+            if re.fullmatch(r"checkpoint-\d+", path.name):
+                shutil.rmtree(path, ignore_errors=True)
+    state.wait_for_everyone()
+    return None
 
 
 def _resume(asked: str | Literal[True], folder: Path) -> str | None:
     if asked is True:
-        found = complete_checkpoints(folder)
-        if not found:
+        try:
+            found = common_checkpoint(folder)
+        except CheckpointError as error:
+            raise RecipeError(str(error)) from error
+        if found is None:
             logger.warning("There is no complete checkpoint in %s yet; the run starts from the beginning.", folder)
             return None
-        logger.warning("Resuming from %s.", found[-1])
-        return str(found[-1])
-    if not (Path(asked) / "trainer_state.json").is_file():
-        raise RecipeError(
-            f"`resume_from_checkpoint` is {asked!r}, which is not a checkpoint (it has no trainer_state.json). "
-            "Give one, or true for the last one in `output_dir`."
-        )
+        logger.warning("Resuming from %s.", found)
+        return str(found)
+    with ending_together():
+        if not (Path(asked) / "trainer_state.json").is_file():
+            raise RecipeError(
+                f"`resume_from_checkpoint` is {asked!r}, which is not a checkpoint (it has no trainer_state.json). "
+                "Give one, or true for the last one in `output_dir`."
+            )
     return asked
 
 

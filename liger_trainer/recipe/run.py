@@ -21,6 +21,7 @@ from liger_trainer.recipe.checks import check_generation, check_schedule, check_
 from liger_trainer.recipe.columns import holds_turns
 from liger_trainer.recipe.data import load_data, load_tokenizer
 from liger_trainer.recipe.file import RecipeError, TrainingError, first_line
+from liger_trainer.recipe.hosts import check_same_recipe, check_shared, ending_together
 from liger_trainer.recipe.load import Recipe
 from liger_trainer.recipe.model import check_model
 from liger_trainer.recipe.output import (
@@ -55,7 +56,9 @@ def run_recipe(recipe: Recipe) -> Trainer:
         NonFiniteError: if `non_finite` has stopped the training.
         StoppedBySignal: if SIGTERM or SIGHUP has.
     """
+    check_same_recipe(recipe)
     with owned_folder(recipe), room_for(str(recipe.training.output_dir)):
+        check_shared(recipe)
         trainer, metrics, converses = train_recipe(recipe)
         if trainer.is_world_process_zero():
             summarize(recipe, trainer, metrics, converses)
@@ -68,10 +71,12 @@ def train_recipe(recipe: Recipe) -> tuple[Trainer, dict[str, float], bool]:
     Returns:
         The trainer, the metrics of training and of the last evaluation, and whether the data are conversations.
     """
-    check_before_loading(recipe)
+    with ending_together():
+        check_before_loading(recipe)
     checkpoint = prepare_output_dir(recipe)
     if checkpoint is not None:
-        check_continues(recipe, checkpoint)
+        with ending_together():
+            check_continues(recipe, checkpoint)
     values = values_of(recipe)
     train, evaluation = load_data(recipe)
     converses = holds_turns(next(iter(train)))

@@ -39,6 +39,7 @@ _OF_THE_RUN = {  # what the Trainer logs at the end: the name here, and the numb
     "train_peak_memory_gib": ("peak memory", "{:,.4g} GiB"),
     "train_mfu": ("MFU", "{:.1%}"),
     "train_labelled_share": ("tokens with a label", "{:.1%}"),
+    "train_shared_share": ("tokens shared", "{:.1%}"),
     **{f"train_{what}_per_second": (f"{what} per second", "{:,.4g}") for what in ("tokens", "samples", "steps")},
 }
 

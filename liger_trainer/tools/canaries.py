@@ -254,3 +254,14 @@ def checkpointed_layer() -> str | None:
     with torch.inference_mode(False), torch.enable_grad():
         layer(torch.zeros(1, device="cpu"))
     return None if calls else f"a layer that is checkpointed does not call its `{OF_TRANSFORMERS}`"
+
+
+def cut_shared_layers() -> str | None:
+    """The method by which Gemma 4 runs its last layers, which share keys, on the last tokens alone."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextConfig, Gemma4TextModel
+
+    from liger_trainer.patching.shared_layers import cuts_to_last_tokens
+
+    config = Gemma4TextConfig(**_SMALL, layer_types=["full_attention"])
+    known = cuts_to_last_tokens(Gemma4TextModel, config, "eager")
+    return None if known else "Gemma 4 cuts what its last layers are given in another way than we know"

@@ -139,7 +139,7 @@ class ActivationMemoryMixin(ResumingMixin):
         # Not earlier: TRL's trainers have a reference model answer first, and give the layers their functions again.
         line = kept.begin(self.model_wrapped, self.state.global_step)
         if line is not None:
-            self._announce_plan(line)
+            self._announce(line)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; see [`~transformers.Trainer.training_step`]."""
@@ -148,7 +148,7 @@ class ActivationMemoryMixin(ResumingMixin):
             self._kept.end()
         return loss
 
-    def _announce_plan(self, line: str) -> None:
+    def _announce(self, line: str) -> None:
         if self.is_world_process_zero() and getattr(self.args, "kernel_report", True):
             tqdm.write(line)  # not into the progress bar
         if self.kernel_report is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import logging
 import math
@@ -36,6 +37,7 @@ from liger_trainer.compat.deepspeed import PARTITIONED_PARAMETERS
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import (
     BATCH_CHECKS,
+    GRADIENT_NORM,
     LOGGED_LOSS,
     META_WEIGHTS,
     NON_FINITE_GUARD,
@@ -46,11 +48,12 @@ from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
 from liger_trainer.head.step import Step, current_step, running
 from liger_trainer.optim.adamw import LigerAdamW
-from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.apply import apply_kernels
 from liger_trainer.patching.binding import bound_modules
+from liger_trainer.patching.indexer import freeze_indexers
 from liger_trainer.patching.report import KernelReport, KernelReportRow
 from liger_trainer.stock_trainer import in_charge
-from liger_trainer.trainers.activation_memory import ActivationMemoryMixin, step_offloading
+from liger_trainer.trainers.activation_memory import step_offloading
 from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin, added_terms
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.saved_weights import write_base_quantization
@@ -60,14 +63,28 @@ from liger_trainer.trainers.checks.launch import (
     check_fsdp1_adapters,
     check_fsdp2_tied_head,
     check_launch,
+    check_masks_of_ulysses,
+    check_saves_on_each_host,
     warn_of_fp32_weights,
     warn_of_tied_adapters,
 )
 from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_step_checked, store_base
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
+from liger_trainer.trainers.checks.packed_base import check_packed_base
+from liger_trainer.trainers.checks.shared_keys import check_shared_keys
+from liger_trainer.trainers.cuda_graphs import CudaGraphsMixin
 from liger_trainer.trainers.evaluating import EvaluatingMixin
+from liger_trainer.trainers.filling import filling_collator, take_filled, without_filling
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
-from liger_trainer.trainers.moe import check_experts_in_4_bits, check_router_losses, mean_z_loss, with_term
+from liger_trainer.trainers.module_tree import ModuleTree
+from liger_trainer.trainers.moe import (
+    check_adapted_experts,
+    check_experts_in_4_bits,
+    check_router_losses,
+    mean_z_loss,
+    with_term,
+)
+from liger_trainer.trainers.sequence_parts import SequencePartsMixin, collated_columns, of_one_rank
 from liger_trainer.trainers.step import (
     KnownBatches,
     checked_collator,
@@ -132,7 +149,12 @@ def parameters_of(
 
 
 class LigerTrainerMixin(
-    ActivationMemoryMixin, EvaluatingMixin, AdapterMethodsMixin, ConvertedCheckpointsMixin, WholeCheckpointsMixin
+    CudaGraphsMixin,
+    EvaluatingMixin,
+    AdapterMethodsMixin,
+    SequencePartsMixin,
+    ConvertedCheckpointsMixin,
+    WholeCheckpointsMixin,
 ):
     """Puts the kernels into the model at construction, adds the callbacks, and checks what the trainer is given.
 
@@ -147,7 +169,9 @@ class LigerTrainerMixin(
     _takes_parts_of_sequences = True  # whether the loss is right where a process has a part of each sequence
     _patched: weakref.ref[nn.Module] | None = None
     _fp8_base_rows: Sequence[KernelReportRow] = ()
+    _operations_per_token: int | None = None  # of a forward and a backward; None before the first micro-batch
     _step_shape: tuple[int, int] | None = None  # rows and tokens of the last micro-batch; None if it has no ids
+    _tree: ModuleTree | None = None  # of the model that is trained; None while none is
 
     def _finish_init(self) -> None:
         """Checks and prepares the trainer; the last call of each trainer's `__init__`."""
@@ -155,14 +179,18 @@ class LigerTrainerMixin(
         available(META_WEIGHTS)
         available(BATCH_CHECKS)
         available(PROMPT_TOKENS)
+        available(GRADIENT_NORM)
         if self.is_deepspeed_enabled:
             require(PARTITIONED_PARAMETERS)
-        check_launch(self, self._takes_parts_of_sequences)
+        check_launch(self, self._takes_parts_of_sequences or self._forward_ranks is not None)
+        check_saves_on_each_host(self)
         warn_of_fp32_weights(self)
         check_fsdp1_adapters(self)
         check_fsdp2_tied_head(self)
         check_experts_in_4_bits(self)
         check_low_bit_weights(self.model)
+        check_packed_base(self)
+        check_shared_keys(self)
         self._store_base_in_fp8(self.model)  # of a model that was on the device already
         self._prepare_activation_memory()
         self.args.use_liger_kernel = wants_kernels(self.args)
@@ -189,10 +217,14 @@ class LigerTrainerMixin(
                 "`use_liger_kernel` is off, but the model already has kernels, which stay and run; "
                 "`liger_trainer.revert_liger_kernel(model)` removes them."
             )
+        check_masks_of_ulysses(self)
+        check_adapted_experts(self.model)
+        freeze_indexers(self.model)
         z_loss_coef = getattr(self.args, "router_z_loss_coef", 0.0)
         check_router_losses(self, z_loss_coef)
         self._z_loss = self._own_callback(RouterZLossCallback) if z_loss_coef else None
         self._announce_kernels()
+        self._prepare_cuda_graphs()
         warn_of_tied_adapters(self.model)
         self._check_weights()
         self._prepare_adapter_methods()
@@ -201,6 +233,7 @@ class LigerTrainerMixin(
             add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._known_batches = KnownBatches()
+        self._sp_size = self.get_sp_size()
         self._has_whole_rows = self.get_cp_size() * self.get_sp_size() == 1  # no sequence is split over processes
         self._users_loss, self._has_users_loss = UsersLoss(), computes_loss_in_subclass(self)
         if self.is_world_process_zero():
@@ -221,7 +254,9 @@ class LigerTrainerMixin(
         if self._patched is not None and self._patched() is model:
             return
         strict = getattr(self.args, "strict_kernels", False)
-        self.kernel_report = apply_liger_kernel(model, kernel_mapping_of(self.args), strict=strict)
+        mapping = kernel_mapping_of(self.args)
+        self.kernel_report = apply_kernels(model, mapping, strict, gathers=self._takes_gathered_keys())
+        self._split_sequences(model)
         self._patched = weakref.ref(model)
 
     def _store_base_in_fp8(self, model: nn.Module) -> None:
@@ -243,6 +278,7 @@ class LigerTrainerMixin(
         model = super().call_model_init(trial)
         if wants_kernels(self.args):
             self._apply_kernels(model)
+        freeze_indexers(model)
         return model
 
     def _move_model_to_device(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -265,6 +301,7 @@ class LigerTrainerMixin(
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; see [`~transformers.Trainer.train`]."""
+        self._operations_per_token = None
         # Without `in_charge` the Trainer would apply the liger-kernel package, or fail because it is not installed.
         try:
             with memory_advice(self), in_charge(self):
@@ -275,6 +312,16 @@ class LigerTrainerMixin(
             if self._reports:
                 self._run_report.write_again(self.args, self.state, self.model, ended)
             raise
+        finally:
+            if self._tree is not None:
+                self._tree.forget()
+                self._tree = None
+
+    def _tree_of(self, model: nn.Module) -> ModuleTree:
+        """The modules and parameters of the model that is trained, with its wrappers."""
+        if self._tree is None or self._tree.model is not model:
+            self._tree = ModuleTree(model)
+        return self._tree
 
     @property
     def _reports(self) -> bool:
@@ -287,8 +334,12 @@ class LigerTrainerMixin(
         # Only a training takes what is read out again. A loader that dispatches batches can split nothing but tensors.
         streamed = isinstance(dataset, torch.utils.data.IterableDataset)
         dispatched = streamed if self.accelerator.dispatch_batches is None else self.accelerator.dispatch_batches
-        reads = kwargs.get("is_training", False) and self.is_in_train and not dispatched and self._has_whole_rows
-        self.data_collator = checked_collator(collator, self.accelerator.unwrap_model(self.model), reads)
+        trains, model = kwargs.get("is_training", False), self.accelerator.unwrap_model(self.model)
+        reads = trains and self.is_in_train and not dispatched and self._has_whole_rows
+        fills = reads and self._graphs is not None
+        self.data_collator = checked_collator(filling_collator(collator, model) if fills else collator, model, reads)
+        if trains and self._exchanges_heads:
+            self.data_collator = functools.partial(collated_columns, self.data_collator)
         try:
             return super()._get_dataloader(dataset, *args, **kwargs)
         finally:
@@ -297,10 +348,15 @@ class LigerTrainerMixin(
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one step; their tokens are counted."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        filled = [take_filled(batch) for batch in batches]
+        self._leave_out(sum(filled))
         num_items_in_batch = self._before_step(batches, num_items_in_batch)
         self._known_batches.take(batches)
-        self._count(batches)
+        self._count([without_filling(*each) for each in zip(batches, filled)] if any(filled) else batches)
         return batches, num_items_in_batch
+
+    def _leave_out(self, tokens: int) -> None:
+        """For a trainer that counts tokens itself: so many of those of the next step are only there to fill up."""
 
     def _before_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> Any:
         """For a trainer that changes the `batches` of a step, in place: returns the number of labels they have then."""
@@ -308,6 +364,7 @@ class LigerTrainerMixin(
 
     def _prepare_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         discard_facts(inputs)  # of a batch that did not come through `get_batch_samples`
+        take_filled(inputs)
         prepared = super()._prepare_inputs(inputs, *args, **kwargs)
         if self.model.training and not isinstance(inputs, Mapping):  # the policy has just answered these prompts
             self._count([prepared])
@@ -321,7 +378,7 @@ class LigerTrainerMixin(
         """Trains on one micro-batch; the guard looks at its loss."""
         ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         self._step_shape = None if ids is None else (ids.shape[0], ids.shape[-1])
-        with self._offloading, first_step_checked(self):
+        with self._offloading, first_step_checked(self), self._tree_of(model).mode_is_kept():
             loss = super().training_step(model, inputs, *args, **kwargs)
         if self._guard is not None:
             self._guard.observe_loss(loss)
@@ -357,7 +414,11 @@ class LigerTrainerMixin(
             if return_outputs:  # TRL's trainers warn about it
                 around.enter_context(warnings_of_the_caller())
             around.enter_context(running(step))
+            if training and self._graphs is not None:
+                around.enter_context(self._graphs.attached(self.model_wrapped))
             result = super().compute_loss(model, inputs, return_outputs, items)
+        if training and self._sp_size > 1:
+            result = of_one_rank(result, self._sp_size)
         if training and self._kept is not None:
             self._kept.attach(self.model_wrapped)  # again: in DPO and KTO the reference runs after the policy
         if terms:
@@ -375,7 +436,7 @@ class LigerTrainerMixin(
         # A loss of the user's may score any tokens, and where sequences are split no process has all labels.
         users = self._has_users_loss or callable(self.compute_loss_func)
         counts = trains and self._counts_labels and self._has_whole_rows and not users
-        step = replace(current_step(), labelled=None, z_losses=[])
+        step = replace(current_step(), labelled=None, labels=None, z_losses=[])
         step = self._known_batches.added_to(step, inputs, counts)
         if not trains:
             return step
@@ -388,15 +449,41 @@ class LigerTrainerMixin(
         return replace(step, expected_gradient=gradient)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
+        trained, total_norm = self._observed_gradients(model)
+        if total_norm is None:
+            return super()._clip_grad_norm(model)
+        # Clips as `clip_grad_norm_` does, without a second walk over the modules or a second computation of the norms.
+        torch.nn.utils.clip_grads_with_norm_(trained, self.args.max_grad_norm, total_norm)
+        return total_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None:  # gradients are not clipped
+            _, grad_norm = self._observed_gradients(model)
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._tree_of(model).gradients_are_removed()  # after the optimizer's step, by the Trainer
+        return norm
+
+    def _observed_gradients(self, model: nn.Module) -> tuple[list[nn.Parameter], torch.Tensor | None]:
+        """The parameters with a gradient, at which the guard has looked, and their norm; None if it is not known."""
         # Clipping by a norm that is NaN makes every gradient NaN, so the guard looks before that.
         if self._guard is None or getattr(self.optimizer, "scaler", None) is not None:
-            return super()._clip_grad_norm(model)
-        total_norm = self._guard.observe_gradients(model)
-        if total_norm is None or self.accelerator.distributed_type not in _WHOLE_GRADIENTS:
-            return super()._clip_grad_norm(model)
-        # Clips as `clip_grad_norm_` does, without a second computation of the norms.
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, total_norm)
-        return total_norm
+            return [], None
+        trained = self._tree_of(model).with_gradients()
+        norm = self._guard.observe_gradients(trained)
+        return [*trained.values()], norm if self.accelerator.distributed_type in _WHOLE_GRADIENTS else None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Those of a micro-batch; see [`~transformers.Trainer.floating_point_ops`].
+
+        The parameters are counted at the first micro-batch of a training alone: to count them walks over all modules.
+        """
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
+        if not isinstance(tokens, torch.Tensor) or not tokens.numel():
+            return super().floating_point_ops(inputs)
+        if self._operations_per_token is None:
+            self._operations_per_token = super().floating_point_ops(inputs) // tokens.numel()
+        return self._operations_per_token * tokens.numel()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs; see [`~transformers.Trainer.log`]."""

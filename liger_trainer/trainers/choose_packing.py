@@ -16,6 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.configs.trl_configs import PackingFlags, SharingFlags
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.kernels.attention.plan import Ranks
 from liger_trainer.kernels.copied_rows import copied_rows
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import PackedRow, each_row
@@ -25,7 +26,7 @@ from liger_trainer.patching.as_written import is_ours
 from liger_trainer.patching.binding import bind_forward
 from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Agreement
-from liger_trainer.patching.recurrent.find import reason_against_float16
+from liger_trainer.patching.recurrent.find import mixers_of, reason_against_float16
 from liger_trainer.patching.report import KernelReportRow
 from liger_trainer.trainers.tried_adapters import TriedAdapters, try_adapters
 
@@ -108,16 +109,23 @@ _FLOAT16 = ("fp16", "fp16_full_eval")
 _ALIKE = "the same for all that share a prompt"
 
 
-def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | None, list[KernelReportRow]]:
+def choose_packing(
+    args: Any, model: Any, may_share: bool, ranks: Ranks | None = None
+) -> tuple[Packing | None, list[KernelReportRow]]:
     """How batches are packed for a trainer's model with the kernels applied, and what the report says about it.
 
-    `may_share` says whether the loss is of sequences that may begin alike.
+    Args:
+        args: The trainer's.
+        model: The model.
+        may_share: Whether the loss is of sequences that may begin alike.
+        ranks: The processes that compute parts of the same batches; None if each has batches of its own.
     """
     base: Any = without_adapters(model)
     if _asked(args, PADDING_FREE, PackingFlags) is False:
         return None, []
     agreement = None
-    reason = _reason_against(args, model)
+    split = "" if ranks is None else f"`cp_size` is {ranks.ranks}, and every process has a part of each row"
+    reason = split or _reason_against(args, model)
     target = type(base).__name__
     if not reason:
         agreement = prove_packed_scores(base) if base.get_output_embeddings() is None else prove_packing(base)
@@ -139,7 +147,8 @@ def choose_packing(args: Any, model: Any, may_share: bool) -> tuple[Packing | No
     elif adapters.drawing:
         when = "" if adapters.always else "not in training: "
         reason = f"{when}{adapters.drawing}, a layer of its adapters, draws random numbers, which would be {_ALIKE}"
-    shared = KernelReportRow(SHARE_PROMPT, target, 1, "common beginnings once", error)
+    kernel = "common beginnings once" + (", at one level: some layers have a state" if mixers_of(base) else "")
+    shared = KernelReportRow(SHARE_PROMPT, target, 1, kernel, error)
     rows.append(KernelReportRow(SHARE_PROMPT, target, 1, None, None, reason) if reason else shared)
     return Packing(not adapters.always, most, draws=bool(adapters.drawing)), rows
 

@@ -30,12 +30,15 @@ from liger_trainer.head.forward import compiler_restored, step_of_forward, whole
 from liger_trainer.head.fused_loss import chunked_log_probs, head_log_probs
 from liger_trainer.head.step import Forward, current_step, expected_gradient, running
 from liger_trainer.head.warn_once import warn_once
+from liger_trainer.kernels.attention.plan import Ranks
 from liger_trainer.kernels.autograd import one_number
 from liger_trainer.kernels.copied_rows import copied_rows
 from liger_trainer.kernels.head.log_probs import log_probs
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import PackedRow, each_row, rows_of
 from liger_trainer.packing.packing import Packing
+from liger_trainer.parallel.sequence_parts import gathered_columns
+from liger_trainer.trainers.sequence_parts import attended, part_of_batch
 
 _, FusedCausalLMOutput = require(FUSED_HEAD)
 
@@ -78,10 +81,12 @@ def fused_forward(
     options: StatisticsOptions,
     packing: Packing | None = None,
     run_uncompiled: Callable | None = None,
+    ranks: Ranks | None = None,
 ) -> Callable:
     """A forward that is `inner`, and with `fused_lm_head=True` the statistics of the logits of `native`.
 
-    Under `torch.compile` such a call is `run_uncompiled`, where it is given.
+    Under `torch.compile` such a call is `run_uncompiled`, where it is given. With `ranks`, which are all given the same
+    batch, each computes a part of every row.
     """
 
     def forward(
@@ -110,8 +115,11 @@ def fused_forward(
                 packing.leave(self, "its forward is given positional arguments")
             elif packing is not None and not torch.compiler.is_compiling():
                 rows = packing.rows(self, kwargs, target, labels if shift_labels is None else shift_labels)
-            if rows is None:
-                with running(step_of_forward(self, native, args, kwargs, Forward(has_labels=True))):
+            if ranks is not None:
+                statistics, aux_loss = statistics_of_parts(self, native, kwargs, target, options, ranks)
+            elif rows is None:
+                scored = Forward(has_labels=True, labels=labels if shift_labels is None else None)
+                with running(step_of_forward(self, native, args, kwargs, scored)):
                     outputs = native(self, *args, **kwargs)
                 statistics = token_statistics(outputs.logits, target, options)
                 aux_loss = getattr(outputs, "aux_loss", None)
@@ -198,16 +206,46 @@ def packed_statistics(
 
     def of(row: PackedRow) -> tuple[TokenStatistics, torch.Tensor | None]:
         arguments = {**kwargs, **row.inputs}
-        step = step_of_forward(model, native, (), arguments, Forward(has_labels=True))
-        with running(replace(step, labelled=None)), row.attended():
+        labels = row.scored.labels
+        step = step_of_forward(model, native, (), arguments, Forward(has_labels=True, labels=labels.tensor))
+        with running(replace(step, labelled=None, labels=labels)), row.attended():
             outputs = native(model, **arguments)
             logits = rows_of(outputs.logits, row.scored.tokens)
-            found = token_statistics(logits, row.scored.labels, options if row is rows[-1] else recomputed)
+            found = token_statistics(logits, labels.tensor, options if row is rows[-1] else recomputed)
         return found, getattr(outputs, "aux_loss", None)
 
     found = each_row(of, rows, model)
     statistics, losses = zip(*found)
     return _scattered(statistics, rows, shape), losses[-1]
+
+
+def statistics_of_parts(
+    model: Any, native: Callable, kwargs: dict[str, Any], target: torch.Tensor, options: StatisticsOptions, ranks: Ranks
+) -> tuple[TokenStatistics, torch.Tensor | None]:
+    """The statistics of a batch of which each process of `ranks` computes a part, and the router's loss of this part.
+
+    Args:
+        model: The transformers model, with our attention.
+        native: Its own forward.
+        kwargs: The arguments of the forward of the whole batch.
+        target: (B, S), the next token of each.
+        options: Statistics that the trainer asks of the head.
+        ranks: The processes, all of which have the same batch.
+    """
+    parts, arguments = part_of_batch({**kwargs, "shift_labels": target}, ranks)
+    labels = arguments.pop("shift_labels")
+    with attended(parts), running(step_of_forward(model, native, (), arguments, Forward(has_labels=True))):
+        outputs = native(model, **arguments)
+        found = token_statistics(outputs.logits, labels, options)
+    names = [name for name, value in found._asdict().items() if value is not None]
+    part = torch.stack([getattr(found, name).float() for name in names])
+    whole = dict(zip(names, gathered_columns(part, ranks)[..., : target.shape[1]]))
+    for name, value in whole.items():
+        of_part = getattr(found, name)
+        whole[name] = value if of_part.is_floating_point() else value.bool()
+        if not of_part.requires_grad:
+            whole[name] = whole[name].detach()
+    return TokenStatistics(**whole), getattr(outputs, "aux_loss", None)
 
 
 def _scattered(found: Sequence[TokenStatistics], rows: Sequence[PackedRow], shape: torch.Size) -> TokenStatistics:

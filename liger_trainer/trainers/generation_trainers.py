@@ -1,7 +1,7 @@
-"""`LigerGRPOTrainer` and `LigerRLOOTrainer`, and what they share: checks around generation, groups, tensor parallelism.
+"""`LigerGRPOTrainer` and `LigerRLOOTrainer`, and what they share: checks around generation, groups, split models.
 
-TRL gives every process a seed and prompts of its own. The processes of a tensor-parallel group compute one model
-together, so they must get the same prompts and draw the same tokens for them.
+TRL gives every process a seed and prompts of its own. The processes of a tensor or context parallel group train on the
+same rows together, so they must get the same prompts, draw the same tokens for them, and count once (`rows_once.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import trl.trainer.grpo_trainer as trl_grpo_trainer
 import trl.trainer.rloo_trainer as trl_rloo_trainer
 from accelerate.utils import set_seed
@@ -40,6 +41,7 @@ from liger_trainer.trainers.checks.trl_arguments import (
 )
 from liger_trainer.trainers.grouping import GroupedCompletions
 from liger_trainer.trainers.reference import ReferenceMixin
+from liger_trainer.trainers.rows_once import rows_once
 from liger_trainer.trainers.step import check_prompts, count_later, labels_of_parts
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class GenerationMixin(_Base, GroupedCompletions):
     """
 
     _counts_labels = False  # `_get_per_token_logps_and_entropies` knows what each forward scores
+    _forward_takes_parts = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("rollout_func") is not None:
@@ -74,6 +77,19 @@ class GenerationMixin(_Base, GroupedCompletions):
         sampler.batch_size //= self.get_tp_size()
         return sampler
 
+    def _rows_once(self) -> contextlib.AbstractContextManager[None]:
+        trl_module: Any = self.trl_module
+        return rows_once(self, trl_module, self.get_tp_size() * self.get_cp_size())
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        with self._rows_once():
+            return super()._generate_and_score_completions(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss; its metrics are those of all rows."""
+        with self._rows_once():
+            return super().compute_loss(*args, **kwargs)
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         own = self.reward_funcs
         self.reward_funcs = checked_reward_functions(own)
@@ -82,10 +98,18 @@ class GenerationMixin(_Base, GroupedCompletions):
         finally:
             self.reward_funcs = own
 
+    def _same_in_group(self, generated: Any) -> Any:
+        """What the first process of a context parallel group has generated, on all of them."""
+        if self._ranks is None:
+            return generated
+        said = [generated]
+        dist.broadcast_object_list(said, group_src=0, group=self.accelerator.torch_device_mesh["cp"].get_group())
+        return said[0]
+
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         check_prompts(prompt_ids, self.accelerator.unwrap_model(self.model))
         with weights_come_back(self):
-            generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            generated = self._same_in_group(super()._generate_single_turn(prompt_ids, *args, **kwargs))
         if not getattr(self, "tools", None):  # after a tool's answer a turn may be empty
             completion_ids = generated[0] if isinstance(generated, tuple) else generated
             config: Any = self.args
@@ -170,8 +194,8 @@ def _is_cast(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _checked_rollout(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(rollout_func)
-    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        output = rollout_func(*args, **kwargs)
+    def checked(prompts: Any, trainer: Any) -> dict[str, Any]:
+        output = trainer._same_in_group(rollout_func(prompts, trainer))
         check_completions(output.get("completion_ids", ()), "`rollout_func`")
         return output
 
@@ -179,34 +203,52 @@ def _checked_rollout(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..
 
 
 def seed_groups_alike(trainer: Any) -> None:
-    """Gives all processes of a tensor-parallel group of a GRPO or RLOO `trainer` the same seed.
+    """Gives all processes that train on the same rows of a GRPO or RLOO `trainer` the same seed.
 
     Raises:
-        ValueError: for what TRL does differently on the processes of a group: vLLM, a streamed dataset, and groups of
-            completions that are spread over processes.
+        ValueError: for what differs on the processes of a tensor or context parallel group: vLLM, tools, and under
+            tensor parallelism a streamed dataset, and groups of completions that are spread over processes; under
+            context parallelism for a configuration that counts the processes of a group one by one.
     """
-    size, args = trainer.get_tp_size(), trainer.args
+    tp_size, args = trainer.get_tp_size(), trainer.args
+    size = tp_size * trainer.get_cp_size()
     if size == 1:
         return
+    split = f"the model is split by tensor parallelism (`tp_size` is {tp_size})"
+    if tp_size < size:
+        split = f"processes share each sequence (`cp_size` is {size // tp_size})"
+        _check_context_parallel(trainer, split)
     if args.use_vllm:
         raise ValueError(
-            f"`use_vllm` is true and the model is split by tensor parallelism (`tp_size` is {size}). vLLM gives every "
-            "process completions of its own, and these must be the same: set `use_vllm=False`, or load the model "
-            "without `tp_size` and split it with FSDP2."
+            f"`use_vllm` is true and {split}. vLLM gives every process completions of its own, and these must be the "
+            "same: set `use_vllm=False`, or split the model with FSDP2 alone."
         )
-    if not hasattr(trainer.train_dataset, "__len__"):
+    if tp_size > 1 and not hasattr(trainer.train_dataset, "__len__"):
         raise ValueError(
-            "`train_dataset` is streamed and the model is split by tensor parallelism, whose processes would get "
-            "different prompts. Give a dataset with a length."
+            f"`train_dataset` is streamed and {split}, whose processes would get different prompts. Give a dataset "
+            "with a length."
         )
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    if rows % args.num_generations:
+    if tp_size > 1 and rows % args.num_generations:
         raise ValueError(
             f"`num_generations` is {args.num_generations}, and a process generates {rows} completions at a time "
             "(`per_device_train_batch_size * steps_per_generation`). Under tensor parallelism the second must be a "
             "multiple of the first, so that every process has whole groups."
         )
     set_seed(args.seed + args.process_index // size)
+
+
+def _check_context_parallel(trainer: Any, split: str) -> None:
+    if not isinstance(trainer.args, trainer.config_class):
+        raise ValueError(
+            f"`args` is a {type(trainer.args).__name__} and {split}: its `generation_batch_size` counts each of them. "
+            f"Give a {trainer.config_class.__name__}."
+        )
+    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
+        raise ValueError(
+            f"`tools` or `environment_factory` is given and {split}: each of them would call the tools, and may get "
+            "other answers. Set `cp_size=1`, or write a `rollout_func`, whose first answer all of them take."
+        )
 
 
 class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):

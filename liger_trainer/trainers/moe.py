@@ -20,7 +20,9 @@ from transformers import PreTrainedConfig
 
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.patching.moe.load_balancing import COMPONENT
+from liger_trainer.patching.moe.lora_experts import adapted_experts_left_to_peft
 from liger_trainer.patching.moe.quantized_experts import check_adapted, four_bits
+from liger_trainer.patching.probe import class_of
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.step import loss_divisor, process_scale
 
@@ -142,4 +144,15 @@ def check_experts_in_4_bits(trainer: Any) -> None:
         raise ValueError(
             f"`model` has experts in 4 bits, which cannot be split, and the launch splits it with {way}. Launch it on "
             "one GPU, or with `--accelerate_config ddp`."
+        )
+
+
+def check_adapted_experts(model: nn.Module) -> None:
+    """Checks that adapters on experts in few bits run in our operator, as PEFT's own forward is wrong for them."""
+    left = adapted_experts_left_to_peft(model)
+    if left is not None:
+        raise ValueError(
+            f"the adapters on {class_of(left).__name__} in few bits run only in our operator, which is switched off or "
+            "not proved for them (`kernel_report: true` says which). Keep the defaults of `use_liger_kernel` and "
+            "`liger_kernel_config`, or set `load_in_4bit` and `packed_base` to false."
         )

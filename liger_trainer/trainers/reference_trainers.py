@@ -31,6 +31,7 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
 
     trl_module = trl_dpo_trainer
     config_class = LigerDPOConfig
+    _forward_takes_parts = True
 
     @parameters_of(DPOTrainer.__init__, LigerDPOConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,6 +48,7 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
 
     trl_module = trl_kto_trainer
     config_class = LigerKTOConfig
+    _forward_takes_parts = True
 
     @parameters_of(KTOTrainer.__init__, LigerKTOConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

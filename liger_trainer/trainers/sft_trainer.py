@@ -21,13 +21,14 @@ from trl import SFTConfig, SFTTrainer
 
 from liger_trainer._version import OfThisVersion
 from liger_trainer.compat.private import require
-from liger_trainer.compat.trl import SFT_ANSWERS, SFT_HEAD, SFT_LOSS, SFT_OWN_LOSS
+from liger_trainer.compat.trl import SFT_ANSWERS, SFT_HEAD, SFT_LOSS, SFT_OWN_LOSS, SFT_PACKED_PARTS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.data.response_labels import answer_mask
 from liger_trainer.data.turns import is_learnt, without_none
 from liger_trainer.head.deferred_logits import DeferredLogits, recordable
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.trainers.base import parameters_of, wants_kernels
+from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredNumber, deferred_metrics
 from liger_trainer.trainers.fused_forward import (
     StatisticsOptions,
     fused_output,
@@ -157,6 +158,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     _metrics_of_deferred_logits = True
     answers_by_turns = False
     """Whether `assistant_only_loss` finds the answers itself, since neither the chat template nor TRL marks them."""
+    _deferred: DeferredMetrics | None = None
 
     @parameters_of(SFTTrainer.__init__, LigerSFTConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -164,6 +166,24 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             super().__init__(*args, **kwargs)
         if self.label_smoother is not None or self.compute_loss_func is not None:
             require(SFT_OWN_LOSS)
+        self._deferred = deferred_metrics(self)
+
+    @classmethod
+    @contextlib.contextmanager
+    def _hidden_from_trl(cls, config: Any) -> Iterator[None]:
+        packing = config.packing, config.eval_packing
+        with super()._hidden_from_trl(config):
+            try:
+                yield
+            finally:
+                config.packing, config.eval_packing = packing
+
+    def _add_fused_lm_head(self, *args: Any, **kwargs: Any) -> None:
+        super()._add_fused_lm_head(*args, **kwargs)
+        if self._ranks is not None:
+            require(SFT_PACKED_PARTS)
+            # The rows are packed by now. Next, TRL refuses that with `cp_size`, as accelerate would drop their masks.
+            self.args.packing = self.args.eval_packing = False
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: SFTConfig, *more: Any) -> Any:
         left_out = some_are_not_learnt(dataset)
@@ -192,11 +212,32 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         if self._statistics is not None and (smooths or self.compute_loss_func is not None):
             text_config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
             model = cast(nn.Module, OnePassModel(model, text_config, self._statistics))
-        found = super().compute_loss(model, inputs, *args, **kwargs)
+        deferred = self._deferred if self.model.training else None
+        with contextlib.nullcontext() if deferred is None else deferred.noted():
+            found = super().compute_loss(model, inputs, *args, **kwargs)
         if isinstance(found, tuple) and not hasattr(found[1], "logits"):  # asked for by metrics; TRL 2.0 has none
             with torch.no_grad():
                 found = found[0], model(**{name: value for name, value in inputs.items() if name != "labels"})
         return found
+
+    def _leave_out(self, tokens: int) -> None:
+        if self._graphs is not None and (tokens or self.accelerator.num_processes > 1):  # which gather together
+            own = torch.full((), tokens, device=self.args.device)
+            everywhere = self.accelerator.gather(own).sum()
+            self._total_train_tokens -= (
+                int(everywhere) if self._deferred is None else everywhere.as_subclass(DeferredNumber)
+            )
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Logs; see [`~transformers.Trainer.log`]."""
+        if self._deferred is not None:
+            self._deferred.read()
+        super().log(*args, **kwargs)
+
+    def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
+        if self._deferred is not None:
+            self._deferred.read()  # with the random numbers, a checkpoint holds the metrics since the last log
+        super()._save_rng_state(*args, **kwargs)
 
     def _weighs_labels_alike(self) -> bool:
         return self.args.loss_type != "dft"

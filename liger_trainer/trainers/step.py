@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import DataCollatorForLanguageModeling
 
 from liger_trainer.callbacks.labelled_share import NO_LABEL
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LOSS_SCALE
 from liger_trainer.head.lm_head import version_of
-from liger_trainer.head.step import Bounds, Padding, Step, bounds_of
+from liger_trainer.head.step import Bounds, Padding, ReadLabels, Runs, Step, bounds_of, runs_of
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
 logger = logging.getLogger("liger_trainer")
@@ -125,10 +126,13 @@ class Facts:
     Args:
         labels: How many labels it has, at most, for one forward; None if it has no tensor of labels.
         bounds: The tokens of the rows of its attention mask; None if it has none, or one with holes.
+        scored: The tokens before those with a label, which predict them; None if it has more than one tensor of labels,
+            or labels of something else.
     """
 
     labels: int | None
     bounds: Bounds | None
+    scored: Runs | None = None
 
 
 def add_facts(batch: Any) -> None:
@@ -139,7 +143,14 @@ def add_facts(batch: Any) -> None:
     tensors = [*labels.values(), *([] if mask is None else [mask])]
     if tensors and all(tensor.device.type == "cpu" for tensor in tensors):
         count = int(most_labels(labels)) if labels else None
-        batch[_KEY] = Facts(count, None if mask is None else bounds_of(mask))
+        batch[_KEY] = Facts(count, None if mask is None else bounds_of(mask), _scored(labels))
+
+
+def _scored(labels: Mapping[str, torch.Tensor]) -> Runs | None:
+    """The tokens that predict a label of a model of the next token."""
+    if labels.keys() != {"labels"} or labels["labels"].dim() != 2:
+        return None
+    return runs_of(F.pad(labels["labels"][:, 1:] != NO_LABEL["labels"], (0, 1)))
 
 
 def discard_facts(batch: Any) -> None:
@@ -152,7 +163,7 @@ class KnownBatches:
     """The facts of the micro-batches of a step."""
 
     def __init__(self) -> None:
-        self._labels: list[tuple[dict[str, torch.Tensor], list[int | None], int]] = []  # labels, versions, count
+        self._labels: list[tuple[dict[str, torch.Tensor], list[int | None], Facts]] = []  # labels, versions
         self._paddings: list[Padding] = []
 
     def take(self, batches: Sequence[Any]) -> None:
@@ -164,7 +175,7 @@ class KnownBatches:
             facts = batch.pop(_KEY)
             if facts.labels is not None:
                 labels = labels_of(batch)
-                self._labels.append((labels, [version_of(tensor) for tensor in labels.values()], facts.labels))
+                self._labels.append((labels, [version_of(tensor) for tensor in labels.values()], facts))
             if facts.bounds is not None:
                 mask = batch["attention_mask"]
                 self._paddings.append(Padding(mask, version_of(mask), facts.bounds))
@@ -181,10 +192,13 @@ class KnownBatches:
                 step = replace(step, padding=padding)
                 break
         found = labels_of(inputs) if count_labels else {}
-        for read, versions, count in self._labels if found else ():
+        for read, versions, facts in self._labels if found else ():
             same = read.keys() == found.keys() and all(read[name] is found[name] for name in read)
             if same and versions == [version_of(tensor) for tensor in read.values()]:
-                return replace(step, labelled=functools.partial(int, count))
+                assert facts.labels is not None
+                if facts.scored is not None:
+                    step = replace(step, labels=ReadLabels(found["labels"], versions[0], facts.scored))
+                return replace(step, labelled=functools.partial(int, facts.labels))
         return replace(step, labelled=count_later(most_labels(found))) if found else step
 
 

@@ -22,16 +22,18 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from liger_trainer.attention.interface import has_our_attention
 from liger_trainer.compat.private import require
-from liger_trainer.compat.trl import GENERATION_COUNTERS, LOGGED_SINCE, TRAINER_NAME
+from liger_trainer.compat.trl import EQUAL_BATCHES, GENERATION_COUNTERS, LOGGED_SINCE, TRAINER_NAME
 from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.configs.trl_configs import PackingFlags, SharingFlags
 from liger_trainer.head.forward import CAN_DEFER_COMPILED, uncompiled
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.kernels.attention.plan import Ranks
 from liger_trainer.packing.packing import Packing
-from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.patching.apply import apply_kernels
 from liger_trainer.patching.as_written import is_ours
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.model_forward import forward_layers, is_patched_model, native_forward
@@ -39,6 +41,7 @@ from liger_trainer.patching.report import KernelReportRow
 from liger_trainer.trainers.activation_memory import check_offloading, check_selective
 from liger_trainer.trainers.base import LigerTrainerMixin, extended_config, own_arguments, wants_kernels
 from liger_trainer.trainers.checkpoints.converted import split_models_resume
+from liger_trainer.trainers.checks import packed_base
 from liger_trainer.trainers.checks.trl_arguments import check_reference, check_rows
 from liger_trainer.trainers.choose_packing import PADDING_FREE, check_packing, choose_packing, packing_of_reference
 from liger_trainer.trainers.exact_sync import keep_base_bits
@@ -90,13 +93,17 @@ def own_fused_head(module: ModuleType, add_fused_lm_head: Callable[..., None]) -
             names.update(replaced)
 
 
-def install_fused_forward(model: nn.Module, options: StatisticsOptions, packing: Packing | None = None) -> None:
+def install_fused_forward(
+    model: nn.Module, options: StatisticsOptions, packing: Packing | None = None, ranks: Ranks | None = None
+) -> None:
     """Gives `model` a forward that understands `fused_lm_head=True`; any other call runs the forward that it had.
 
     Args:
         model: A causal language model (not its PEFT wrapper), with the kernels applied.
         options: Statistics that the trainer asks of the head.
         packing: How batches are packed, for a model that is proved for it; None leaves them padded.
+        ranks: The processes that compute parts of the same batches, for a model with our attention; None for whole
+            ones.
     """
     inner, native = _forwards_of(model)
     run_uncompiled = None
@@ -104,7 +111,7 @@ def install_fused_forward(model: nn.Module, options: StatisticsOptions, packing:
     if CAN_DEFER_COMPILED and (native is type(model).forward or is_ours(native)):
         run_uncompiled = torch.compiler.disable(fused_forward(inner, uncompiled(native), options), recursive=False)
     # `generate` and the Trainer look at the signature, the patching at what is inside.
-    forward = functools.wraps(inner)(fused_forward(inner, native, options, packing, run_uncompiled))
+    forward = functools.wraps(inner)(fused_forward(inner, native, options, packing, run_uncompiled, ranks))
     _fused_over[forward] = inner, native
     model.forward = types.MethodType(forward, model)
 
@@ -152,6 +159,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     _takes_parts_of_sequences = False  # only TRL's SFT loss takes `shift_labels`
     config_class: type[TrainingArguments]
     _name: str  # TRL's, such as "DPO"
+    _tp_size: int  # that of DPO and KTO, which divides counts by it: the number of processes with equal batches
     _statistics: StatisticsOptions | None = None  # what TRL asks of the policy's head; None if the head is TRL's
     _packing: Packing | None = None  # how the policy's batches are packed; None if they stay padded
     _packing_rows: Sequence[KernelReportRow] = ()
@@ -165,8 +173,12 @@ class LigerTRLMixin(LigerTrainerMixin):
         self._check_given(given, config)
         head = self._own_fused_head(config)
         resume, warned = split_models_resume(config, model), warnings_of_the_caller()
-        with head, self._hidden_from_trl(config), resume, _older_names(), warned:
+        packed = packed_base.loading(config, model, given.arguments.get("peft_config"))
+        with head, self._hidden_from_trl(config), resume, _older_names(), warned, packed:
             super().__init__(*given.args, **given.kwargs)
+        if self._forward_ranks is not None and hasattr(self, "_tp_size"):
+            require(EQUAL_BATCHES)
+            self._tp_size *= self._forward_ranks.ranks
         check_rows(self.train_dataset)
         keep_base_bits(self)
         if self.args.fp16:
@@ -240,14 +252,16 @@ class LigerTRLMixin(LigerTrainerMixin):
             self._statistics = options
             self._apply_kernels(self.model)
             self._choose_packing()
-            packing = self._packing
+            packing, ranks = self._packing, self._forward_ranks
         else:  # a reference model, which must compute log-probabilities as the policy does
             check_reference(self.model, model, self.processing_class)
-            apply_liger_kernel(model, config)
+            apply_kernels(model, config, gathers=self._takes_gathered_keys())
+            base: Any = model
+            ranks = self._forward_ranks if has_our_attention(base) else None
             packing, self._packing_rows = packing_of_reference(model, self._packing, self._packing_rows)
         if cast_lm_head_to_fp32:
             patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
-        install_fused_forward(model, options, packing)
+        install_fused_forward(model, options, packing, ranks)
 
     @classmethod
     @contextlib.contextmanager
@@ -266,12 +280,13 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _choose_packing(self) -> None:
         if issubclass(self.config_class, PackingFlags):
             may_share = issubclass(self.config_class, SharingFlags)
-            self._packing, self._packing_rows = choose_packing(self.args, self.model, may_share)
+            self._packing, self._packing_rows = choose_packing(self.args, self.model, may_share, self._forward_ranks)
 
     def _announce_kernels(self) -> None:
         packing = self._packing
         if packing is not None:
             self._throughput.executed_share = lambda: packing.executed_share
+            self._throughput.shared_levels = lambda: packing.levels
         check_packing(self.args, self._packing_rows, getattr(self, "aux_loss_enabled", False))
         if self.kernel_report is not None:
             rows = (*self.kernel_report.rows, *self._packing_rows)

@@ -29,6 +29,14 @@ _MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 _EIGHT = {"head_dim": 8}
 
 
+_LATENT: dict[str, Any] = {
+    **{"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4},
+    **{"index_topk": 64, "index_n_heads": 4, "index_head_dim": 16},
+}
+
+
 class Family(NamedTuple):
     """How to build a tiny model.
 
@@ -68,6 +76,7 @@ TAKEN: dict[str, Family] = {
     "granite": Family({"attention_multiplier": 0.3}),
     "glm4": Family(),
     "starcoder2": Family(window="sliding_window"),
+    "gpt2": Family(dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)),
     "llama4_text": Family(
         {
             **_EIGHT,
@@ -78,6 +87,19 @@ TAKEN: dict[str, Family] = {
         },
         "attention_chunk_size",
     ),
+    # Sparse: no document is longer than what the indexer selects; see `test_indexed.py` for longer ones.
+    "deepseek_v32": Family(_LATENT),
+    "glm_moe_dsa": Family(
+        {
+            **_LATENT,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "full"],
+            "num_hidden_layers": 3,
+        }
+    ),
+    "axk2": Family(_LATENT),
+    "hy_v4": Family(_LATENT),
+    "dots3_note_text": Family(_LATENT),
 }
 LEFT_ALONE: dict[str, Family] = {
     "bloom": Family({"n_head": 4}),

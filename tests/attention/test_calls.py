@@ -12,6 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from liger_trainer import apply_liger_kernel
+from liger_trainer.attention import interface
+from liger_trainer.attention.interface import PROVED, attention_forward
+from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.probe import Probe
 from tests.attention.families import build, full
@@ -147,7 +150,7 @@ def test_others_are_proved(attention):
     assert_same(loss_and_gradients(model, full()), expected, floor=1e-6)
 
 
-@pytest.mark.parametrize("heads", [(4, 1, 16), (32, 2, 64)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 1, 16), (32, 2, 64), (8, 4, 512)], ids=str)
 def test_any_draw_proves_a_scale_of_one(heads):
     """Scores as they are drawn would be near one-hot; and 16 heads share a key, whose gradients are sums."""
     many, few, size = heads
@@ -160,6 +163,27 @@ def test_any_draw_proves_a_scale_of_one(heads):
         with probe.isolated():
             (finding,) = find_attention(model, True, probe)
         assert finding.kernel, (seed, finding.reason)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "proved", "dropout", "ours"),
+    [(264, True, 0.0, True), (256, True, 0.0, False), (264, False, 0.0, False), (264, True, 1e-30, False)],
+)
+def test_rows_of_wide_heads_without_a_mask_are_ours(head_dim, proved, dropout, ours, monkeypatch):
+    """torch has no fast kernel for them; a static cache has places behind the queries, which are not there yet."""
+    module = torch.nn.Identity()
+    module.is_causal, module.num_key_value_groups = True, 2
+    if proved:
+        module.__dict__[PROVED] = True
+    q, k, v = (torch.randn(1, heads, length, head_dim) for heads, length in ((2, 9), (1, 12), (1, 12)))
+    keys, values = (x[:, :, :9].repeat_interleave(2, 1) for x in (k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(attention_forward(module, q, k, v, None, dropout=dropout)[0], expected)
+    plans, native = [], interface.attention
+    monkeypatch.setattr(interface, "use_triton", lambda q: True)
+    monkeypatch.setattr(interface, "attention", lambda *x, **o: plans.append(o["plan"]) or native(*x, **o))
+    torch.testing.assert_close(attention_forward(module, q, k, v, None, dropout=dropout)[0], expected)
+    assert plans == ([AttentionPlan(0, None, 9)] if ours else [])
 
 
 class _CutsAround(LlamaModel):

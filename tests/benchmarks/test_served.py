@@ -28,8 +28,8 @@ def test_what_the_rows_say():
         "llama": "yes",
         "qwen3_moe": "yes",
         "deepseek_v3": "yes",
-        "gemma4_text": "no",
-        "deepseek_v32": "no",
+        "gemma4_text": "yes",
+        "deepseek_v32": "yes",
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat import trl_2
+from tests.once import shared_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,11 +117,12 @@ def train_all(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trl_2")
-    code = f"from tests.compat.test_trl_2 import train_all; train_all({str(folder)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "results.json").read_text())
+    with shared_folder(tmp_path_factory, "trl_2") as folder:
+        if not (folder / "results.json").exists():
+            code = f"from tests.compat.test_trl_2 import train_all; train_all({str(folder)!r})"
+            done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads((folder / "results.json").read_text())
 
 
 def test_what_is_removed():

@@ -95,6 +95,11 @@ def as_launched(
     return start(work, *arguments, environment={**variables, "DS_ACCELERATOR": "cpu", **(environment or {})})
 
 
+def environment_of(flags: list[str]) -> dict[str, str]:
+    """What `accelerate launch FLAGS` puts into the environment of its processes, but for what differs between them."""
+    return _launched(flags)[1]
+
+
 def _launched(flags: list[str]) -> tuple[Callable[..., forked.Done], dict[str, str]]:
     """How `accelerate launch FLAGS` would start its processes, and what it puts into their environment."""
     found: list[tuple[Callable[..., forked.Done], dict[str, str]]] = []

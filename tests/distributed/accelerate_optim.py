@@ -9,7 +9,6 @@ no bit of a gradient.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.optim import LigerAdamW
-from tests.distributed.accelerate_worker import ARGUMENTS, Found, prepare_process, reported
+from tests.distributed.accelerate_worker import ARGUMENTS, Found, save_and_resume
 from tests.trainers.tiny import llama, token_rows
 
 STEPS, MIDDLE = 4, 2
@@ -31,7 +30,7 @@ CASES = {
 """Case → how FSDP writes it, and the mixed precision, for which accelerate makes the weights fp32."""
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of the gathered tensor."""
     tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
     return tensor.contiguous().view(torch.uint8).clone() if tensor.ndim else tensor.clone()
@@ -56,23 +55,16 @@ def _train(name: str, folder: Path, resumes: bool) -> Found:
     assert type(optimizer) is LigerAdamW
     found = {}
     for path, parameter in trainer.model.named_parameters():
-        found |= {f"{path}, {key}": _bits(value) for key, value in optimizer.state[parameter].items()}
-        found[path] = _bits(parameter)
+        found |= {f"{path}, {key}": bits(value) for key, value in optimizer.state[parameter].items()}
+        found[path] = bits(parameter)
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
     kinds = {f"{type(each).__name__} {each.dtype}" for each in trainer.model.parameters()}
     return {"loss": [losses[step] for step in range(1, STEPS + 1)], "kinds": sorted(kinds)}, found
 
 
-def main(folder: str, what: str, *names: str) -> None:
-    """Trains the cases `names`."""
-    prepare_process()
-    for name in names:
-        train = functools.partial(_train, name, Path(folder))
-        if what == "save":
-            reported(Path(folder, name), functools.partial(train, resumes=False))
-        reported(Path(folder, f"{name}.{os.environ.get('WORLD_SIZE', '1')}"), functools.partial(train, resumes=True))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def main(*arguments: str) -> None:
+    """Trains cases."""
+    save_and_resume(_train, *arguments)
 
 
 if __name__ == "__main__":

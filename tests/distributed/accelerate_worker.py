@@ -182,7 +182,26 @@ def reported(path: Path, work: Callable[[], Found]) -> None:
         os._exit(1)  # the group's own end would wait for the others too
 
 
-def _shard_on_cpu() -> None:
+def save_and_resume(train: Callable[..., Found], folder: str, what: str, *names: str) -> None:
+    """Trains cases without an interruption, and from the checkpoint in the middle.
+
+    Args:
+        train: Trains a case in a folder, from its checkpoint in the middle or not.
+        folder: Where reports are written: `CASE`, and that of a training resumed by W processes `CASE.W`.
+        what: `save`, for both, or `resume`.
+        names: The cases.
+    """
+    prepare_process()
+    for name in names:
+        work = functools.partial(train, name, Path(folder))
+        if what == "save":
+            reported(Path(folder, name), functools.partial(work, resumes=False))
+        reported(Path(folder, f"{name}.{os.environ.get('WORLD_SIZE', '1')}"), functools.partial(work, resumes=True))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def shard_on_cpu() -> None:
     """Makes accelerate take this gloo process for one with a GPU of its own.
 
     accelerate looks at FSDP only where there is an accelerator; on CPUs it knows DDP alone. What follows that question
@@ -202,7 +221,7 @@ def prepare_process() -> None:
         spare_compilation()
         split_everything()
     if not torch.accelerator.is_available():
-        _shard_on_cpu()
+        shard_on_cpu()
 
 
 def main(folder: str, *names: str) -> None:

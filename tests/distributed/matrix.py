@@ -344,6 +344,7 @@ def run_cell(cell: Cell, rank: int) -> None:
         ours = _train(model, cell, rank)
     if packed is not None:
         assert packing.executed < packing.trained, "no batch was packed, or nothing shared"
+        assert packing.levels == (1 if cell.parameters in HYBRIDS else 2)
     tolerance, keeps = precision.tolerance, wrapping.keeps_parameters
 
     def known(name: str) -> float:

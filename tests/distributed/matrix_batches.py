@@ -54,12 +54,16 @@ def _short_last(step: int) -> list[list[Batch]]:
 
 
 def _shared(step: int) -> list[list[Batch]]:
-    """Rows that begin alike; one rank, in turn, has long ones; of the other's one has no label, or none."""
+    """Rows that begin alike; one rank, in turn, has long ones; of the other's one has no label, or none.
+
+    Two of them have more in common, and of the short ones one is the beginning of the other.
+    """
     ranks = []
     for rank, (length, common) in enumerate([(12, 5), (7, 4)]):
         batch = _rows(10 * step + rank, 4, length, common - 1)
         for name in ("input_ids", "labels"):
             batch[name][:, :common] = batch[name][:1, :common]
+            batch[name][3, : common + 2 - rank] = batch[name][2, : common + 2 - rank]
         if rank:
             batch["labels"][slice(None) if step % 2 else 1] = IGNORE
         ranks.append([batch])

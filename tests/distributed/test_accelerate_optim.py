@@ -9,13 +9,16 @@ import torch
 
 from tests.distributed.accelerate_launch import launch, outcome
 from tests.distributed.accelerate_optim import CASES
+from tests.once import shared_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("optim")
-    launch("fsdp2", "accelerate_optim", str(folder), "save", *CASES)
-    launch("fsdp2", "accelerate_optim", str(folder), "resume", *CASES, processes=1)
+    with shared_folder(tmp_path_factory, "optim") as folder:
+        if not (folder / "done").exists():
+            launch("fsdp2", "accelerate_optim", str(folder), "save", *CASES)
+            launch("fsdp2", "accelerate_optim", str(folder), "resume", *CASES, processes=1)
+            (folder / "done").touch()
     return folder
 
 

@@ -16,6 +16,7 @@ from tests.distributed.accelerate_cases import CASES, STEPS, VOCAB, WRAPPINGS
 from tests.distributed.accelerate_launch import Launches, on_gpus, outcome, relative, together
 from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED
 from tests.distributed.matrix_models import build_model
+from tests.once import shared_folder
 
 TOLERANCE = 2e-4
 """Of losses and gradient norms relative to themselves, of each parameter to the way it went, in fp32."""
@@ -104,7 +105,8 @@ class Runs:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = [(each["wrapping"], each["name"]) for each in chosen if {"wrapping", "name"} <= each.keys()]
-    return Runs(tmp_path_factory.mktemp("accelerate"), [pair for pair in selected if pair in ALL])
+    with shared_folder(tmp_path_factory, "accelerate") as folder:
+        return Runs(folder, [pair for pair in selected if pair in ALL])
 
 
 @pytest.mark.parametrize(("wrapping", "name"), ALL)

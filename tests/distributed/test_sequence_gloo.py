@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from liger_trainer.trainers.sequence_parts import of_one_rank
 from tests.distributed.gathered_attention import gathered_attention, head_and_tail, in_order
 from tests.distributed.matrix_batches import LOSSES
 from tests.distributed.tensor_parallel import IGNORE, Case, assert_near, assert_same_gradients, gradients, kernels_in
@@ -117,8 +118,8 @@ def _sequence_parallel(rank: int, loss: str, unlabelled: int) -> None:
     # Another gradient than the mixin expects from `num_items_in_batch`.
     with gathered_attention(in_order), _deepspeed_groups(), step_with(expected_gradient=1.0 / items):
         value = deepspeed_sp_compute_loss(types.SimpleNamespace(), model, inputs, False, config)
-        # Every rank has the whole loss, whose gradient reaches all parts: deepspeed takes the mean over the ranks.
-        (value / WORLD).backward()
+        # Every rank has the whole loss, whose gradient reaches all parts, and deepspeed adds the parts up.
+        of_one_rank(value, WORLD).backward()
     _check(model, value.detach(), family, batch, items)
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import apply_liger_kernel
-from liger_trainer.kernels.lora import nf4
+from liger_trainer.kernels.lowbit import buffers
 from tests.device import assert_no_host_sync, captured, one_gpu
 from tests.quantised import library, loading_in_4_bits, quantise
 from tests.trainers.parity import build, lora
@@ -28,7 +28,7 @@ TOKENS, HIDDEN, INTERMEDIATE, RANK = 2048, 2048, 5632, 16
 def installed():
     library()
     torch.manual_seed(0)
-    nf4.free_buffers()
+    buffers.free_buffers()
 
 
 class Block(nn.Module):
@@ -117,7 +117,7 @@ def test_one_buffer_and_nothing_floating_is_kept(device):
     x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16().requires_grad_()
     with torch.autocast(device, torch.bfloat16):
         model(x).sum().backward()
-        (buffer,) = {id(each): each for each in nf4._buffers.values()}.values()
+        (buffer,) = {id(each): each for each in buffers._buffers.values()}.values()
         assert buffer.memory.numel() == HIDDEN * INTERMEDIATE
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -151,7 +151,7 @@ def test_only_the_default_stream_has_a_buffer(device):
             with torch.cuda.stream(streams[turn % 2]):
                 results.append(model(inputs[turn % 4]))
         torch.cuda.synchronize()
-    assert len(nf4._buffers) == 1
+    assert len(buffers._buffers) == 1
     assert all(torch.equal(result, expected[turn % 4]) for turn, result in enumerate(results))
 
 
@@ -162,7 +162,7 @@ def test_a_captured_graph_keeps_its_own_memory(device):
     with torch.no_grad():
         expected = model(other).clone()
         graph, y = captured(lambda: model(x))
-        nf4.free_buffers()
+        buffers.free_buffers()
         x.copy_(other)
         graph.replay()
     assert torch.equal(y, expected)
@@ -176,7 +176,7 @@ def test_decoding_runs_bitsandbytes_own_products(device):
     model = get_peft_model(model, LoraConfig(target_modules=list(TARGETS)))
     apply_liger_kernel(model)
     model.eval().generate(torch.randint(3, 128, (2, 8), device=device), max_new_tokens=4, do_sample=False)
-    assert not nf4._buffers
+    assert not buffers._buffers
 
 
 @one_gpu

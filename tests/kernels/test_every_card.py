@@ -4,6 +4,7 @@ A card compiles what it is launched with: its own tiles, in fp16 and in bf16, wh
 """
 
 import importlib
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,6 @@ from tests.operators import OPERATORS, VARIANTS, Operator, ids, labels, leaf, ta
 
 TOKENS, WIDTH, INNER, VOCAB, EXPERTS, RANK = 4, 4096, 6144, 32000, 4, 64
 BEFORE_FP8 = ("sm_75", "sm_80", "sm_86")
-HALVES = [
-    (card, dtype) for card in CARDS for dtype in ("float16", "bfloat16") if (card, dtype) != ("sm_75", "bfloat16")
-]
 OF_FP8 = "_cast_"  # the casts to e4m3, which run from sm_90 on
 ROOT = Path(liger_trainer.__file__).parent
 ELSEWHERE = {
@@ -34,10 +32,10 @@ ELSEWHERE = {
 }
 
 
-def _attention(heads, kv_heads, dim, window=16, softcap=None):
+def _attention(heads, kv_heads, dim, window=16, softcap=None, bits=None):
     arguments = (leaf(1, 64, heads, dim), leaf(1, 64, kv_heads, dim), leaf(1, 64, kv_heads, dim))
     offsets = torch.tensor([0, 40, 64], dtype=torch.int32)
-    return Operator(partial(attention, plan=AttentionPlan(window, offsets, 40), softcap=softcap), arguments)
+    return Operator(partial(attention, plan=AttentionPlan(window, offsets, 40, bits=bits), softcap=softcap), arguments)
 
 
 def _delta_rule(key_heads, heads, rows, columns, *by_channel):
@@ -68,6 +66,7 @@ def _routed(tokens):
     return leaf(tokens, 1024), leaf(tokens, 2), leaf(EXPERTS, 1536, 1024), leaf(EXPERTS, 1024, 768)
 
 
+_BITS = torch.zeros(2, 64, dtype=torch.int32)
 _TRAINED = (torch.bfloat16, torch.float32)
 _HEAD = (leaf(TOKENS, 1024), leaf(VOCAB, 1024), labels(VOCAB, TOKENS))
 _WIDE = (table(INNER, WIDTH), leaf(RANK, WIDTH), leaf(INNER, RANK))
@@ -102,6 +101,10 @@ CASES = {
     ),
     "delta_gates": _real("delta_gates", leaf(1, TOKENS, 32), leaf(1, TOKENS, 32), leaf(32), leaf(32)),
     "rope": Operator(ops.rope, (leaf(1, 8, 64, 128), leaf(1, 2, 64, 128), table(1, 64, 128), table(1, 64, 128))),
+    "rope, last columns": Operator(
+        partial(ops.rope, first=128), (leaf(1, 128, 64, 192), leaf(1, 0, 64, 192), table(1, 64, 64), table(1, 64, 64))
+    ),
+    "expand_keys": Operator(partial(ops.expand_keys, nope=192), (leaf(1, 64, 20, 448), leaf(1, 64, 64))),
     "qk_norm_rope": _real("qk_norm_rope", *_Q_K, leaf(128), leaf(128), table(1, 64, 128), table(1, 64, 128)),
     "rope_complex": _real("rope_complex", *_Q_K, lambda generator, dtype: torch.rand(1, 64, 64, generator=generator)),
     "swiglu": _real("swiglu", leaf(TOKENS, INNER), leaf(TOKENS, INNER)),
@@ -123,6 +126,7 @@ CASES = {
     "causal_softmax": VARIANTS["causal_softmax"],
     "lora_mlp": _real("lora_mlp", leaf(TOKENS, WIDTH), *_WIDE, *_WIDE, *_NARROW),
     "nf4_dequantize": OPERATORS["nf4_dequantize"],
+    "decode": VARIANTS["decode"],
     "fp8_linear": VARIANTS["fp8_linear, rowwise_gw_hp"],
     "fp8_linear, tensorwise": VARIANTS["fp8_linear, tensorwise"],
     "lora_mlp, fp8": OPERATORS["lora_mlp, fp8"],
@@ -137,6 +141,9 @@ CASES = {
     "attention, 64": _attention(8, 2, 64),
     "attention, 128": _attention(8, 2, 128, softcap=30.0),
     "attention, 256": _attention(8, 2, 256, softcap=30.0),
+    "attention, 512": _attention(8, 2, 512, softcap=30.0),
+    "attention, selected keys, 64": _attention(4, 4, 64, window=0, bits=_BITS),
+    "attention, selected keys, 256": _attention(4, 4, 256, window=0, bits=_BITS),
     "delta_rule": _delta_rule(2, 4, 128, 128),
     "delta_rule, 96 and 192": _delta_rule(2, 2, 96, 192),
     "delta_rule, 256": _delta_rule(1, 1, 256, 256),
@@ -150,6 +157,18 @@ CASES = {
     ),
     "LigerAdamW": Operator(_step, (leaf(512, 512),)),
 }
+
+
+ALIKE = {"sm_86": "sm_80", "sm_89": "sm_80"}
+"""Cards for which Triton makes of a launch what it makes for another, but for casts to e4m3."""
+COMPILED = [*dict.fromkeys(ALIKE.get(card, card) for card in CARDS)]
+CELLS = [
+    (name, card, "float16" if card == "sm_75" or (row + COMPILED.index(ALIKE.get(card, card))) % 2 else "bfloat16")
+    for row, name in enumerate(CASES)
+    for card in CARDS
+]
+"""Every case on every card, in fp16 and bf16 by turns. Each dtype meets every card that has it, and every case: tiles
+and shared memory are those of 16 bits, whichever they are, and a compilation takes seconds."""
 
 
 def launches_of(name, card, dtype):
@@ -176,12 +195,41 @@ def test_every_kernel_has_a_case():
     assert kernels - launched == ELSEWHERE.keys()
 
 
-@pytest.mark.parametrize(("card", "dtype"), HALVES)
-@pytest.mark.parametrize("name", CASES)
+def test_every_pair_is_compiled():
+    pairs = {pair for cell in CELLS for pair in itertools.combinations(cell, 2)}
+    assert pairs >= {*itertools.product(CASES, CARDS), *itertools.product(CASES, ("float16", "bfloat16"))}
+    assert pairs >= {*itertools.product(CARDS, ("float16", "bfloat16"))} - {("sm_75", "bfloat16")}
+
+
+def test_both_halves_take_the_same_shared_memory():
+    sizes = [
+        [compile_launch(launch, "sm_80").metadata.shared for launch in launches_of("attention, 64", "sm_80", dtype)]
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
+    assert sizes[0] == sizes[1]
+    assert all(sizes[0])
+
+
+@pytest.mark.parametrize(("card", "other"), ALIKE.items())
+def test_cards_of_a_generation_are_compiled_for_alike(card, other):
+    launch = launches_of("attention, 64", card, torch.float16)[0]
+    one, two = (compile_launch(launch, each) for each in (card, other))
+    assert one.metadata.shared == two.metadata.shared > 0
+    assert one.asm["ttgir"].replace(f"cuda:{card[3:]}", f"cuda:{other[3:]}") == two.asm["ttgir"]
+
+
+@pytest.mark.parametrize(("name", "card", "dtype"), CELLS)
 def test_compiles_within_the_shared_memory(name, card, dtype):
     limit = CARDS[card][1] * 1024
     for launch in launches_of(name, card, getattr(torch, dtype)):
-        assert compile_launch(launch, card).metadata.shared <= limit, launch.kernel.__name__
+        target = card if launch.kernel.__name__.startswith(OF_FP8) else ALIKE.get(card, card)
+        assert compile_launch(launch, target).metadata.shared <= limit, launch.kernel.__name__
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_wide_heads_are_ours_where_they_fit(card):
+    names = {launch.kernel.__name__ for launch in launches_of("attention, 512", card, torch.float16)}
+    assert ("query_gradients_kernel" in names) == (CARDS[card][1] >= 99)
 
 
 @pytest.mark.parametrize("name", [*OPERATORS, *VARIANTS])

@@ -1,10 +1,13 @@
 """What a packed row holds, against what every token of every row of the padded batch is and sees."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
-from liger_trainer.kernels.attention.plan import dense
+from liger_trainer.kernels.attention.attention import attention_reference
+from liger_trainer.kernels.attention.plan import AttentionPlan, dense
 from liger_trainer.packing.layout import Group, groups_of, layout_of, parts_of, starts_and_lengths
 from liger_trainer.packing.packed_row import packed_rows
 from liger_trainer.trainers.fused_forward import TokenStatistics, _scattered
@@ -23,6 +26,13 @@ CASES: dict[str, Rows] = {
         [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8, 9], [1, 2, 3, 7, 7, 7, 1], [1, 2, 3, 7, 7, 7], [1, 2, 3, 9]
     ),
     "answers that begin alike": rows_of_tokens([1, 2, 5, 6, 7], [1, 2, 5, 6, 8], [1, 2, 9, 9, 9], [1, 2, 9, 9, 8]),
+    "turns": rows_of_tokens(*([*range(1, 3 * n + 1)] for n in (3, 1, 4, 2, 4))),
+    "turns of two conversations": rows_of_tokens(
+        *([1, 1, *[person] * (2 * n)] for person in (2, 3) for n in (1, 3, 2)), [1, 1], starts=(2,) * 7
+    ),
+    "tree search": rows_of_tokens(
+        *([1, 2, 3, a, a, 4, 10 * b, b, 5, c] for a, b, c in itertools.product((6, 7), (6, 7), (6, 7)))
+    ),
     **{f"random {seed}": random_rows(seed) for seed in range(25)},
 }
 
@@ -32,12 +42,12 @@ def rows(request):
     return CASES[request.param]
 
 
-def groups(rows, share=True):
-    return groups_of(rows.ids, rows.starts, rows.lengths, share)
+def groups(rows, share=True, one_level=False):
+    return groups_of(rows.ids, rows.starts, rows.lengths, share, one_level)
 
 
-def layout(rows, share=True):
-    return layout_of(groups(rows, share), rows.starts, rows.lengths, rows.ids.shape[1])
+def layout(rows, share=True, one_level=False):
+    return layout_of(groups(rows, share, one_level), rows.starts, rows.lengths, rows.ids.shape[1])
 
 
 def beginning(rows, row, column):
@@ -45,9 +55,9 @@ def beginning(rows, row, column):
     return rows.starts[row], tuple(rows.ids[row, : column + 1][rows.mask[row, : column + 1]])
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_every_token_is_in_the_row_as_often_as_it_is_told(rows, share):
-    found = layout(rows, share)
+@pytest.mark.parametrize(("share", "one_level"), [(True, False), (True, True), (False, False)])
+def test_every_token_is_in_the_row_as_often_as_it_is_told(rows, share, one_level):
+    found = layout(rows, share, one_level)
     assert np.array_equal(found.places >= 0, rows.mask)
     places, columns = found.places[rows.mask], np.nonzero(rows.mask)[1]
     assert np.array_equal(rows.ids.flat[found.tokens[places]], rows.ids[rows.mask])
@@ -63,6 +73,13 @@ def test_every_token_is_in_the_row_as_often_as_it_is_told(rows, share):
     edges = [0, *(segment.end for segment in found.segments)]
     assert [segment.begin for segment in found.segments] == edges[:-1]
     assert edges[-1] == len(found.tokens)
+    # A segment continues its parent in all of its rows.
+    for segment in found.segments:
+        for row, column in np.argwhere(found.places == segment.begin):
+            before = found.places[row, column - 1] if column > rows.starts[row] else -1
+            assert before == (found.segments[segment.parent].end - 1 if segment.parent >= 0 else -1)
+    assert found.levels <= (0 if not share else 1 if one_level else found.levels)
+    assert (found.levels > 0) == (found.shared_by > 1).any()
 
 
 def partitions(rows):
@@ -88,16 +105,85 @@ def common(rows, group):
     return count
 
 
+def beginnings(rows):
+    """The distinct tokens of a batch: each with the column and the tokens that it comes behind."""
+    return {beginning(rows, row, column) for row, column in zip(*np.nonzero(rows.mask))}
+
+
 def test_no_groups_save_more_tokens(rows):
-    found = groups(rows)
+    found = groups(rows, one_level=True)
     assert sorted(row for group in found for row in group.rows) == list(np.flatnonzero(rows.lengths))
-    assert all(group.shared == (common(rows, group.rows) if len(group.rows) > 1 else 0) for group in found)
-    saved = sum((len(group.rows) - 1) * group.shared for group in found)
+    for group in found:
+        assert group.common == (0, *[common(rows, group.rows)] * (len(group.rows) - 1))
+    saved = sum(sum(group.common) for group in found)
     best = max(
         sum((len(group) - 1) * common(rows, group) for group in each)
         for each in partitions(list(np.flatnonzero(rows.lengths)))
     )
-    assert saved == (best if best >= 0.05 * rows.lengths.sum() else 0)
+    total = rows.lengths.sum()
+    assert saved == (best if best >= 0.05 * total else 0)
+    least = len(beginnings(rows))  # with all levels
+    used = total - saved
+    expected = least if used - least >= 0.05 * used else used
+    assert sum(int(rows.lengths[row]) - shared for group in groups(rows) for row, shared in zip(*group)) == expected
+
+
+def test_of_the_nodes_behind_one_the_largest_comes_first():
+    """So a batch of turns, in any order, is one document of tokens alone."""
+    rows = CASES["turns"]
+    found = layout(rows)
+    assert len(found.segments) == found.levels == 4
+    assert [len(each) for each in found.documents(0, 0)[::2]] == [2, 2]
+    assert found.documents(0, 0).keys is None
+    found = layout(CASES["turns of two conversations"])
+    assert found.levels == 3
+    sizes = [end - begin for begin, end, _ in found.paths()]
+    assert sizes == [2 + 6, 6]
+    short, long = [1, 2, 3], [1, 2, 4, 5, 6, 7]
+    found = layout(rows_of_tokens(short, long))
+    assert found.segments == [(0, 2, -1), (2, 6, 0), (6, 7, 0)]
+    assert found.places.tolist() == [[0, 1, 6, -1, -1, -1], [0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_no_level_takes_keys(rows, window):
+    """What speaks against a level is not the memory of copied keys: it takes no more keys than doing without."""
+    counts = [layout(rows, *how).documents(window, 0).key_offsets[-1] for how in ((True,), (True, True), (False,))]
+    assert counts == sorted(counts)
+    if not window and layout(rows).levels > 1:
+        whole = {beginning(rows, row, rows.starts[row] + rows.lengths[row] - 1) for row in np.flatnonzero(rows.lengths)}
+        inner = {(start, tokens[:n]) for start, tokens in whole for n in range(len(tokens))}
+        assert counts[0] == sum(len(tokens) for _, tokens in whole - inner)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_attention_of_every_row_and_its_gradients_are_those_of_the_row_alone(rows, window):
+    """In float64, with sinks and soft-caps."""
+    (row,) = packed_rows(rows.padded(), True)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(*shape, 8, generator=generator, dtype=torch.float64)
+
+    tokens = len(row.layout.tokens)
+    inputs = [drawn(1, tokens, heads).requires_grad_() for heads in (4, 2, 2)]
+    sinks = drawn(1)[0, :4].clone().requires_grad_()
+    options = {"sinks": sinks, "softcap": 2.0}
+    together = attention_reference(*inputs, plan=row.plan(window, 0), **options)
+    loss = alone = 0.0
+    for places in row.layout.places:
+        places = torch.from_numpy(places[places >= 0])
+        if not len(places):
+            continue
+        weights = drawn(len(places), 4)
+        plan = AttentionPlan(window if window < len(places) else 0, None, len(places))
+        expected = attention_reference(*(each[:, places] for each in inputs), plan=plan, **options)[0]
+        torch.testing.assert_close(together[0, places], expected, rtol=0, atol=1e-13)
+        loss, alone = loss + (together[0, places] * weights).sum(), alone + (expected * weights).sum()
+    if rows.mask.any():
+        gradients = (torch.autograd.grad(each, (*inputs, sinks)) for each in (loss, alone))
+        for found, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_as_many_rows_as_fit_a_batch_are_grouped():
@@ -105,21 +191,34 @@ def test_as_many_rows_as_fit_a_batch_are_grouped():
     count = 1000
     tokens = [[1, 2 + i // 2, 2 + i // 2, i] for i in range(2 * count)]
     rows = rows_of_tokens(*tokens)
-    assert groups(rows) == [Group((2 * i, 2 * i + 1), 3) for i in range(count)]
+    assert groups(rows, one_level=True) == [Group((2 * i, 2 * i + 1), (0, 3)) for i in range(count)]
+    (together,) = groups(rows)
+    assert together == Group(tuple(range(2 * count)), (0, *[3, 1] * (count - 1), 3))
+    assert len(layout(rows).tokens) == 1 + 2 * count + 2 * count
 
 
 def test_rows_that_each_continue_the_one_before_are_grouped():
     """Such as all turns of a long dialogue."""
-    rows = rows_of_tokens(*[list(range(1, n + 1)) for n in range(1, 401)])
-    found = groups(rows)
-    assert sorted(row for group in found for row in group.rows) == list(range(400))
-    assert all(group.shared <= min(group.rows) + 1 for group in found)
-    assert sum((len(group.rows) - 1) * group.shared for group in found) > 0.9 * rows.lengths.sum()
+    count = 1500  # more than Python calls inside each other
+    rows = rows_of_tokens(*[list(range(1, n + 1)) for n in range(1, count + 1)])
+    found = groups(rows, one_level=True)
+    assert sorted(row for group in found for row in group.rows) == list(range(count))
+    assert all(max(group.common) <= min(group.rows) + 1 for group in found)
+    assert sum(sum(group.common) for group in found) > 0.9 * rows.lengths.sum()
+    chain = layout(rows)
+    assert (len(chain.tokens), chain.levels) == (count, count - 1)
+    assert chain.documents(0, 0).keys is None
 
 
 def test_a_first_token_in_common_is_not_worth_sharing():
     rows = rows_of_tokens([1, *range(10, 40)], [1, *range(50, 80)])
-    assert groups(rows) == [Group((0,), 0), Group((1,), 0)]
+    assert groups(rows) == [Group((0,), (0,)), Group((1,), (0,))]
+
+
+def test_levels_that_save_less_than_a_twentieth_are_left_out():
+    """Two prompts with a first token in common."""
+    rows = rows_of_tokens(*([1, *[prompt] * 20, *[answer] * 10] for prompt in (2, 3) for answer in (4, 5)))
+    assert groups(rows) == [Group((0, 1), (0, 21)), Group((2, 3), (0, 21))]
 
 
 def expected_mask(rows, places, tokens, window, chunk):
@@ -166,8 +265,10 @@ def test_parts_have_at_most_so_many_tokens(rows, most):
     assert sorted(row for piece in pieces for row in piece.rows) == list(np.flatnonzero(rows.lengths))
     whole = {row: group for group in before for row in group.rows}
     for piece in pieces:
-        assert len({whole[row].rows for row in piece.rows}) == 1
-        assert piece.shared == (whole[piece.rows[0]].shared if len(piece.rows) > 1 else 0)
+        group = whole[piece.rows[0]]
+        place = group.rows.index(piece.rows[0])
+        assert piece.rows == group.rows[place : place + len(piece.rows)]
+        assert piece.common == (0, *group.common[place + 1 : place + len(piece.rows)])
     for part in parts:
         tokens = len(layout_of(part, rows.starts, rows.lengths, rows.ids.shape[1]).tokens)
         assert tokens <= most or [len(piece.rows) for piece in part] == [1]
@@ -187,7 +288,7 @@ def test_statistics_are_back_at_the_labels_of_their_tokens(rows, share, most):
     values = []
     for each in made:
         tokens = each.layout.tokens[each.scored.tokens.index.numpy()]
-        labels = each.scored.labels.tolist()
+        labels = each.scored.labels.tensor.tolist()
         assert len(set(zip(tokens, labels))) == len(labels)  # each is scored once
         keys = [(*beginning(rows, *divmod(token, rows.ids.shape[1])), label) for token, label in zip(tokens, labels)]
         values.append(TokenStatistics(torch.tensor([numbers.get(key, 0.0) for key in keys], dtype=torch.float64)))

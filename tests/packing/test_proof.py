@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import time
@@ -177,6 +176,14 @@ def test_a_layer_that_steps_aside_in_float16_stays_padded():
         assert packed or row.reason == "batches stay padded: its NemotronHMamba2Mixer was not proved in float16"
 
 
+def test_the_report_says_that_layers_with_a_state_share_one_level():
+    attention = build("llama")
+    attention.config._attn_implementation = NAME
+    for model, levels in ((mixing_model("lfm2"), ", at one level: some layers have a state"), (attention, "")):
+        _, (_, row) = choose_packing(SimpleNamespace(padding_free=True), model, True)
+        assert (row.component, row.kernel) == ("share_prompt", f"common beginnings once{levels}")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_refused_with_the_reason(name):
     if name in OF_LLAMA:
@@ -202,9 +209,22 @@ def test_rotary_sections_fit(name):
     assert agreement.equal, agreement.reason
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash", "axk1", "gemma3n_text", "diffllama", "beam"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek_v3", "longcat_flash", "axk1", "gemma3n_text", "diffllama", "beam"),
+        *("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"),  # with an indexer
+    ],
+)
 def test_latent_and_shared_keys_are_proved(name):
     agreement = prove_packing(meta_model(name))
+    assert agreement.equal, agreement.reason
+
+
+@pytest.mark.parametrize("fields", [{"num_kv_shared_layers": 10}, {"attention_k_eq_v": True}], ids=str)
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_unified_text"])
+def test_keys_that_are_shared_or_are_the_values_are_proved(name, fields):
+    agreement = prove_packing(meta_model(name, **fields))
     assert agreement.equal, agreement.reason
 
 
@@ -272,18 +292,20 @@ def wider(self, window, chunk, plan=PackedRow.plan):
     return plan(self, window and window + 1, chunk and chunk + 1)
 
 
-def without_first_key(self, window, chunk, documents=Layout.documents):
-    segments = [
-        each if each.prefix[0] == each.prefix[1] else each._replace(prefix=(each.prefix[0] + 1, each.prefix[1]))
-        for each in self.segments
-    ]
-    return documents(dataclasses.replace(self, segments=segments), window, chunk)
+def without_first_key(self, paths=Layout.paths):
+    for begin, end, above in paths(self):
+        yield begin, end, above[1:]
+
+
+def without_second_level(self, paths=Layout.paths):
+    for begin, end, above in paths(self):
+        yield begin, end, above[: len(above) if len(above) < 11 else 7]
 
 
 def later(batch, layout, labels, made=packed_row._packed_row):
     row = made(batch, layout, labels)
     for each in layout.segments:
-        if each.prefix[0] < each.prefix[1]:
+        if each.parent >= 0:
             row.inputs["position_ids"][:, each.begin : each.end] += 1
     return row
 
@@ -314,7 +336,8 @@ FAULTS = {
     "parents": (PackedRow, "documents", without_parents, ("lfm3", "qwen3_5_text", "falcon_h1", "minimax")),
     "counts": (proof_of_mixers, "mixer_forward", masked_by_counts, ("lfm2", "qwen3_next")),
     "windows and chunks": (PackedRow, "plan", wider, ("gemma3_text", "llama4_text")),
-    "keys": (Layout, "documents", without_first_key, ("hrm_text", "llama", "gemma3_text", "granite")),
+    "keys": (Layout, "paths", without_first_key, ("hrm_text", "llama", "gemma3_text", "granite")),
+    "keys of a second level": (Layout, "paths", without_second_level, ("llama", "granite")),
     "positions": (packed_row, "_packed_row", later, ("hrm_text", "llama", "gemma3_text", "phi3", "granite")),
     "weights of the router's loss": (packed_row, "_packed_row", counted_once, ("qwen3_moe", "mixtral")),
 }

@@ -7,7 +7,9 @@ import torch
 from transformers import GPTNeoXForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from tests.packing.training import PackedBatches, assert_close_gradients, save_models, trained
+from liger_trainer.attention import interface, masks
+from liger_trainer.kernels.attention.plan import dense
+from tests.packing.training import PackedBatches, assert_close_gradients, prompts_of_one_length, save_models, trained
 from tests.trainers.parity import OF_DIFFERENCES, TOLERANCE, assert_close_logs, lora
 from tests.trainers.test_parity import DPO_LOSSES, GRPO_LOSSES
 from tests.trainers.tiny import logged
@@ -40,6 +42,15 @@ MIXING = {  # layers that mix tokens by a recurrence or a convolution
     "GRPO lfm2": ("GRPO", {"model": "lfm2", "beta": 0.1}),
     "GRPO nemotron_h accumulated": ("GRPO", {"model": "nemotron_h", "beta": 0.1, **ACCUMULATED}),
 }
+TREE = {"data": prompts_of_one_length, "per_device_train_batch_size": 8, "beta": 0.1}
+TREES = {  # common beginnings inside each other; pairs have some in every case
+    "GRPO tree": ("GRPO", TREE),
+    "GRPO tree gemma2": ("GRPO", {**TREE, "model": "gemma2", **CHECKPOINTED}),
+    "GRPO tree entropy": ("GRPO", {**TREE, "entropy_coef": 0.1, "loss_type": "dapo"}),
+    "GRPO tree mixture": ("GRPO", {**TREE, "model": "mixtral", "router_aux_loss_coef": 0.1}),
+    "GRPO tree split": ("GRPO", {**TREE, "own": {"tokens_per_micro_batch": 110}, **CHECKPOINTED}),
+    "RLOO tree": ("RLOO", TREE),
+}
 SMOOTHED = {"label_smoothing": 1e-3}
 OPTIONS = {
     "gemma2": {"model": "gemma2"},
@@ -57,6 +68,7 @@ MIXTURE = {"model": "mixtral", **ROUTERS}
 
 CASES = {
     **MIXING,
+    **TREES,
     **{
         f"DPO {loss}": ("DPO", {"loss_type": [loss], **(SMOOTHED if loss in ("exo_pair", "robust") else {})})
         for loss in DPO_LOSSES
@@ -83,6 +95,11 @@ CASES = {
     "ORPO gemma2": ("ORPO", {"model": "gemma2"}),
     "ORPO split": ("ORPO", SPLIT),
     **{f"CPO {loss}": ("CPO", {"loss_type": loss}) for loss in ("sigmoid", "hinge", "ipo", "simpo", "alphapo")},
+    # Layers that have the keys of earlier ones.
+    "DPO gemma4": ("DPO", {"model": "gemma4", **CHECKPOINTED}),
+    "DPO gemma3n": ("DPO", {"model": "gemma3n"}),
+    "GRPO gemma4 split": ("GRPO", {"model": "gemma4", "beta": 0.1, **SHORT, **CHECKPOINTED}),
+    "KTO gemma4 lora": ("KTO", {"model": "gemma4", "peft_config": lora("q_proj", "k_proj", "v_proj")}),
     "CPO split": ("CPO", {**SPLIT, **CHECKPOINTED}),
     "Reward": ("Reward", CENTERED),
     "Reward gemma2": ("Reward", {"model": "gemma2", **CENTERED}),
@@ -140,6 +157,30 @@ def test_logs_and_gradients_are_those_of_trl(name, tmp_path, models, packed, mon
     assert packed.seen
     assert all(tokens < padded or rows > 1 for padded, tokens, rows in packed.seen)
     assert any(rows > 1 for _, _, rows in packed.seen) == ("tokens_per_micro_batch" in own)
+    shares = kind != "KTO" and name != f"{kind} not shared"
+    if name in MIXING or not shares:
+        assert ours._packing.levels == int(shares)
+    elif name in TREES or name in ("DPO sigmoid", "DPO mixture", "ORPO", "CPO simpo", "Reward"):
+        assert ours._packing.levels > 1
+    assert [log.get("shared_levels", 0) for log in ours.state.log_history if "loss" in log][-1] == ours._packing.levels
+
+
+@pytest.mark.parametrize("model", ["gemma4", "gemma3n"])
+def test_packing_of_shared_keys_is_that_of_trl(model, tmp_path, models, monkeypatch):
+    """Which has masks for it; ours has plans."""
+    monkeypatch.setattr(interface, "TRITON_DEVICES", ("cpu",))
+    plans = []
+    for module in (interface, masks):
+        monkeypatch.setattr(
+            module, "dense", lambda plan, *args, **more: plans.append(plan) or dense(plan, *args, **more)
+        )
+    stock, expected = trained("SFT", False, tmp_path / "stock", models[model], packing=True, **CHECKPOINTED)
+    assert not plans
+    ours, found = trained("SFT", True, tmp_path / "ours", models[model], packing=True, **CHECKPOINTED)
+    assert_close_logs(logged(ours), logged(stock), (), OF_DIFFERENCES)
+    assert_close_gradients(found, expected)
+    assert all(plan.offsets is not None and len(plan.offsets) > 3 for plan in plans)
+    assert {0, 4} <= {plan.window for plan in plans}
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from datasets import Dataset
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, TrainerCallback
 
 from liger_trainer.packing.packing import Packing
+from tests.attention.shared_layers import build as shared_keys
 from tests.patching.mixing_models import built
 from tests.tiny_models import COMMON as TINY
 from tests.tiny_models import TINY_MODELS
@@ -51,6 +53,13 @@ def completed(n: int = 16) -> Dataset:
     return unpaired(n).remove_columns("label")
 
 
+def prompts_of_one_length(n: int = 16) -> Dataset:
+    """Prompts that begin in the same column, though they are padded on the left: a system prompt, and two subjects."""
+    subjects = [f"{LONG}{subject} {end}" for subject in "ab" for end in "nt"]
+    assert len({len(each) for each in tokenizer()(subjects)["input_ids"]}) == 1
+    return Dataset.from_list([{"prompt": subjects[i % 4]} for i in range(n)])
+
+
 DATA = {
     "SFT": completed,
     "DPO": pairs, "ORPO": pairs, "CPO": pairs, "Reward": pairs, "KTO": unpaired, "GRPO": prompts, "RLOO": prompts,
@@ -60,6 +69,8 @@ DATA = {
 OTHERS = {
     "rounded": lambda: llama().bfloat16(),
     "gemma3": TINY_MODELS["gemma3"],
+    "gemma4": functools.partial(shared_keys, "E2B"),
+    "gemma3n": functools.partial(shared_keys, "3n"),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**TINY)),
     **{name: functools.partial(built, name) for name in ("lfm2", "qwen3_5_text", "nemotron_h")},
 }
@@ -73,10 +84,11 @@ def often_done(model: Any = llama, times: float = 18.0) -> Any:
     return made
 
 
-def save_models(folder: Any) -> dict[str, str]:
-    """Folders with `tests.trainers.parity.MODELS`, whose completions end early, and with one for weights in bf16."""
+def save_models(folder: Any, only: Collection[str] = ()) -> dict[str, str]:
+    """Folders with `tests.trainers.parity.MODELS` and `OTHERS`, whose completions end early, or some of them."""
     folders = {}
-    for name, model in {**parity.MODELS, **OTHERS}.items():
+    models = {**parity.MODELS, **OTHERS}
+    for name, model in models.items() if not only else ((name, models[name]) for name in only):
         folders[name] = str(folder / name)
         often_done(model, 4.0 if name == "lfm2" else 18.0).save_pretrained(folders[name])
         tokenizer().save_pretrained(folders[name])

@@ -85,6 +85,17 @@ def apply_rotary_one_swapped(x, cos, sin):
     return apply_rotary_swapped_pairs(x, x, cos, sin)[0]
 
 
+def apply_rotary_one_at(x, cos, sin, unsqueeze_dim=1):
+    return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim)[0]
+
+
+def apply_rotary_last_columns(x, cos, sin, unsqueeze_dim=1):
+    """As in DeepSeek V4: the last columns of a head turn, in pairs of neighbours."""
+    cos, sin = (each.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim) for each in (cos, sin))
+    still, turned = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
+    return torch.cat((still, turned * cos + neighbours(turned) * sin), dim=-1)
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -113,3 +124,8 @@ OtherWayRound = calling(lambda self, q, k, cos, sin: apply_rotary_other_way_roun
 Sections = calling(lambda self, q, k, cos, sin: apply_rotary_sections(q, k, cos, sin, [1]))
 OneByOne = calling(lambda self, q, k, cos, sin: (apply_rotary_one(q, cos, sin), apply_rotary_one(k, cos, sin)))
 OneByOneSwapped = calling(lambda self, q, k, cos, sin: apply_rotary_one_swapped(q, cos, sin))
+OneByOneAt = calling(
+    lambda self, q, k, cos, sin, **at: (apply_rotary_one_at(q, cos, sin, **at), apply_rotary_one_at(k, cos, sin, **at))
+)
+OneByOneByPlace = calling(lambda self, q, k, cos, sin: apply_rotary_one_at(q, cos, sin, 2))
+LastColumns = calling(lambda self, q, k, cos, sin: apply_rotary_last_columns(q, cos, sin, unsqueeze_dim=2))

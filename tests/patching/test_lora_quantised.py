@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
-from liger_trainer.kernels.lora import nf4
+from liger_trainer.kernels.lowbit import buffers
 from tests.patching.comparisons import loss_and_gradients
 from tests.patching.test_lora import LORA, apply_unchanged, assert_same
 from tests.quantised import library, quantise
@@ -26,7 +26,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "phi3")
 @pytest.fixture(autouse=True)
 def installed():
     library()
-    nf4.free_buffers()
+    buffers.free_buffers()
 
 
 def adapted(family="llama", kind="nf4", dtype=torch.float32, lora=None, **options):
@@ -148,12 +148,12 @@ def test_no_dequantised_base_is_saved_and_the_buffer_goes_with_the_model():
     with saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda tensor: tensor):
         loss = model(**batch).loss
     loss.backward()
-    (buffer,) = nf4._buffers.values()
+    (buffer,) = buffers._buffers.values()
     assert buffer.memory.numel() == largest
     assert largest not in saved  # which activations and adapters do not have either
     del model, loss, buffer
     gc.collect()
-    assert not nf4._buffers
+    assert not buffers._buffers
 
 
 def test_a_generation_s_steps_run_bitsandbytes_own_products(fused):

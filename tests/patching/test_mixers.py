@@ -258,3 +258,9 @@ def test_segments_of_a_packed_row_are_documents():
     assert row.layout.segments[0] == Segment(0, 3)
     assert sorted(places(row.documents)) == [(0, 3, -1), (3, 5, 0), (5, 6, 0), (6, 8, -1)]
     assert row.documents is row.documents
+    turns = rows_of_tokens(common, [*common, 8, 9], [*common, 8, 9, 4]).padded()
+    (row,) = packed_rows(turns, share=True, one_level=True)
+    assert sorted(places(row.documents)) == [(0, 3, -1), (3, 6, 0), (6, 8, 0)]
+    (row,) = packed_rows(turns, share=True)
+    with pytest.raises(ValueError, match="no parent may have a parent"):
+        row.documents  # noqa: B018

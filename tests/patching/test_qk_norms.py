@@ -17,6 +17,8 @@ from liger_trainer import apply_liger_kernel, revert_liger_kernel
 from liger_trainer.kernels.norms.rms_norm import rms_norm
 from liger_trainer.patching import rotations
 from liger_trainer.patching.norm_forwards import PendingNorm
+from tests.attention.shared_layers import batch_of
+from tests.attention.shared_layers import build as shared_keys
 from tests.patching.comparisons import LAYERS, apply_unchanged, assert_same, loss_and_gradients, relative
 from tests.patching.test_rope import apply_rotary_pos_emb
 from tests.patching.toys import Norm
@@ -40,6 +42,26 @@ def test_every_layer_is_fused(family, checkpointing, fused_calls):
         model.enable_input_require_grads()
     apply_unchanged(model, batch, LAYERS)
     assert len(fused_calls) == (2 if checkpointing is None else 4)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("E2B", 9), ("31B", 12), ("unified", 9), ("3n", 10)])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_norms_of_one_tensor_each_are_fused(name, calls, checkpointed, fused_calls):
+    """Two calls a layer; one where the keys are those of an earlier one."""
+    model, batch = shared_keys(name), batch_of("left-padded")
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    report = apply_unchanged(model, batch, {**LAYERS, "attention": False}, floor=1e-6)
+    assert [row.kernel for row in report if row.component == "rope"] == [FUSED]
+    assert len(fused_calls) == calls * (1 + checkpointed)
+
+
+def test_a_frozen_norm_of_one_tensor(fused_calls):
+    model, batch = shared_keys("E2B"), batch_of("full")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_norm" not in name and "layers.2.self_attn.q_proj" not in name)
+    apply_unchanged(model, batch, {**LAYERS, "attention": False}, floor=1e-6)
+    assert len(fused_calls) == 9
 
 
 def test_autocast(fused_calls):

@@ -21,8 +21,11 @@ from tests.patching.rotary_toys import (
     ComplexColumn,
     InFloat,
     Interleaved,
+    LastColumns,
     Narrow,
     OneByOne,
+    OneByOneAt,
+    OneByOneByPlace,
     OneByOneSwapped,
     OtherWayRound,
     Repeated,
@@ -70,6 +73,33 @@ def assert_unchanged(module, arguments, calls, **options):
 @pytest.mark.parametrize("shared", [False, True])
 def test_layouts(module, seq_first, shared, calls):
     assert_unchanged(module, tensors(seq_first=seq_first, shared=shared), calls)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("at", [{}, {"unsqueeze_dim": 1}, {"unsqueeze_dim": 2}], ids=str)
+def test_one_tensor_whose_heads_are_anywhere(at, shared, calls):
+    """As in Gemma 4."""
+    module, (q, k, cos, sin) = OneByOneAt(), tensors(seq_first=at.get("unsqueeze_dim") == 2, shared=shared)
+    q.requires_grad_(), k.requires_grad_()
+    expected = module(q, k, cos, sin, **at)
+    gradients = torch.autograd.grad([each.square().sum() for each in expected], (q, k))
+    found = patched(module, calls)(q, k, cos, sin, **at)
+    assert len(calls) == 2
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad([each.square().sum() for each in found], (q, k)), gradients)
+
+
+def test_one_tensor_with_its_dimension_by_place(calls):
+    assert_unchanged(OneByOneByPlace(), tensors(seq_first=True), calls)
+
+
+def test_a_dimension_from_the_end_runs_the_function_itself(calls):
+    module, arguments = OneByOneAt(), tensors()
+    expected = module(*arguments, unsqueeze_dim=-3)
+    torch.testing.assert_close(patched(module, calls)(*arguments, unsqueeze_dim=-3), expected)
+    assert not calls
+    with pytest.raises(TypeError, match="unsqueeze"):
+        module(*arguments, unsqueeze=1)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -171,6 +201,7 @@ def test_real_factors_run_as_they_did():
         (OtherWayRound(), "another rotation"),
         (Sections(), "it also takes sections"),
         (OneByOneSwapped(), "another rotation"),
+        (LastColumns(), "another rotation"),
     ],
 )
 def test_left_alone(module, reason):

@@ -10,8 +10,14 @@ from liger_trainer.benchmarks.training_providers import Setup
 from liger_trainer.plan.estimate import moments
 from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.plan.work import HeadSettings, Run, Work, read_layer_shape
+from liger_trainer.tools.planning.cards import card_named, cluster_of
 
 GIB = 2**30
+
+
+def cluster(gpus=1, hosts=1, card="H200", network=None):
+    """GPUs of a kind, by default in one host."""
+    return cluster_of(card_named(card), gpus, hosts, network)
 
 
 @functools.cache

@@ -15,13 +15,14 @@ from liger_trainer.tools.planning.report import (
     memory_table,
     written_setting,
 )
+from tests.plan.cases import cluster
 
 GB = 10**9
 
 
 def plan_of(recipe, gpus=1, memory=80 * GB, *options):
     inputs = read_inputs(recipe, options, gpus)
-    return inputs, make_plan(inputs, gpus, memory)
+    return inputs, make_plan(inputs, cluster(gpus), memory)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +131,10 @@ def test_more_memory_is_never_slower():
 def test_where_nothing_fits():
     inputs, plan = plan_of("qwen3_30b_a3b_dpo", 2, 80 * GB, "--expert_parallel_size", "1")
     assert plan.best is None
-    assert least(inputs, 2).memory.total == min(row.memory.total for row in plan.rows)
-    gpus = gpus_that_fit(inputs, 2, 80 * GB)
-    assert make_plan(inputs, gpus, 80 * GB).best is not None
-    assert make_plan(inputs, gpus // 2, 80 * GB).best is None
+    assert least(inputs, cluster(2)).memory.total == min(row.memory.total for row in plan.rows)
+    gpus = gpus_that_fit(inputs, cluster(2), 80 * GB)
+    assert make_plan(inputs, cluster(gpus), 80 * GB).best is not None
+    assert make_plan(inputs, cluster(gpus // 2), 80 * GB).best is None
 
 
 def test_deepspeed_is_not_proposed_for_liger_adamw():
@@ -143,7 +144,8 @@ def test_deepspeed_is_not_proposed_for_liger_adamw():
         inputs, plan = plan_of("llama3_8b_sft", 4, 80 * GB, *options)
         found[bool(options)] = {row.setting.strategy for row in plan.rows}
         assert not any("the weights fp32" in note for note in inputs.notes)
-    assert found == {False: {"ddp", "fsdp2"}, True: {"ddp", "zero2", "fsdp2"}}
+    always = {"ddp", "fsdp2", "tensor_parallel"}
+    assert found == {False: always, True: always | {"zero2"}}
     inputs, _ = plan_of("llama3_8b_sft", 4, 80 * GB, "--bf16", "true")
     assert any("accelerate makes the weights fp32" in note for note in inputs.notes)
 

@@ -7,7 +7,7 @@ import pytest
 
 from liger_trainer.plan.activations import Precision, attention_saved, layer_memory
 from liger_trainer.plan.estimate import estimate, host_bytes, moments
-from liger_trainer.plan.settings import Setting, candidates, relative_cost
+from liger_trainer.plan.settings import Setting, candidates, splits
 from liger_trainer.plan.work import HeadSettings, Work, head_memory
 from liger_trainer.tools.planning.inputs import read_inputs
 from tests.plan import cases
@@ -44,7 +44,7 @@ def test_each_way_to_save_saves():
 def test_a_base_in_4_bits_has_room_for_one_weight():
     run = run_of("llama3-8b", 4096, rank=16)
     four_bits = dataclasses.replace(run.parameters, dequantised=4096 * 14336)
-    for setting in ({}, {"strategy": "ddp", "gpus": 2}, {"strategy": "zero2", "gpus": 2}):
+    for setting in ({}, *({"strategy": name, "gpus": 2} for name in ("ddp", "zero2", "fsdp2"))):
         larger = total(dataclasses.replace(run, parameters=four_bits), **setting)
         assert larger - total(run, **setting) == 2 * 4096 * 14336
 
@@ -207,6 +207,7 @@ def test_head():
 def test_offloaded_inputs_wait_in_pinned_memory():
     assert host_bytes(RUN, Setting("ddp", 4, 2, offloading=0.5)) == 4 * 0.5 * 32 * 2 * 4096 * 4096 * 2
     assert host_bytes(RUN, Setting("ddp", 4, 2)) == 0
+    assert host_bytes(RUN, Setting("ddp", 4, offloading=1.0), hosts=2) == 2 * 32 * 4096 * 4096 * 2, "of each host"
 
 
 @pytest.mark.parametrize(("fraction", "inputs"), [(0.0, 32), (0.05, 30.4 + 1.6), (0.5, 16 + 5), (1.0, 5)])
@@ -217,27 +218,25 @@ def test_the_inputs_offloaded_last_are_still_on_the_gpu_at_the_loss(fraction, in
 
 
 def test_candidates_keep_the_samples_of_a_step():
-    found = list(candidates(4, batch=2, accumulation=6, quantised=False, tiles=True))
+    found = list(candidates(splits(4), batch=2, accumulation=6, tiles=True))
     assert {one.batch * one.accumulation for one in found} == {12}
     assert {one.strategy for one in found} == {"ddp", "zero2", "fsdp2"}
-    assert {one.strategy for one in candidates(1, 2, 6, False, True)} == {"single"}
-    assert "fsdp2" not in {one.strategy for one in candidates(4, 2, 6, quantised=True, tiles=False)}
-    assert not any(one.tiled_mlp for one in candidates(4, 2, 6, False, tiles=False))
-    assert {one.batch for one in candidates(4, 2, 6, False, True, fixed_batch=True)} == {2}
+    assert {one.strategy for one in candidates(splits(1), 2, 6, True)} == {"single"}
+    assert "fsdp2" not in {one.strategy for one in splits(4, quantised=True)}
+    assert "zero2" not in {one.strategy for one in splits(4, zero2=False)}
+    assert not any(one.tiled_mlp for one in candidates(splits(4), 2, 6, tiles=False))
+    assert {one.batch for one in candidates(splits(4), 2, 6, True, fixed_batch=True)} == {2}
 
 
-@pytest.mark.parametrize("rank", [0, 16])
-def test_costs_of_time(rank):
-    def cost(**setting):
-        return relative_cost(Setting(**setting), 4096, *counted("llama3-8b", rank=rank))
-
-    assert cost(checkpointing=False) < cost() < cost(tiled_mlp=True) < cost(offloading=1.0)
-    assert cost() < cost(strategy="ddp") < cost(strategy="zero2") < cost(strategy="fsdp2")
+def test_gpus_that_share_sequences_or_matrices_take_each_other_s_samples():
+    ways = splits(8, parts=(2, 4), matrices=(2, 8))
+    found = list(candidates(ways, batch=2, accumulation=3, tiles=False))
+    assert {(one.sequence_parts, one.tensor_parallel_size) for one in found} == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 8)}
+    assert {one.batch * one.accumulation / one.sharing for one in found} == {6}
 
 
-def test_experts_cost_more_to_send_than_they_compute():
-    def overhead(name, layers):
-        model = counted(name, layers)
-        return relative_cost(Setting("fsdp2", 8), 4096, *model) / relative_cost(Setting(), 4096, *model)
-
-    assert overhead("qwen3-30b-a3b", 12) > 1.5 > overhead("llama3-8b", 0)
+def test_copies_of_a_split_model_are_whole_hosts_or_whole_parts_of_one():
+    assert not any(one.replicas > 1 for one in splits(16))
+    assert {one.shards for one in splits(24, 3) if one.strategy == "fsdp2"} == {2, 4, 8, 24}
+    assert {one.shards for one in splits(32, 4) if one.strategy == "fsdp2"} == {2, 4, 8, 16, 32}
+    assert {one.tensor_parallel_size for one in splits(32, 4, matrices=(2, 4, 8, 16))} == {1, 2, 4, 8}, "within a host"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 
 from liger_trainer.benchmarks.models import MODELS
 from liger_trainer.benchmarks.operations.moe import cases
@@ -15,16 +16,18 @@ from liger_trainer.kernels.moe.experts import moe_experts
 from liger_trainer.patching.moe.expert_parallel import run_exchanged
 from liger_trainer.plan.activations import Precision, layer_memory, mlp_saved
 from liger_trainer.plan.estimate import _head, estimate
-from liger_trainer.plan.running import _strategy
-from liger_trainer.plan.settings import Setting, candidates, exchanged_bytes, relative_cost
+from liger_trainer.plan.running import _copies, _strategy
+from liger_trainer.plan.settings import Setting, splits
+from liger_trainer.plan.speed import step_time
 from liger_trainer.plan.splitting import held
+from liger_trainer.plan.traffic import traffic
 from liger_trainer.recipe import load_recipe
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
 from liger_trainer.recipe.known_models import PUBLISHED
 from liger_trainer.recipe.model import check_model, make_config, model_kwargs
 from liger_trainer.tools.planning.inputs import read_inputs
 from liger_trainer.tools.planning.report import command, make_plan, recommendation, way, written_setting
-from tests.plan.cases import counted, moment, run_of
+from tests.plan.cases import cluster, counted, moment, run_of
 from tests.plan.test_experts import CHOSEN, ELEMENTS, HIDDEN, INTERMEDIATE, QWEN, saved_bytes
 
 LAYERS = 48
@@ -119,20 +122,21 @@ def test_copies_of_autocast():
 
 
 def test_rows_are_sent_for_each_token_and_weights_once_a_step():
-    model = counted(QWEN)
-    assert exchanged_bytes(EIGHT, *model) == 5 * CHOSEN * 2 * HIDDEN * LAYERS * 7 / 8
-    unchecked = dataclasses.replace(EIGHT, checkpointing=False)
-    assert exchanged_bytes(unchecked, *model) == exchanged_bytes(EIGHT, *model) * 4 / 5
-    assert exchanged_bytes(Setting("fsdp2", 8), *model) == 0
+    hosts, run = cluster(8), run_of(QWEN, 4096)
 
-    def cost(setting, tokens):
-        return relative_cost(setting, tokens, *model)
+    def rows(setting):
+        return traffic(run, setting, hosts).activations.within
 
-    split = Setting("fsdp2", 8)
-    assert cost(EIGHT, 4096) < cost(split, 4096)
-    assert cost(EIGHT, 2**17) > cost(split, 2**17)
-    fewer = dataclasses.replace(EIGHT, expert_parallel_size=2)
-    assert cost(EIGHT, 4096) < cost(fewer, 4096)  # copies of experts are gathered and reduced
+    assert rows(EIGHT) == EIGHT.batch * 4096 * 5 * CHOSEN * 2 * HIDDEN * LAYERS * 7 / 8
+    assert rows(dataclasses.replace(EIGHT, checkpointing=False)) == rows(EIGHT) * 4 / 5
+    assert rows(Setting("fsdp2", 8)) == 0
+
+    def cost(setting, batch):
+        return step_time(run_of(QWEN, 1024), dataclasses.replace(setting, batch=batch), hosts).token
+
+    split, fewer = Setting("fsdp2", 8), dataclasses.replace(EIGHT, expert_parallel_size=2)
+    assert cost(EIGHT, 1) < cost(fewer, 1) < cost(split, 1)  # copies of experts are gathered and reduced
+    assert cost(EIGHT, 64) > cost(fewer, 64) > cost(split, 64)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def test_rows_are_sent_for_each_token_and_weights_once_a_step():
     ],
 )
 def test_sizes_divide_gpus_and_experts(gpus, experts, quantised, sizes):
-    found = candidates(gpus, 2, 1, quantised, tiles=False, experts=experts)
+    found = splits(gpus, quantised=quantised, experts=experts)
     assert {one.expert_parallel_size for one in found if one.strategy == "expert_parallel"} == sizes
 
 
@@ -166,7 +170,7 @@ def test_a_recipe_runs_as_proposed(tmp_path, monkeypatch, recipe, options, propo
     make_config(PUBLISHED[read_recipe(find_recipe(recipe))["model_name_or_path"]], recipe).save_pretrained(tmp_path)
     options = ["--model_name_or_path", str(tmp_path), "--use_cpu", "true", *options]
     inputs = read_inputs(recipe, options, 8)
-    rows = [row for row in make_plan(inputs, 8, 141 * 10**9).rows if row.setting.strategy == "expert_parallel"]
+    rows = [row for row in make_plan(inputs, cluster(8), 141 * 10**9).rows if row.setting.strategy == "expert_parallel"]
     assert bool(rows) == proposed
     for row in (row for row in rows if not row.setting.offloading):  # which takes a GPU
         line = command(inputs, row.setting, recipe, options)
@@ -183,7 +187,7 @@ def test_a_recipe_runs_as_proposed(tmp_path, monkeypatch, recipe, options, propo
 def test_another_split_gathers_the_experts_again():
     inputs = read_inputs(RECIPE, [], 8)
     assert written_setting(inputs, 8).expert_parallel_size == 8
-    found = make_plan(inputs, 8, 80 * 10**9)
+    found = make_plan(inputs, cluster(8), 80 * 10**9)
     assert found.written.fits, "as its comment says"
     line = command(inputs, next(row.setting for row in found.rows if row.setting.strategy == "fsdp2"), RECIPE)
     assert line[line.index("--expert_parallel_size") + 1] == "1"
@@ -196,9 +200,9 @@ def test_another_split_gathers_the_experts_again():
 
 def test_the_dtype_of_the_states_is_named():
     inputs = read_inputs("qwen3_30b_a3b_sft_fsdp2", ["--optim", "adamw_torch_fused"], 8)
-    found = make_plan(inputs, 8, 80 * 10**9)
-    assert found.best.setting.strategy == "expert_parallel"
-    assert "`--dtype float32` keeps them in fp32" in recommendation(inputs, found, found.best)
+    found = make_plan(inputs, cluster(8), 80 * 10**9)
+    row = next(row for row in found.rows if row.fits and row.setting.strategy == "expert_parallel")
+    assert "`--dtype float32` keeps them in fp32" in recommendation(inputs, found, row)
 
 
 @pytest.mark.parametrize(
@@ -224,3 +228,8 @@ def test_the_split_of_a_running_trainer():
     for other in ({"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 1}):
         with pytest.raises(ValueError, match="is not planned"):
             of(**other)
+
+
+def test_the_copies_of_a_running_trainer():
+    for mesh, copies in ((None, 1), (ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), 2)):
+        assert _copies(SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=mesh))) == copies

@@ -15,7 +15,8 @@ from liger_trainer.plan.estimate import (
     moments,
     most,
 )
-from liger_trainer.plan.settings import Setting, relative_cost
+from liger_trainer.plan.settings import Setting
+from liger_trainer.plan.speed import step_time
 from liger_trainer.recipe.file import RecipeError
 from liger_trainer.tools.planning.inputs import read_inputs
 from liger_trainer.tools.planning.report import (
@@ -25,7 +26,7 @@ from liger_trainer.tools.planning.report import (
     make_plan,
     written_setting,
 )
-from tests.plan.cases import GIB, counted, moment, run_of
+from tests.plan.cases import GIB, cluster, counted, moment, run_of
 
 RUN = run_of("llama3-8b", 4096)
 FOUR = Setting(batch=4)
@@ -187,19 +188,20 @@ def test_how_much_faster(rank, room, faster):
     """Relative to full checkpointing; by the measured time of each result, and all of them as measured."""
     run = run_of("llama3-8b", 4096, rank=rank)
     size = largest_activation_memory(run, FOUR, room * GIB)
-    cost = relative_cost(FOUR, 16384, run.parameters, run.shape)
-    less = relative_cost(with_budget(size), 16384, run.parameters, run.shape, kept(run, with_budget(size)).saved)
-    assert cost / less == pytest.approx(faster, abs=0.01)
+    times = [step_time(run, setting, cluster()).token for setting in (FOUR, with_budget(size))]
+    assert times[0] / times[1] == pytest.approx(faster, abs=0.01)
 
 
 def test_everything_kept_is_as_fast_as_no_checkpointing():
-    costs = [relative_cost(Setting(checkpointing=on), 4096, RUN.parameters, RUN.shape, saved=1.0) for on in (0, 1)]
-    assert costs[0] == costs[1]
+    everything = with_budget(largest_activation_memory(RUN, FOUR, 141 * GIB))
+    assert kept(RUN, everything).saved == 1
+    whole = dataclasses.replace(FOUR, checkpointing=False)
+    assert step_time(RUN, everything, cluster()).token == pytest.approx(step_time(RUN, whole, cluster()).token)
 
 
 def plan_of(recipe, memory, *options):
     inputs = read_inputs(recipe, options)
-    return inputs, make_plan(inputs, 1, memory)
+    return inputs, make_plan(inputs, cluster(1), memory)
 
 
 def test_a_recipe_s_budget_is_that_of_its_checkpointed_rows():

@@ -7,11 +7,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
+from liger_trainer import load_packed
 from liger_trainer.configs.liger_adamw import liger_adamw_options
 from liger_trainer.optim import LigerAdamW
+from liger_trainer.packed.formats import bytes_of_weights
 from liger_trainer.plan.parameters import NF4_BYTES, count_parameters
 from liger_trainer.plan.splitting import optimizer_memory
 from liger_trainer.plan.work import read_layer_shape
+from tests.low_bit import write_mxfp4
+from tests.packed_checkpoints import write_dense, write_mixture
 from tests.plan.cases import counted
 from tests.quantised import library, quantise
 
@@ -94,6 +98,40 @@ def test_a_base_in_fp8_is_that_of_the_decoder():
     assert stored.total.trained_bytes == plain.total.trained_bytes
     assert stored.layer.bytes < plain.layer.bytes
     assert stored.dequantised == 0
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "mxfp8", "nvfp4", "int4", "gptq", "awq"])
+def test_a_packed_base_takes_as_many_bytes_as_counted(name, tmp_path):
+    write_dense(tmp_path, name)
+    packed = load_packed(str(tmp_path), dtype="auto")
+    total = sum(each.nbytes for key, each in packed.named_parameters() if not key.endswith(("weight_shape", "g_idx")))
+    config, plain = packed.config, LlamaForCausalLM(packed.config).to(torch.bfloat16)
+    widths = bytes_of_weights(config.quantization_config.to_dict())
+    counts = count_parameters(plain, packed=widths)
+    assert total == pytest.approx(counts.total.bytes, rel=0.01)
+    assert counts.dequantised == 192 * 128
+    assert counts.layer.bytes < 0.7 * count_parameters(plain).layer.bytes
+
+
+def test_packed_experts_take_as_many_bytes_as_counted(tmp_path):
+    write_mxfp4(tmp_path)
+    packed = load_packed(str(tmp_path), dtype="auto")
+    plain = type(packed)(packed.config).to(torch.bfloat16)
+    counts = count_parameters(plain, packed=bytes_of_weights({"quant_method": "mxfp4"}))
+    marks = ("gate_up_proj", "down_proj")  # of one element, in the place of a weight
+    assert sum(each.nbytes for key, each in packed.named_parameters() if not key.endswith(marks)) == counts.total.bytes
+    assert counts.dequantised == 4 * 64 * 192 + 4 * 96 * 64
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "nvfp4", "int4"])
+def test_a_packed_mixture_takes_as_many_bytes_as_counted(name, tmp_path):
+    write_mixture(tmp_path, name)
+    packed = load_packed(str(tmp_path), dtype="auto")
+    total = sum(each.nbytes for key, each in packed.named_parameters() if not key.endswith("weight_shape"))
+    plain = type(packed)(packed.config).to(torch.bfloat16)
+    counts = count_parameters(plain, packed=bytes_of_weights(packed.config.quantization_config.to_dict()))
+    assert total == pytest.approx(counts.total.bytes, rel=0.01)
+    assert counts.dequantised == 4 * 256 * 128 + 4 * 128 * 128
 
 
 def test_bitsandbytes_takes_as_many_bytes_as_counted():

@@ -9,7 +9,7 @@ from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
 from liger_trainer.tools.cli.argument_types import memory_size
 from liger_trainer.tools.planning.inputs import read_inputs
 from liger_trainer.tools.planning.report import make_plan
-from tests.plan.cases import GIB
+from tests.plan.cases import GIB, cluster
 
 FULL = sorted(
     name
@@ -48,7 +48,7 @@ def test_the_memory_that_a_recipe_names(name):
         gpus = int(claim["gpus"] or 1)
         options = (claim.groupdict().get("options") or "").split()
         inputs = read_inputs(name, options, gpus)
-        plan = make_plan(inputs, gpus, memory_size(claim["size"].replace(" ", "")))
+        plan = make_plan(inputs, cluster(gpus), memory_size(claim["size"].replace(" ", "")))
         assert estimate(inputs.run, plan.written.setting).total / GIB == pytest.approx(int(claim["gib"]), abs=1)
         assert plan.written.fits
 
@@ -61,4 +61,4 @@ ONE = re.compile(r"^# One (?P<size>\d+ GB) GPU\b", re.MULTILINE)
 )
 def test_adapters_fit_the_card_that_a_recipe_names(name):
     (size,) = ONE.findall(find_recipe(name).read_text(encoding="utf-8"))
-    assert make_plan(read_inputs(name, []), 1, memory_size(size.replace(" ", ""))).written.fits
+    assert make_plan(read_inputs(name, []), cluster(1), memory_size(size.replace(" ", ""))).written.fits

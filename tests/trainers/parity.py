@@ -147,7 +147,7 @@ def build(kind: str, ours: bool, output_dir: Any, model: Any, naive: bool = Fals
     data = case.pop("data", dataset)
     data = DATASETS.get(data, data)
     own = ("eval_dataset", "peft_config", "ref_model", "compute_metrics", "compute_loss_func", "reward_funcs")
-    own = (*own, "preprocess_logits_for_metrics")
+    own = (*own, "preprocess_logits_for_metrics", "rollout_func")
     further = {**further, **{name: case.pop(name) for name in own if name in case}}
     further["processing_class"] = PROCESSORS[case.pop("processor")]() if "processor" in case else tokenizer()
     if "peft_config" in further:

@@ -72,6 +72,16 @@ def test_killed_while_writing(file, tmp_path):
     assert_close_weights(trainer, whole, tolerance=0)
 
 
+def test_the_new_one_is_kept_where_the_clock_of_old_ones_is_ahead(tmp_path):
+    """A host whose clock is an hour ahead has saved the first ones; a run on another host goes on."""
+    build(tmp_path, max_steps=4, save_total_limit=None).train()
+    for number, name in enumerate(names(tmp_path)):
+        date = (tmp_path / name).stat().st_mtime + 3600 + 10 * number
+        os.utime(tmp_path / name, (date, date))
+    build(tmp_path, max_steps=8, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+
+
 @pytest.fixture
 def small_disk():
     """Files end at 40 kB, as on a disk that is full there."""

@@ -1,11 +1,13 @@
-"""The Liger trainers with `cp_size=2` on two gloo processes, beside the stock trainers in one process.
+"""The Liger trainers with `cp_size=2` and the launch's attention on two gloo processes, beside stock ones in one.
 
-Trainer, accelerate and torch's split of the batch are as ever; attention alone is `gathered_attention`.
+Trainer, accelerate and torch's split of the batch are as ever; attention alone is `gathered_attention`. With our own
+attention: `test_sequence_parts.py`.
 """
 
 import contextlib
 import json
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from transformers import Trainer
 from liger_trainer.parallel.sequences import split_sequences
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.stock_trainer import stock_trainer_report
+from liger_trainer.trainers.checks.launch import check_masks_of_ulysses
 from liger_trainer.trainers.trainer import LigerTrainer
+from tests.attention import families as attention_families
 from tests.patching.mixing_models import built
 from tests.trainers.builders import causal, sft
 from tests.trainers.parity import assert_close_logs, build, results_of_processes
@@ -37,6 +41,7 @@ def train(name, folder, ours, spread):
     case, output_dir = dict(CASES[name]), f"{folder}/{name}{ours}"
     if spread:
         case["parallelism_config"] = ParallelismConfig(cp_size=2)
+        case["liger_kernel_config"] = {"attention": False}
     if name.startswith("SFT"):
         trainer = build("SFT", ours, output_dir, llama(), **case)
     else:
@@ -51,15 +56,22 @@ def attention_rows(report):
 
 
 def reported(folder):
-    """What the reports say of attention: of our trainers at construction, of the stock one while it trains."""
+    """What the reports say of attention: of our trainers at construction, of the stock one while it trains.
+
+    Ours is right where weights are not dropped, and where no layer is compiled.
+    """
     from accelerate import ParallelismConfig
 
     settings = {"parallelism_config": ParallelismConfig(cp_size=2), "pad_to_multiple_of": 4}
-    ours = build("SFT", True, f"{folder}/reported", llama(), **settings)
+    drops = build("SFT", True, f"{folder}/drops", llama(attention_dropout=0.1), **settings)
+    compiled = build("SFT", True, f"{folder}/compiled", llama(), torch_compile=True, **settings)
     settings = {"parallelism_config": settings["parallelism_config"], "use_liger_kernel": True}
     stock = causal(f"{folder}/stock", trainer_class=Trainer, rows=token_rows(length=12), **settings)
     stock.train()
-    return {"ours": attention_rows(ours.kernel_report), "stock": attention_rows(stock_trainer_report(stock.model))}
+    reports = {"drops": drops.kernel_report, "compiled": compiled.kernel_report}
+    return {
+        name: attention_rows(each) for name, each in {**reports, "stock": stock_trainer_report(stock.model)}.items()
+    }
 
 
 def work(folder):
@@ -97,12 +109,18 @@ def test_two_processes_log_what_one_does(name, ranks):
         assert_close_logs(rank[name], expected, COUNTED_BY_PROCESS, absolute=2e-5, relative=2e-5)
 
 
-@pytest.mark.parametrize("trainer", ["ours", "stock"])
-def test_attention_is_left_to_the_launch(trainer, ranks):
+@pytest.mark.parametrize(
+    ("trainer", "why"),
+    [
+        ("drops", "; ours is off, as its attention drops weights (`attention_dropout`)"),
+        ("compiled", ""),
+        ("stock", ""),
+    ],
+)
+def test_attention_is_left_to_the_launch(trainer, why, ranks):
+    reason = "the launch splits sequences with `cp_size=2`, whose ring attention is torch's SDPA"
     for rank in ranks[1]:
-        assert rank["attention"][trainer] == [
-            [False, "the launch splits sequences with `cp_size=2`, whose ring attention is torch's SDPA"]
-        ]
+        assert rank["attention"][trainer] == [[False, reason + why]]
 
 
 @pytest.mark.parametrize(
@@ -152,3 +170,42 @@ def test_layers_with_a_state_are_refused(family, size, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, f"get_{size}", lambda self: 2)
     with pytest.raises(ValueError, match=rf"`{size}=2`.*has a state that goes on from part to part"):
         sft(tmp_path, built(family))
+
+
+class Masked(types.SimpleNamespace):
+    """A trainer with `sp_size=2`, as far as its launch is checked."""
+
+    def __init__(self, model, implementation, **args):
+        handler = types.SimpleNamespace(sp_attn_implementation=implementation)
+        super().__init__(
+            model=model,
+            _exchanges_heads=False,
+            args=types.SimpleNamespace(n_gpu=1, **args),
+            accelerator=types.SimpleNamespace(parallelism_config=types.SimpleNamespace(sp_handler=handler)),
+            get_cp_size=lambda: 1,
+            get_sp_size=lambda: 2,
+            is_distributed_loading_by_transformers=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "args", "lost"),
+    [
+        ("mistral", {}, "sliding"),
+        ("gemma3_text", {}, "sliding_attention"),
+        ("llama", {"packing": True}, "`packing`"),
+        ("llama", {"padding_free": True}, "`padding_free`"),
+    ],
+)
+def test_masks_that_ulysses_would_drop_are_refused(family, args, lost):
+    model = attention_families.build(family, 3 if family != "llama" else None)
+    with pytest.raises(
+        ValueError, match=f"`sp_attn_implementation='sdpa'`.*: with {lost}, tokens would see all before them"
+    ):
+        check_masks_of_ulysses(Masked(model, "sdpa", **args))
+    check_masks_of_ulysses(Masked(model, "flash_attention_2", **args))
+    for fine in ({"packing": False}, {"packing": True, "packing_strategy": "wrapped"}):
+        check_masks_of_ulysses(Masked(llama(), "sdpa", **fine))
+    exchanging = Masked(model, "sdpa", **args)
+    exchanging._exchanges_heads = True  # by ours, whose plans have windows and documents
+    check_masks_of_ulysses(exchanging)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,10 @@ from tests.trainers.builders import dpo, llama, sft
 
 ROOT = Path(liger_trainer.__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / folder) for folder in ("liger_trainer", "kernels", "callbacks", "configs"))
+
+
+# Comprehensions and lambdas are read as a part of their function, and Python 3.12 has made most of them that.
+_INSIDE = re.compile(r"\.<locals>\.<(listcomp|setcomp|dictcomp|genexpr|lambda)>")
 
 
 def trip(loss: Any) -> tuple[set[tuple[str, str]], set[str]]:
@@ -29,7 +34,7 @@ def trip(loss: Any) -> tuple[set[tuple[str, str]], set[str]]:
                 path = str(Path(name).resolve())
                 known[name] = path if path.startswith(FOLDERS) else None
             if known[name] is not None:
-                functions.add((str(known[name]), frame.f_code.co_qualname))
+                functions.add((str(known[name]), _INSIDE.sub("", frame.f_code.co_qualname)))
 
     sys.setprofile(profile)
     try:

@@ -1,6 +1,7 @@
 """What a save holds is what was trained, and the best model is what was best."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from peft import (
     load_peft_weights,
 )
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import StateDictType
 
 import liger_trainer
 from liger_trainer.trainers.checkpoints.saved_weights import SavedWeightsError
+from liger_trainer.trainers.checks.launch import check_saves_on_each_host
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.builders import causal, sft
 from tests.trainers.tiny import COMMON, WORDS, llama, token_rows, tokenizer
@@ -202,3 +205,36 @@ def test_a_model_that_was_loaded_whole_says_nothing(adapters, folder, tmp_path, 
         sft(tmp_path, folder, peft_config=adapters)
         sft(tmp_path, llama(), peft_config=adapters)  # built from a configuration
     assert "checkpoint had no" not in caplog.text
+
+
+def test_a_model_whose_checkpoints_are_in_shards_is_saved_whole(tmp_path, monkeypatch):
+    """With what accelerate would gather; `tests/distributed` has processes and shards."""
+    trainer = causal(tmp_path, max_steps=1)
+    plugin = SimpleNamespace(state_dict_type=StateDictType.SHARDED_STATE_DICT)
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    monkeypatch.setattr(trainer.accelerator, "state", SimpleNamespace(fsdp_plugin=plugin))
+    monkeypatch.setattr(trainer.accelerator, "get_state_dict", lambda model: model.state_dict())
+    trainer.save_model(str(tmp_path / "checkpoint"), _internal_call=True)
+    assert not (tmp_path / "checkpoint" / "model.safetensors").exists()
+    trainer.save_model(str(tmp_path / "model"))
+    assert load_file(tmp_path / "model" / "model.safetensors")
+    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+
+
+@pytest.mark.parametrize("changed", ["", "one host", "a shared folder", "no checkpoints", "whole"])
+def test_hosts_that_hold_a_model_together_save_no_parts_of_their_own(changed, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4" if changed == "one host" else "2")
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            world_size=4,
+            save_on_each_node=changed != "a shared folder",
+            save_strategy="no" if changed == "no checkpoints" else "steps",
+        ),
+        is_fsdp_enabled=changed != "whole",
+        is_distributed_loading_by_transformers=False,
+    )
+    if changed:
+        check_saves_on_each_host(trainer)
+    else:
+        with pytest.raises(ValueError, match="`save_on_each_node` is true, but the hosts hold the model together"):
+            check_saves_on_each_host(trainer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from liger_trainer.callbacks.memory import MemoryCallback
 from liger_trainer.callbacks.non_finite import NonFiniteGuardCallback
@@ -74,10 +74,8 @@ def test_accumulation_is_one_big_batch(tmp_path):
 
 def test_evaluation_before_training_uses_the_kernels_once(tmp_path, monkeypatch, capsys):
     applied = []
-    original = mixin.apply_liger_kernel
-    monkeypatch.setattr(
-        mixin, "apply_liger_kernel", lambda *args, **kwargs: applied.append(1) or original(*args, **kwargs)
-    )
+    original = mixin.apply_kernels
+    monkeypatch.setattr(mixin, "apply_kernels", lambda *args, **kwargs: applied.append(1) or original(*args, **kwargs))
     trainer = build(tmp_path)
     assert applied == [1]
     stock = build(tmp_path, Trainer)
@@ -291,3 +289,24 @@ def test_the_guard_clips_as_torch_does(tmp_path):
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5))
     for parameter, twin in zip(trainer.model.parameters(), other.parameters(), strict=True):
         assert torch.equal(parameter.grad, twin.grad)
+
+
+def test_the_parameters_are_counted_once_a_training(tmp_path, monkeypatch):
+    calls = []
+    count = LlamaForCausalLM.num_parameters
+
+    def counting(self, *args, **kwargs):
+        calls.append(1)
+        return count(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "num_parameters", counting)
+    counted = []
+    for steps in (2, 5):
+        trainer = causal(tmp_path, max_steps=steps)
+        calls.clear()
+        trainer.train()
+        counted.append(len(calls))
+        stock = causal(tmp_path / "stock", trainer_class=Trainer, max_steps=steps)
+        stock.train()
+        assert trainer.state.total_flos == stock.state.total_flos > 0
+    assert counted[0] == counted[1]

@@ -91,7 +91,7 @@ def chat_dataset(n=16):
 def logged(trainer):
     """The numbers of the log that a stock trainer has too."""
     own = ("per_second", "mfu", "memory_gib", "activations_gib", "labelled_share", "runtime", "preparation_time")
-    own = (*own, "perplexity")
+    own = (*own, "shared_share", "shared_levels", "perplexity")
     if isinstance(trainer, LigerTrainer):
         own = (*own, "eval_mean_token_accuracy")  # which TRL's trainers log themselves
     return [{k: v for k, v in log.items() if not k.endswith(own)} for log in trainer.state.log_history]

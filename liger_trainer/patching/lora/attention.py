@@ -133,7 +133,7 @@ def _run_to_projections(module: nn.Module, sizes: dict[str, tuple[int, int]]) ->
     }
     hidden = torch.ones(1, 3, sizes["q_proj"][0])
     try:
-        run_attention(type(module).forward, module, children, hidden, head_dim=8)
+        run_attention(type(module).forward, module, children, hidden, getattr(module, "head_dim", 8))
     except _CalledError:
         names = tuple(name for name, _ in calls)
         return names if len(set(names)) == len(_NAMES) and all(x is hidden for _, x in calls) else None

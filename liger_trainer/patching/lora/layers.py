@@ -10,7 +10,8 @@ Products are in the dtype of x, as under autocast. Without autocast PEFT multipl
 x, which is more exact, and is the copy that this avoids.
 
 The proof runs both forwards on a dummy module of plain linear layers on the CPU, where fp32 products are fp32. For a
-base layer in 4 bits it also compares our dequantised values with bitsandbytes'. A base layer in fp8 is ours.
+base layer in 4 bits it also compares our dequantised values with bitsandbytes'. A base layer in fp8 is ours, and so is
+a packed one (`liger_trainer/packed/modules.py`).
 
 LitGPT's are known by their structure: `linear`, `lora_A`, `lora_B`, `scaling`, and dropout::
 
@@ -32,6 +33,7 @@ from torch import nn
 from liger_trainer.compat.bitsandbytes import FOUR_BIT_LAYERS
 from liger_trainer.compat.private import require
 from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears
+from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.patching.as_written import is_operand, is_plain_linear
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.codes import is_code
@@ -74,10 +76,15 @@ def find_lora(module: Any, enabled: Callable[[str], bool], probe: Probe) -> Find
         if reason:
             return Finding("lora", target, module, reason=reason)
         agreement = _proof(module, probe)
-        fp8 = " (fp8)" if isinstance(module.base_layer, Fp8Linear) else ""
-        kernel = "lora_linear" + (" (4 bits)" if is_linear_4bit(module.base_layer) else fp8)
+        kernel = f"lora_linear{_kind_of_base(module.base_layer)}"
         return proved("lora", target, module, Proof(kernel, forward, agreement, live=None))
     return None
+
+
+def _kind_of_base(base: nn.Module) -> str:
+    if isinstance(base, Fp8Linear | PackedLinear):
+        return " (fp8)" if isinstance(base, Fp8Linear) else f" ({base.format})"
+    return " (4 bits)" if is_linear_4bit(base) else ""
 
 
 def _obstacle(module: Any) -> str:
@@ -91,7 +98,7 @@ def _obstacle(module: Any) -> str:
     base = type(module.base_layer)
     if is_linear_4bit(module.base_layer):
         require(FOUR_BIT_LAYERS)
-    elif base not in (nn.Linear, Fp8Linear):
+    elif base not in (nn.Linear, Fp8Linear, PackedLinear):
         return f"its base layer is a {base.__name__}, not a plain nn.Linear; PEFT's own forward runs"
     foreign = overriding_forward(module.base_layer)
     if foreign is not None:  # such as a quantisation's; what it computes is not W x

@@ -17,6 +17,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.lora.lora import LoRA, LoRALayer
 from liger_trainer.kernels.lora.lora_products import Weight
+from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.patching.as_written import is_bound_by_us, is_plain_linear, is_unhooked
 from liger_trainer.patching.lora.low_bit import Fp8Linear, is_linear_4bit, nf4_weight_of
 from liger_trainer.tiling.summed_linear import LinearInTile
@@ -110,6 +111,8 @@ def _base(module: Any, x: torch.Tensor, drops: bool = False) -> LoRALayer | None
         weight = nf4_weight_of(module, x, drops)
     elif type(module) is Fp8Linear and is_unhooked(module) and module.codes.device == x.device:
         weight = module.stored
+    elif type(module) is PackedLinear and is_unhooked(module) and module.codes.device == x.device:
+        weight = module.packed
     return None if weight is None else LoRALayer(weight, module.bias)
 
 

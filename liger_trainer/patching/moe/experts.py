@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import DECORATOR_OF_EXPERTS, EXPERTS, SHARED_EXPERTS, STACKED_EXPERTS
@@ -35,7 +34,7 @@ from liger_trainer.patching.binding import (
 )
 from liger_trainer.patching.inputs import EXPERTS as INPUTS
 from liger_trainer.patching.moe.experts_formula import NORM, ExpertsFormula, formulas, layout_of
-from liger_trainer.patching.moe.quantized_experts import declared_weights
+from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits
 from liger_trainer.patching.probe import Probe, class_of, dummy_child, dummy_module, full_shape, identity, no_formula
 from liger_trainer.patching.report import SWITCHED_OFF, Finding
 from liger_trainer.patching.side_effects import run_part
@@ -71,7 +70,7 @@ def liger_experts_forward(
         )
     of_model = config.model_config._experts_implementation
     # `generate` switches to "batched_mm" for its steps of few tokens. Weights in 4 bits are dequantised at every read.
-    as_written = not runs_ours(hidden_states) and not is_parametrized(self)
+    as_written = not runs_ours(hidden_states) and not four_bits(self)
     if as_written or not is_as_proved(self) or (not torch.is_grad_enabled() and of_model == "batched_mm"):
         chosen = "eager" if of_model in (None, IMPLEMENTATION) else of_model
         theirs = ALL_EXPERTS_FUNCTIONS.get_interface(chosen, _own_loop(self))

@@ -13,6 +13,7 @@ import torch
 from liger_trainer.kernels.activation import NAMES
 from liger_trainer.kernels.moe.experts import ExpertLoRA, moe_experts
 from liger_trainer.kernels.moe.sort_by_expert import check_ids
+from liger_trainer.packed.experts import packed_stacks
 from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits, saved_in_4_bits
 from liger_trainer.patching.probe import class_of, full_shape, is_stateless
 
@@ -61,8 +62,13 @@ class ExpertsFormula(NamedTuple):
 
         The adapters of a parameter each add ``scaling * b @ a`` in the parameter's own layout.
         """
-        with saved_in_4_bits(experts, self.weights) as weights:
-            weighted_sum = functools.partial(self._sum, experts, weights, adapters or {})
+        stacks = packed_stacks(experts)  # which the operator decodes
+        names = [name for name in self.weights if name not in stacks]
+        with saved_in_4_bits(experts, names) as read:
+            weights = {name: stack.weight for name, stack in stacks.items()} | dict(zip(names, read))
+            dtype = stacks[self.first].dtype if stacks else read[0].dtype
+            operands = [weights[name] for name in self.weights]
+            weighted_sum = functools.partial(self._sum, experts, operands, dtype, adapters or {})
             if self.normed:
                 return _normed_sum(weighted_sum, getattr(experts, NORM), hidden, top_k_index, top_k_weights)
             return weighted_sum(hidden, top_k_index, top_k_weights)
@@ -70,13 +76,14 @@ class ExpertsFormula(NamedTuple):
     def _sum(
         self,
         experts: Any,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[Any],
+        dtype: torch.dtype,
         adapters: Mapping[str, Sequence[ExpertLoRA]],
         hidden: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts."""
+        """The weighted sum of each token's experts, whose weights, packed or not, are those of a module in `dtype`."""
         first, down, *biases = weights
         if not getattr(experts, "_is_expert_parallel", False):
             check_ids(top_k_index, first.shape[0], class_of(experts).__name__)
@@ -85,7 +92,7 @@ class ExpertsFormula(NamedTuple):
         gate_up_adapters, down_adapters = (self._outwards(adapters.get(name, ())) for name in self.weights[:2])
         # x sigmoid(a x) is silu(a x) / a
         out = moe_experts(
-            *(hidden.to(first.dtype), top_k_index, top_k_weights, first, down),
+            *(hidden.to(dtype), top_k_index, top_k_weights, first, down),
             gate_up_bias=first_bias,
             down_bias=down_bias,
             gate_up_adapters=gate_up_adapters,
@@ -93,7 +100,7 @@ class ExpertsFormula(NamedTuple):
             activation=self._own(experts) if self.activation == OWN else self.activation,
             gated=self.gated,
             interleaved=self.interleaved,
-            transposed=self.transposed,
+            transposed=self.transposed and not packed_stacks(experts),
             limit=self.limit,
             gate_multiplier=scale,
             down_multiplier=1.0 / scale,

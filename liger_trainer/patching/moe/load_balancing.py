@@ -28,7 +28,7 @@ from liger_trainer.patching.model_forward import forward_layers
 from liger_trainer.patching.probe import Probe, Proof
 from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved
 from liger_trainer.patching.rope import HIDDEN_CALL
-from liger_trainer.patching.trial import Agreement, Trial
+from liger_trainer.patching.trial import Agreement
 
 COMPONENT = "load_balancing_loss"
 NAME = "load_balancing_loss_func"
@@ -110,5 +110,5 @@ def _prove(native: Callable, probe: Probe) -> Agreement:
 
     alone = make_load_balancing_loss(native, False)  # without the other processes, which may not run a probe
     layers = [probe.randn(12, 8) for _ in range(2)]
-    trial = Trial(functools.partial(both, native), layers, BALANCE)
+    trial = probe.trial(functools.partial(both, native), layers, BALANCE)
     return trial.prove(functools.partial(both, alone)).explained("another loss")

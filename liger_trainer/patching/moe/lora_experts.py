@@ -26,7 +26,7 @@ from liger_trainer.patching.codes import adds_to_codes
 from liger_trainer.patching.lora.operands import active_adapters, plain_adapter
 from liger_trainer.patching.moe.experts import find_experts, forward_of_ours
 from liger_trainer.patching.moe.experts_formula import layout_of
-from liger_trainer.patching.moe.quantized_experts import declared_weights, four_bits
+from liger_trainer.patching.moe.quantized_experts import declared_weights, in_few_bits
 from liger_trainer.patching.moe.scaled_experts import are_proved
 from liger_trainer.patching.probe import Agreement, Probe, Proof, class_of, dummy_module, projection
 from liger_trainer.patching.report import SWITCHED_OFF, Finding, proved, reason_to_leave
@@ -45,9 +45,9 @@ def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 
 
 def adapted_experts_left_to_peft(model: nn.Module) -> nn.Module | None:
-    """Experts in 4 bits whose adapters PEFT's own forward would run; None if there are none."""
+    """Experts in few bits whose adapters PEFT's own forward would run; None if there are none."""
     for module in model.modules():
-        if is_param_wrapper(module) and four_bits(_unwrapped(module)[1]) and not is_bound_by_us(module):
+        if is_param_wrapper(module) and in_few_bits(_unwrapped(module)[1]) and not is_bound_by_us(module):
             return _unwrapped(module)[1]
     return None
 

@@ -22,6 +22,7 @@ from liger_trainer.compat.private import available, require
 from liger_trainer.compat.torch import FOUR_BIT_EXPERTS, MODULE_CONTENTS, SAVED_IN_FOUR_BITS
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 from liger_trainer.kernels.runtime import as_autocast
+from liger_trainer.packed.experts import packed_stacks, parts_of_stacks
 
 require(FOUR_BIT_EXPERTS)
 require(MODULE_CONTENTS)
@@ -204,9 +205,18 @@ def four_bits(module: nn.Module) -> dict[str, FourBits]:
     return {name: one for name, (one, *more) in parametrizations.items() if type(one) is FourBits and not more}
 
 
+def in_few_bits(module: nn.Module) -> set[str]:
+    """The names of the stacked weights of `module` that are in 4 bits, or packed as they were published."""
+    return {*four_bits(module), *packed_stacks(module)}
+
+
 def declared_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of `module`; for one in 4 bits, a tensor of its shape and dtype that takes no memory."""
-    weights: dict[str, torch.Tensor] = {name: one for name, one in module._parameters.items() if one is not None}
+    """The parameters of `module`; for one in few bits, a tensor of its shape and dtype that takes no memory."""
+    parts = parts_of_stacks(module)
+    weights: dict[str, torch.Tensor] = {
+        name: one for name, one in module._parameters.items() if one is not None and name not in parts
+    }
+    weights |= {name: stack.placeholder() for name, stack in packed_stacks(module).items()}
     for name, one in four_bits(module).items():
         weights[name] = one.code.new_empty(1, dtype=one.dtype).expand(one.shape)
     return weights

@@ -229,20 +229,22 @@ def _verdict(module: nn.Module, probe: Probe, names: tuple[str, ...], corrected:
         tensors = _tensors((num_experts, width), top_k, bias, probe)
         if runs(original, tensors, constants):
             break
-    trial = Trial(original, tensors, constants=constants)
-    agreements = {formula: trial.compare(ours(formula)) for formula in ROUTER_FORMULAS}
-    equal = sorted((each for each in agreements if agreements[each].equal), key=lambda each: agreements[each].distance)
-    on_cpu = _trial_on_cpu(original, tensors, constants, top_k)
-    ranks_sums = corrected or _BIAS in biases or _groups(module)["num_groups"] > 1
+    trial, on_cpu = Trial(original, tensors, constants=constants), _trial_on_cpu(original, tensors, constants, top_k)
     with probe.on_cpu():
-        for formula in equal:
+        agreements = {formula: on_cpu.compare(ours(formula)) for formula in ROUTER_FORMULAS}
+    equal = sorted((each for each in agreements if agreements[each].equal), key=lambda each: agreements[each].distance)
+    ranks_sums = corrected or _BIAS in biases or _groups(module)["num_groups"] > 1
+    for formula in equal:
+        if probe.device.type != "cpu":
+            agreements[formula] = trial.compare(ours(formula))
+        with probe.on_cpu():
             agreements[formula] = on_cpu.everywhere(ours(formula), agreements[formula])
             if agreements[formula].equal and ranks_sums:
                 agreements[formula] = _choices(original, ours(formula), tensors, constants, agreements[formula])
-            if agreements[formula].equal:
-                break
-        else:
-            return _Verdict(agreements)
+        if agreements[formula].equal:
+            break
+    else:
+        return _Verdict(agreements)
     hidden, weights = tensors
     both = original, ours(formula, flattens=True)
     flattens = probe.same(*both, [hidden.unflatten(0, (2, -1)), weights], False, constants)

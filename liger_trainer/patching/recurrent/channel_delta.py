@@ -14,6 +14,7 @@ from torch import nn
 from liger_trainer.kernels.conv.delta_inputs import delta_inputs
 from liger_trainer.kernels.documents import Documents
 from liger_trainer.kernels.recurrence.delta_rule import delta_rule
+from liger_trainer.patching.as_written import project
 from liger_trainer.patching.probe import Probe, Proof, full_shape, refused
 from liger_trainer.patching.recurrent.mixers import conv_weight, is_depthwise, masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
@@ -77,12 +78,13 @@ def _channel_delta(
     self: Any, hidden_states: torch.Tensor, mask: torch.Tensor | None, documents: Documents
 ) -> torch.Tensor:
     x = masked(hidden_states, mask)
-    qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-    weight, _ = conv_weight(self.conv1d, qkv.dtype)
+    gate_proj = self.g_proj if "g_proj" in self._modules else self.g_a_proj
+    *qkv, beta, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, gate_proj)
+    weight, _ = conv_weight(self.conv1d, beta.dtype)
     heads = {"key_heads": self.num_heads, "value_heads": self.num_heads}
     dims = {"key_dim": self.head_dim, "value_dim": self.head_dim}
-    q, k, v = delta_inputs(qkv, weight, **heads, **dims, documents=documents)
-    o = delta_rule(q, k, v, self.forget_gate(x), self.b_proj(x).sigmoid(), documents=documents)
+    q, k, v = delta_inputs(torch.cat(qkv, -1), weight, **heads, **dims, documents=documents)
+    o = delta_rule(q, k, v, self.forget_gate(x), beta.sigmoid(), documents=documents)
     assert isinstance(o, torch.Tensor)
-    gate = self.g_proj(x) if "g_proj" in self._modules else self.g_b_proj(self.g_a_proj(x))
+    gate = gate if "g_proj" in self._modules else self.g_b_proj(gate)
     return self.o_proj(self.o_norm(o, gate.view_as(o)).flatten(-2))

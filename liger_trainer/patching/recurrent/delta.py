@@ -17,6 +17,7 @@ from liger_trainer.kernels.conv.delta_gates import delta_gates
 from liger_trainer.kernels.conv.delta_inputs import delta_inputs
 from liger_trainer.kernels.documents import Documents
 from liger_trainer.kernels.recurrence.delta_rule import delta_rule
+from liger_trainer.patching.as_written import project
 from liger_trainer.patching.probe import Probe, Proof, refused
 from liger_trainer.patching.recurrent.mixers import Compute, conv_weight, is_depthwise, masked
 from liger_trainer.patching.recurrent.proof import HIDDEN, few, key_of, prove, values_of
@@ -30,20 +31,23 @@ length, value heads)."""
 
 
 def _split(self: Any, x: torch.Tensor) -> _Projected:
-    return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_a(x), self.in_proj_b(x)
+    qkv, z, a, b = project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
+    return qkv, z, a, b
 
 
 def _by_key_head(self: Any, x: torch.Tensor) -> _Projected:
     ratio = self.num_v_heads // self.num_k_heads
     sizes = [self.head_k_dim, self.head_k_dim, ratio * self.head_v_dim, ratio * self.head_v_dim]
-    *qkv, z = self.in_proj_qkvz(x).unflatten(-1, (self.num_k_heads, -1)).split(sizes, -1)
-    b, a = self.in_proj_ba(x).unflatten(-1, (self.num_k_heads, -1)).chunk(2, -1)
+    qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba)
+    *qkv, z = qkvz.unflatten(-1, (self.num_k_heads, -1)).split(sizes, -1)
+    b, a = ba.unflatten(-1, (self.num_k_heads, -1)).chunk(2, -1)
     return torch.cat([each.flatten(-2) for each in qkv], -1), z.flatten(-2), a.flatten(-2), b.flatten(-2)
 
 
 def _apart(self: Any, x: torch.Tensor) -> _Projected:
-    qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-    return qkv, self.g_proj(x), self.a_proj(x), self.b_proj(x)
+    layers = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.a_proj, self.b_proj
+    q, k, v, g, a, b = project(x, *layers)
+    return torch.cat([q, k, v], -1), g, a, b
 
 
 class _Structure(NamedTuple):

@@ -36,7 +36,7 @@ from liger_trainer.patching.recurrent.mixers import (
     torch_forward,
 )
 from liger_trainer.patching.side_effects import run_part
-from liger_trainer.patching.trial import OF_RECURRENCES, Agreement, Slack, Trial
+from liger_trainer.patching.trial import OF_RECURRENCES, Agreement, Slack
 
 HIDDEN = 16
 """The size of the hidden states in a proof."""
@@ -141,7 +141,7 @@ def _proof(
 
         return computation
 
-    trial = Trial(on(theirs), tensors, SEQUENCES, [mask], slack)
+    trial = probe.trial(on(theirs), tensors, SEQUENCES, [mask], slack)
     failures: list[Agreement] = []
     for kernel, compute in candidates:
         ours = on(mixer_forward(original, compute, conv, EVERY_PRECISION, biased))

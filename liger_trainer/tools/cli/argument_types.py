@@ -1,8 +1,21 @@
-"""Argument types that the subcommands share; each turns the text of one argument into its value."""
+"""Arguments that the subcommands share, and types of them; each turns the text of one argument into its value."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from liger_trainer.tools.planning.cards import Card
+
+
+def add_run(parser: argparse.ArgumentParser, holds: str) -> None:
+    """Adds the arguments that name a run, or a folder with what it `holds`, and say how its model is loaded."""
+    parser.add_argument(
+        "run", metavar="RUN", help=f"the output folder of a run, a checkpoint, or a folder with {holds}"
+    )
+    parser.add_argument("--base_model", metavar="MODEL", help="the base model, if it is not where the adapters say")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
 
 
 def positive(text: str) -> int:
@@ -40,6 +53,29 @@ def names(text: str) -> list[str]:
 def counts(text: str) -> list[int]:
     """Whole numbers of 1 or more, separated by commas."""
     return [positive(name) for name in names(text)]
+
+
+def network(text: str) -> tuple[float, bool]:
+    """Bytes a second of the network between hosts, and whether they are those of a whole host."""
+    from liger_trainer.tools.planning.cards import network_rate
+
+    rate = network_rate(text)
+    if rate is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a rate; give that of a GPU, such as 400Gb/s or 50GB/s, or of a host, such as 3.2Tb/s/host"
+        )
+    return rate
+
+
+def card(text: str) -> Card:
+    """A card by its name, such as H100."""
+    from liger_trainer.tools.planning.cards import CARDS, card_named
+
+    found = card_named(text)
+    if found is None:
+        known = ", ".join(each.name for each in CARDS)
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; take the nearest of {known}")
+    return found
 
 
 def memory_size(text: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.errors import UserError
-from liger_trainer.tools.cli.argument_types import positive
+from liger_trainer.tools.cli.argument_types import add_run, positive
 from liger_trainer.tools.cli.run_recipe import quiet_libraries
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "conversation, `/exit` or Ctrl-C ends it. Without a terminal, each line of the input is a message, and each "
         "line of the output its answer, in which a line break is written as \\n.",
     )
-    parser.add_argument("run", metavar="RUN", help="the output folder of a run, a checkpoint, or a folder with a model")
+    add_run(parser, "a model")
     parser.add_argument(
         "--max_new_tokens", type=positive, default=512, metavar="N", help="tokens of an answer, at most (default: 512)"
     )
@@ -44,8 +44,6 @@ def add_parser(commands: Any) -> None:
         "--temperature", type=temperature, metavar="T", help="0 takes the likeliest token; default: the model's own"
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--base_model", metavar="MODEL", help="the base model, if it is not where the adapters say")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.set_defaults(function=lambda arguments, _: chat(arguments))
 
 

@@ -255,6 +255,7 @@ def _fitting(
         UserError: if nothing fits.
     """
     from liger_trainer.plan.estimate import estimate
+    from liger_trainer.tools.planning.cards import DEFAULT_CARD, cluster_of
     from liger_trainer.tools.planning.inputs import read_inputs
     from liger_trainer.tools.planning.report import GIB, make_plan
 
@@ -267,7 +268,7 @@ def _fitting(
         for batch in (8, 4, 2, 1):
             found = _schedule(goal, method, batch)
             tried = dataclasses.replace(inputs, values={**inputs.values, **found})
-            plan = make_plan(tried, 1, size)
+            plan = make_plan(tried, cluster_of(DEFAULT_CARD, 1), size)
             least = estimate(tried.run, plan.written.setting).total / GIB
             if plan.written.fits:
                 memory = f"One GPU of {size / GIB:.0f} GiB, of which it takes {least:.0f} GiB."

@@ -16,6 +16,7 @@ from liger_trainer.tools.cli import (
     data,
     diagnose,
     doctor,
+    export_adapter,
     inspect,
     keys,
     merge,
@@ -23,6 +24,7 @@ from liger_trainer.tools.cli import (
     plan,
     recipes,
     train,
+    warm,
 )
 from liger_trainer.tools.cli.run_recipe import interrupted, quiet_bitsandbytes
 
@@ -35,7 +37,9 @@ EXAMPLES = """examples:
   liger-trainer keys grpo                                     the keys of a recipe, with types and defaults
   liger-trainer data my.jsonl --model Qwen/Qwen3-0.6B         rows as the model will see them: tokens and labels
   liger-trainer plan llama3_8b_sft --gpus 4 --gpu_memory 80GB the memory it takes, and the fastest way that fits
+  liger-trainer warm llama3_8b_sft                            compile its kernels ahead of a run
   liger-trainer merge outputs/lora                            the adapters of a run in the weights of its model
+  liger-trainer export-adapter outputs/lora --layout per-expert  adapters on experts as vLLM reads them
   liger-trainer chat outputs/lora                             talk to the model of a run
   liger-trainer compare llama3_8b_sft --smoke                 the stock trainer against ours, with a verdict
   liger-trainer doctor my.yaml                                its silent traps, each with its fix, before a run
@@ -55,7 +59,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"liger-trainer {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    for command in (train, new, keys, data, plan, compare, diagnose, inspect, merge, chat, bench, recipes):
+    for command in (
+        train,
+        new,
+        keys,
+        data,
+        plan,
+        warm,
+        compare,
+        diagnose,
+        inspect,
+        merge,
+        export_adapter,
+        chat,
+        bench,
+        recipes,
+    ):
         command.add_parser(commands)
     for known in commands.choices.values():
         known.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
@@ -73,7 +92,7 @@ def run(argv: Sequence[str]) -> int:
     arguments, rest = parser.parse_known_args(argv)
     arguments.argv = list(argv)
     diagnosed = getattr(arguments, "subject", None) is not None
-    if rest and not (arguments.command in ("train", "data", "plan", "compare") or diagnosed):
+    if rest and not (arguments.command in ("train", "data", "plan", "warm", "compare") or diagnosed):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     quiet_bitsandbytes()
     missing = next((name for name in ("packaging", "rich", "yaml") if importlib.util.find_spec(name) is None), None)

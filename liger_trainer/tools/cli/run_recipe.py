@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -23,7 +25,8 @@ def recorded(run: Callable[[str, Sequence[str]], int]) -> Callable[[str, Sequenc
     """Wraps `run` so that the launcher's summary shows the traceback of the rank that failed first, and no other.
 
     When a rank dies, the collectives of all others fail within microseconds. The launcher takes the earliest error that
-    it finds for the root cause, so the other ranks wait here until it ends them.
+    it finds for the root cause, so the other ranks wait here until it ends them. Those on other hosts, of which it
+    knows nothing, end by themselves, with a line in place of a traceback: the cause is elsewhere.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -31,9 +34,20 @@ def recorded(run: Callable[[str, Sequence[str]], int]) -> Callable[[str, Sequenc
         try:
             return run(name, arguments)
         except Exception as error:
-            if lost_a_peer(error):
-                time.sleep(LAUNCHER_SECONDS)
-            raise
+            if not lost_a_peer(error):
+                raise
+            time.sleep(LAUNCHER_SECONDS)
+            if "--debug" in arguments:
+                raise
+            what = re.sub(r"^(\[.*?\] )+", "", str(error).strip().splitlines()[0]).split(". ")[0].rstrip(".")
+            print(
+                f"liger-trainer: rank {rank()} on {socket.gethostname()}: another process has ended, or no longer "
+                f"answers ({what}). The same command with `--resume_from_checkpoint true` continues from the last "
+                "checkpoint.",
+                file=sys.stderr,
+                flush=True,
+            )
+            return 1
 
     return record(wait_before_reporting_a_lost_peer)
 
@@ -50,6 +64,11 @@ def lost_a_peer(error: BaseException) -> bool:
 def rank() -> int:
     """The rank of this process, as its launcher set it; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
+
+
+def first_of_host() -> bool:
+    """Whether this process speaks for its host, which has files and a log of its own."""
+    return int(os.environ.get("LOCAL_RANK", rank())) == 0
 
 
 def leave_process_group() -> None:
@@ -96,7 +115,7 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
 
         unmet = unmet_requirement()
         if unmet is not None:
-            if rank() == 0:
+            if first_of_host():
                 print(f"liger-trainer: {unmet}", file=sys.stderr)
             return 2
         return recorded(_run)(name, arguments) or 0
@@ -106,7 +125,7 @@ def run_recipe_file(name: str, arguments: Sequence[str]) -> int:
 
 def interrupted(what: str = "interrupted") -> int:
     """Says in one line what has ended the command; returns the exit code of Ctrl-C."""
-    if rank() == 0:
+    if first_of_host():
         print(f"\nliger-trainer: {what}.", file=sys.stderr)
     return 128 + signal.SIGINT
 
@@ -163,7 +182,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except (RecipeError, NonFiniteError) as error:
         if debug:
             raise
-        if rank() == 0:
+        if first_of_host():
             print(f"liger-trainer: {error}", file=sys.stderr)
         leave_process_group()
         return 2 if isinstance(error, RecipeError) else 1

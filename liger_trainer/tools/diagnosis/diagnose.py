@@ -27,8 +27,10 @@ from liger_trainer.tools.diagnosis.sample import CannotCheckError, Case, Sample,
 from liger_trainer.tools.diagnosis.settings import (
     idle_fp8,
     low_bit_base,
+    reentrant_checkpoints,
     rounded,
     sampling,
+    taken_for_experts,
     tied_adapters,
     too_long,
     unshared_prompts,
@@ -37,6 +39,7 @@ from liger_trainer.tools.diagnosis.settings import (
 OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "dtype and learning rate": rounded,
     "adapters on tied weights": tied_adapters,
+    "adapters on experts": taken_for_experts,
     "weights in 8 bits and fewer": low_bit_base,
     "linear layers without an adapter": unreached,
     "packing": leaks,
@@ -44,6 +47,7 @@ OF_SETTINGS: dict[str, Callable[[Case], list[Trap]]] = {
     "prompts computed once": unshared_prompts,
     "sampling": sampling,
     "positions": too_long,
+    "gradient checkpointing": reentrant_checkpoints,
     "fp8": idle_fp8,
 }
 OF_LABELS: dict[str, Callable[[Case, Sample], list[Trap]]] = {

@@ -1,12 +1,13 @@
 """Checks of the keys of a recipe and of the configuration of its model.
 
-The checks are of half-precision weights that lose updates, adapters on tied weights, checkpoints in 8 bits and fewer,
-sampling from another distribution than the loss takes, rows longer than the model has positions, and fp8 that cannot
-run or saves no time.
+The checks are of half-precision weights that lose updates, adapters on tied weights, names that PEFT takes for experts,
+checkpoints in 8 bits and fewer, sampling from another distribution than the loss takes, rows longer than the model has
+positions, checkpoints that lose gradients of shared keys, and fp8 that cannot run or saves no time.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -14,15 +15,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from liger_trainer.head.lm_head import adapts_tied_weight
 from liger_trainer.kernels.fp8.linear import has_fp8
+from liger_trainer.packed.loading import method_of
 from liger_trainer.patching.fp8 import ADAPTED, ENDS, LEAST_ROWS, find_fp8
+from liger_trainer.recipe.checks import target_modules
 from liger_trainer.recipe.experts import count_experts
-from liger_trainer.recipe.model import is_mxfp4, positions_of
+from liger_trainer.recipe.model import positions_of
 from liger_trainer.recipe.schema import mapping
 from liger_trainer.tools.diagnosis.sample import Case, Trap
 from liger_trainer.tools.planning.inputs import kernels_of, rounded_updates
+from liger_trainer.trainers.checks.shared_keys import loses_shared_gradients
 from liger_trainer.trainers.checks.trl_arguments import truncated_sampling
 
 
@@ -68,13 +73,58 @@ def _saves_one_of_two(case: Case, model: Any) -> bool:
     return sum(isinstance(end, ModulesToSaveWrapper) for end in ends) == 1
 
 
+def taken_for_experts(case: Case) -> list[Trap]:
+    """Linear layers that get no adapter, because PEFT takes their names for those of stacked experts.
+
+    Checkpoints name the linear layers of single experts. Where transformers stacks these, PEFT puts adapters on the
+    stacks instead, and on nothing else of these names: neither shared experts nor the MLPs of dense layers.
+    """
+    asked = case.values["lora_target_modules"]
+    if not asked or not case.values["use_peft"]:
+        return []
+    asked = target_modules(asked[0] if isinstance(asked, list) and len(asked) == 1 else asked)
+    model, _ = case.model_and_dtype
+    (config,) = model.peft_config.values()
+    if not {*(config.target_parameters or ())} - {*(case.values["lora_target_parameters"] or ())}:
+        return []
+    base = model.get_base_model()
+    lost = {
+        path.rpartition(".")[2]
+        for path, module in base.named_modules()
+        if isinstance(module, nn.Linear) and module is not base.get_output_embeddings() and _names(asked, path)
+    }
+    if not lost:
+        return []
+    return [
+        Trap(
+            f"PEFT takes {', '.join(sorted(lost))} of `lora_target_modules` for the stacked experts. Other linear "
+            "layers of these names, as in shared experts and dense layers, get no adapter, while the loss looks "
+            "healthy; the adapters on gate and up have twice `lora_r`",
+            "name the attention's layers alone, and the experts in `lora_target_parameters`, as the recipe "
+            "glm_4_7_flash_fp8_sft_lora does",
+        )
+    ]
+
+
+def _names(asked: Any, path: str) -> bool:
+    """Whether `lora_target_modules` names the module at `path`, which is not one of an adapter's own."""
+    if {"base_layer", "lora_A", "lora_B", "experts"} & {*path.split(".")}:
+        return False
+    if isinstance(asked, str):
+        return asked.lower() == "all-linear" or re.fullmatch(asked, path) is not None
+    return any(f".{path}".endswith(f".{name}") for name in asked)
+
+
 _IN_16_BITS = "`model_name_or_path:` the same model in 16 bits"
 
 
 def low_bit_base(case: Case) -> list[Trap]:
-    """A format that transformers does not know, quantised activations, and adapters on weights that stay codes."""
+    """A format that transformers does not know, quantised activations, and adapters on weights that stay codes.
+
+    None of them is one where the base stays packed, since its products are ours.
+    """
     settings = getattr(case.config, "quantization_config", None)
-    if settings is None:
+    if settings is None or _stays_packed(case):
         return []
     settings = settings if isinstance(settings, Mapping) else settings.to_dict()
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -95,7 +145,7 @@ def low_bit_base(case: Case) -> list[Trap]:
             )
         )
     targets = case.values["use_peft"] and case.values.get("lora_target_parameters")
-    if is_mxfp4(case.config) and not case.is_model:
+    if method_of(case.config) == "mxfp4" and not case.is_model:
         targets = None  # a recipe loads these in 16 bits
     if targets and "dequantize" in _parameters_of(kind):
         found.append(
@@ -107,6 +157,11 @@ def low_bit_base(case: Case) -> list[Trap]:
             )
         )
     return found
+
+
+def _stays_packed(case: Case) -> bool:
+    known = method_of(case.config) is not None and not case.is_model
+    return known and bool(case.values["use_peft"]) and case.values["packed_base"] not in (False, "false")
 
 
 def _parameters_of(kind: Any) -> tuple[str, ...]:
@@ -148,6 +203,18 @@ def beyond(case: Case, most: int) -> str:
         f"{case.config.model_type} has {most} positions: those behind were never trained, and a learnt embedding does "
         "not have them"
     )
+
+
+def reentrant_checkpoints(case: Case) -> list[Trap]:
+    """Checkpoints that run a layer without a graph first, from which later layers have their keys."""
+    given = mapping("gradient_checkpointing_kwargs", case.values["gradient_checkpointing_kwargs"])
+    if not case.values["gradient_checkpointing"] or not loses_shared_gradients(case.config, given):
+        return []
+    what = (
+        f"`use_reentrant: true` in `gradient_checkpointing_kwargs`: layers of {case.config.model_type} have the keys "
+        "of earlier ones, and no gradient goes back through these, while the loss looks healthy"
+    )
+    return [Trap(what, "`gradient_checkpointing_kwargs: {use_reentrant: false}`")]
 
 
 def unshared_prompts(case: Case) -> list[Trap]:

@@ -9,10 +9,11 @@ It is if both compute the same logits, within the rounding of a dtype.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import logging
 import math
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,19 +22,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import PUBLISHED_NAMES
 from liger_trainer.errors import UserError
 from liger_trainer.head.lm_head import trained_rows_of
+from liger_trainer.packed.loading import dequantise, packed_loading
 from liger_trainer.recipe.file import first_line
+from liger_trainer.tools.export.folders import new_folder
+from liger_trainer.tools.export.fp8_blocks import Survival, check_form, packed_weights, quantise_again
 from liger_trainer.tools.export.saved_run import (
     SavedRun,
     add_adapter,
     copy_processor,
     load_model,
+    load_packed_base,
     load_tokenizer,
     read_base_config,
     stop_at_end_of_turn,
 )
-from liger_trainer.trainers.checkpoints.whole import out_of_room
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -43,6 +49,9 @@ if TYPE_CHECKING:
 
 ROWS, TOKENS = 4, 64
 """Random rows: with 256 tokens, each of 128 experts of which a token takes 8 is left out with probability 1e-7."""
+
+SURVIVAL_FILE = "fp8_merge.json"
+"""Beside a model that was quantised again: what that left of the adapters' change, of the model and of each weight."""
 
 _PRODUCTS = 8
 """Of a layer: q, k, v, o, gate, up and down, and the sum; their relative errors add up as random numbers do."""
@@ -112,9 +121,16 @@ class Proof:
     saved: float  # the median distance of the positions, with the model loaded from the folder
     limit: float  # the largest `saved` that rounding to the saved dtype explains
     effect: float  # the median distance of the adapted model from its base
+    survival: Survival | None = None  # what quantising the merged weights again leaves of the adapters' change
 
 
-def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Callable[[str], Any] = print) -> Proof:
+def merge(
+    run: SavedRun,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    say: Callable[[str], Any] = print,
+    to: str | None = None,
+) -> Proof:
     """Writes the model of `run`, with its adapters merged, into `folder`, with tokenizer or processor.
 
     Args:
@@ -123,6 +139,8 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
         dtype: The dtype of the saved weights; by default that of the base model or, if it is quantised, that which it
             was trained with.
         say: Gets a line for each step.
+        to: ``"fp8"`` to quantise the weights that the base has in FP8 blocks again, with numbers of what that leaves of
+            the adapters in `SURVIVAL_FILE`; None for none in fewer than 16 bits.
 
     Raises:
         MergeError: if the merged model does not compute what the adapted one does.
@@ -131,41 +149,15 @@ def merge(run: SavedRun, folder: Path, dtype: torch.dtype | None = None, say: Ca
     if run.adapter is None or run.adapter.is_prompt_learning:
         kind = "a whole model" if run.adapter is None else f"adapters of the kind {_kind(run.adapter)}"
         raise MergeError(f"{str(run.folder)!r} holds {kind}, and nothing that could be added to a model's weights.")
-    unfinished = _unfinished(folder)
-    try:
-        proof = _merge_into(unfinished, run, dtype or _dtype_of(run), say)
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
-    except Exception as error:
-        if not out_of_room(error):
-            raise
-        raise UserError(f"The merged model could not be written: {first_line(error)} Give another folder.") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return proof
+    if to is not None:
+        check_form(to, getattr(read_base_config(run), "quantization_config", None), repr(run.base))
+    with new_folder(folder) as unfinished:
+        return _merge_into(unfinished, run, dtype or _dtype_of(run), say, to)
 
 
-def _unfinished(folder: Path) -> Path:
-    """A new folder beside `folder`, in which the model is written until it is proved."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"`--output_dir` {str(folder)!r} exists and is not an empty folder; give another one.")
-    unfinished = folder.absolute().with_name(f"{folder.absolute().name}.unfinished")
-    try:
-        unfinished.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(
-            f"{str(unfinished)!r} is left of a merge that was interrupted, or that is running; delete it, or give "
-            "another `--output_dir`."
-        ) from None
-    except OSError as error:
-        raise UserError(f"{str(unfinished)!r} cannot be created: {error.strerror}; give an `--output_dir`.") from error
-    return unfinished
-
-
-def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[str], Any]) -> Proof:
+def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[str], Any], to: str | None) -> Proof:
     assert run.adapter is not None
-    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {_name(dtype)}"
+    line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {to or _name(dtype)}"
     if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
         line += "; the base was quantised for training, and is merged as its dequantised weights"
     say(f"{line}.")
@@ -184,16 +176,33 @@ def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[
         effect = distances(expected, logits_of(adapted, rows)).median().item()
     merged: Any = merged_model(adapted)
     in_fp32 = _check_merged(expected, logits_of(merged, rows), merged)
-    _round(merged, dtype)
-    merged.save_pretrained(folder)
+    survival = None if to is None else _save_in_blocks(merged, run, folder, dtype)
+    if survival is None:
+        _round(merged, dtype)
+        merged.save_pretrained(folder)
     if merged.can_generate():
         stop_at_end_of_turn(merged, tokenizer)  # transformers would save changes of valid configurations only
         merged.generation_config.to_json_file(folder / "generation_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     copy_processor(run, folder)
-    saved, limit = _check_saved(expected, merged, folder, rows, dtype, run.trust_remote_code)
-    return Proof(in_fp32, saved, limit, effect)
+    saved, limit = _check_saved(expected, merged, folder, rows, dtype, run.trust_remote_code, to is not None)
+    return Proof(in_fp32, saved, limit, effect, survival)
+
+
+def _save_in_blocks(merged: Any, run: SavedRun, folder: Path, dtype: torch.dtype) -> Survival:
+    """Saves `merged` as its base was published, in FP8 blocks; its weights become what was saved."""
+    packed = load_packed_base(run)
+    published, survival = quantise_again(merged, packed)
+    _round(merged, dtype)
+    names = {name for name, _ in packed_weights(packed)}
+    rest = {name: each for name, each in merged.state_dict().items() if name not in names}
+    published |= require(PUBLISHED_NAMES)[0](merged, rest)
+    merged.config.quantization_config = read_base_config(run).quantization_config
+    merged.save_pretrained(folder, state_dict=published, save_original_format=False)
+    del merged.config.quantization_config
+    (folder / SURVIVAL_FILE).write_text(json.dumps(survival.as_dict(), indent=1), encoding="utf-8")
+    return survival
 
 
 def _dtype_of(run: SavedRun) -> torch.dtype:
@@ -300,16 +309,25 @@ def _round(merged: Any, dtype: torch.dtype) -> None:
 
 
 def _check_saved(
-    expected: torch.Tensor, merged: Any, folder: Path, rows: torch.Tensor, dtype: torch.dtype, trusted: bool
+    expected: torch.Tensor,
+    merged: Any,
+    folder: Path,
+    rows: torch.Tensor,
+    dtype: torch.dtype,
+    trusted: bool,
+    in_blocks: bool,
 ) -> tuple[float, float]:
     """Loads `folder` and compares every weight with that of `merged`, and the logits with those of the adapted model.
 
     The logits are computed in fp32 from the rounded weights, so that only these differ. The median position is
     compared, as rounding may send a token to another expert; the weights are compared one by one.
     """
-    loaded, report = type(merged).from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, trust_remote_code=trusted
-    )
+    with packed_loading() if in_blocks else contextlib.nullcontext():
+        loaded, report = type(merged).from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=trusted
+        )
+    if in_blocks:
+        loaded = dequantise(loaded)
     weights, saved = merged.state_dict(), loaded.state_dict()
     wrong = sorted({*report["missing_keys"], *report["unexpected_keys"], *(weights.keys() ^ saved.keys())})
     wrong = wrong or [name for name in weights if not torch.equal(weights[name].to(saved[name].dtype), saved[name])]
@@ -322,11 +340,12 @@ def _check_saved(
     del weights
     merged.to("meta")  # frees its memory
     found = logits_of(loaded.eval().float(), rows)
-    distance, limit = distances(expected, found).median().item(), tolerance(dtype, _layers(loaded))
+    rounded = torch.float8_e4m3fn if in_blocks else dtype
+    distance, limit = distances(expected, found).median().item(), tolerance(rounded, _layers(loaded))
     if not distance <= limit:
         raise MergeError(
             f"The saved model is not the adapted one: its logits differ by {distance:.1e} of their size, where the "
-            f"rounding of the weights to {_name(dtype)} explains {limit:.1e}. Nothing was kept of it; try another "
-            "`--dtype`."
+            f"rounding of the weights to {_name(rounded)} explains {limit:.1e}. Nothing was kept of it; "
+            + ("merge without `--to`." if in_blocks else "try another `--dtype`.")
         )
     return distance, limit

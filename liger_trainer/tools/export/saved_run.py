@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import DEQUANTISED_MODELS
 from liger_trainer.errors import UserError
+from liger_trainer.packed.loading import PackedError, dequantise, method_of, packed_loading
 from liger_trainer.patching.codes import check_scales
 from liger_trainer.patching.moe.quantized_experts import round_experts
 from liger_trainer.recipe.file import first_line
@@ -116,26 +117,53 @@ def load_model(run: SavedRun, dtype: torch.dtype | str) -> PreTrainedModel:
     A quantised base has the weights that training computed with: quantised in the dtype of the training, and back.
     """
     config = read_base_config(run)
-    cls, options = _class_of(run, config)
+    cls, options = class_of_model(run, config)
     trained_on = run.quantization
     settings = (trained_on and trained_on.config) or getattr(config, "quantization_config", None)
     options["dtype"] = dtype
     if settings is not None or trained_on is not None:
-        options |= {"dtype": "auto" if trained_on is None else trained_on.dtype, "device_map": {"": "cpu"}}
+        options |= _of_training(run)
     try:
-        if settings is not None:
+        model: Any = _decoded(cls, run, options) if method_of(config) is not None else None
+        if model is None and settings is not None:
             options |= _quantisation_options(settings, is_published=trained_on is None)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You passed `quantization_config`")  # its `dequantize` counts
-            model = cls.from_pretrained(run.base, **options, **run.hub_options())
-        if settings is not None:
-            model = _dequantised(model)
+        if model is None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "You passed `quantization_config`")  # its `dequantize` counts
+                model = cls.from_pretrained(run.base, **options, **run.hub_options())
+            if settings is not None:
+                model = _dequantised(model)
         check_scales(model)
         if trained_on is not None and trained_on.experts is not None:
             round_experts(model, **trained_on.experts)
     except Exception as error:  # each architecture and each quantisation has its own errors
         raise UserError(f"{run.given}: {run.base!r} cannot be loaded: {first_line(error)}") from error
     return (model if dtype == "auto" else model.to(dtype)).eval()
+
+
+def load_packed_base(run: SavedRun) -> PreTrainedModel:
+    """The base model as it was published, in host memory: its weights stay packed."""
+    cls, options = class_of_model(run, read_base_config(run))
+    try:
+        with packed_loading():
+            return cls.from_pretrained(run.base, **options, **_of_training(run), **run.hub_options())
+    except Exception as error:  # each architecture and each quantisation has its own errors
+        raise UserError(f"{run.given}: {run.base!r} cannot be loaded packed: {first_line(error)}") from error
+
+
+def _of_training(run: SavedRun) -> dict[str, Any]:
+    """What ``from_pretrained`` is told to load a quantised base as for training, but in host memory."""
+    dtype = "auto" if run.quantization is None else run.quantization.dtype
+    return {"dtype": dtype, "device_map": {"": "cpu"}}
+
+
+def _decoded(cls: Any, run: SavedRun, options: dict[str, Any]) -> PreTrainedModel | None:
+    """A base that was published packed, decoded as trainers decode it; None if they cannot keep it packed."""
+    try:
+        with packed_loading():
+            return dequantise(cls.from_pretrained(run.base, **options, **run.hub_options()))
+    except PackedError:
+        return None
 
 
 def _quantisation_options(settings: Any, is_published: bool) -> dict[str, Any]:
@@ -163,7 +191,7 @@ def _dequantised(model: Any) -> PreTrainedModel:
     return model
 
 
-def _class_of(run: SavedRun, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+def class_of_model(run: SavedRun, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
     """The class of the model that was trained, and what its ``from_pretrained`` needs to know."""
     import transformers
 

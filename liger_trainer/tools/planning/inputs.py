@@ -15,20 +15,25 @@ from liger_trainer.attention.config_names import NAME
 from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
+from liger_trainer.packed.formats import bytes_of_weights
+from liger_trainer.packed.loading import method_of
 from liger_trainer.parallel.sequences import reason_of_sizes
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.head import check_logits_memory
 from liger_trainer.patching.probe import Probe
-from liger_trainer.plan.parameters import count_parameters
+from liger_trainer.patching.shared_layers import METHOD
+from liger_trainer.plan.parameters import count_parameters, decoder_layers
 from liger_trainer.plan.splitting import is_known
 from liger_trainer.plan.work import HeadSettings, Run, Work, named_attention, read_layer_shape
-from liger_trainer.recipe.checks import split_obstacle, target_modules
-from liger_trainer.recipe.experts import can_split_experts, check_expert_count, check_loading_in_4_bits, count_experts
+from liger_trainer.recipe.checks import target_modules
+from liger_trainer.recipe.experts import check_expert_count, check_loading_in_4_bits, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, find_recipe, first_line, read_recipe
 from liger_trainer.recipe.load import check_values
 from liger_trainer.recipe.model import config_of_values, model_class, published_config
 from liger_trainer.recipe.schema import TRAINERS, mapping
 from liger_trainer.recipe.smoke import shrink
+from liger_trainer.tools.planning.layouts import obstacles
+from liger_trainer.trainers.checks.packed_base import keeps_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,6 +54,9 @@ class Inputs:
     shared_experts: int = 0  # experts per layer that GPUs can share; 0 if there are none or they cannot be split
     # Bytes that checkpointed layers may keep, or ``"auto"`` for what the GPU has left.
     activation_memory: int | Literal["auto"] = 0
+    # Why the recipe cannot be started in some of `LAYOUTS`.
+    obstacles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packed: bool = False  # whether the checkpoint stays packed, which FSDP2 alone splits
 
 
 def read_inputs(
@@ -70,7 +78,11 @@ def read_inputs(
         budget = activation_memory_of(SimpleNamespace(**values)) or 0
         model, dtype = build_on_meta(values, config)
         parameters = count_parameters(
-            model, _bits(values), bool(values["use_bnb_nested_quant"]), bool(values["fp8_base"])
+            model,
+            _bits(values),
+            bool(values["use_bnb_nested_quant"]),
+            bool(values["fp8_base"]),
+            _packed(values, config),
         )
         if values["optim"] == LIGER_ADAMW:
             liger_adamw_options(SimpleNamespace(**values))
@@ -84,6 +96,13 @@ def read_inputs(
     notes = _notes(values, config, kernels, prompt_length, split, has_mixers)
     if (rounded := rounded_updates(values, config, dtype, gpus)) is not None:
         notes = (*notes, "{}: {}.".format(*rounded))
+    trains_tokens = values["use_liger_kernel"] and kernels.attention and not TRAINERS[values["trainer"]].scores
+    if trains_tokens and (counted := shared_layers(model)) is not None:
+        notes = (
+            *notes,
+            "The last {} of {} layers share keys, and have {:.0%} of the products of all layers. In training they run "
+            "on the tokens alone whose logits the loss reads; they are planned on all.".format(*counted),
+        )
     base = sum(group.bytes for kind, group in parameters.groups.items() if kind != "adapters")
     run = Run(
         parameters,
@@ -98,8 +117,22 @@ def read_inputs(
         recompute_mlp=bool(values["use_liger_kernel"] and kernels.recompute_mlp),
         sync_each_batch=reduced,
     )
-    splits = can_split_experts(config) and split_obstacle(values) is None  # what recipes refuse is not proposed
-    return Inputs(source, values, run, notes, count_experts(config) if splits else 0, budget)
+    packed = stays_packed(values, config)
+    against = obstacles(values, config, run, packed)  # what recipes refuse is not proposed
+    shared = 0 if "expert parallel" in against else count_experts(config)
+    return Inputs(source, values, run, notes, shared, budget, against, packed)
+
+
+def shared_layers(model: Any) -> tuple[int, int, float] | None:
+    """How many of its last layers `model` may run on labelled tokens alone, of how many, and their share of products.
+
+    None for a model without such layers. A token takes a product with each weight of a matrix.
+    """
+    count = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
+    if not count or not any(hasattr(type(module), METHOD) for module in model.modules()):
+        return None
+    products = [sum(each.numel() for each in layer.parameters() if each.dim() > 1) for layer in decoder_layers(model)]
+    return count, len(products), sum(products[-count:]) / sum(products)
 
 
 def _check_experts(values: Mapping[str, Any], config: PreTrainedConfig, gpus: int, source: Path) -> None:
@@ -191,6 +224,20 @@ def _split_sequences(launch: str | None) -> str:
 
 def _is_mixed(values: Mapping[str, Any]) -> bool:
     return bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
+
+
+def _packed(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[float | None, float | None]:
+    """The bytes of a weight of linear layers and of experts, where the checkpoint stays packed."""
+    if not stays_packed(values, config):
+        return None, None
+    settings = config.quantization_config
+    return bytes_of_weights(settings if isinstance(settings, dict) else settings.to_dict())
+
+
+def stays_packed(values: Mapping[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether a run of the recipe on one GPU, under DDP or FSDP2, keeps the checkpoint packed."""
+    adapted = bool(values["use_peft"]) and _bits(values) is None
+    return method_of(config) is not None and keeps_packed(SimpleNamespace(**values), adapted)
 
 
 def _bits(values: Mapping[str, Any]) -> int | None:

@@ -13,11 +13,15 @@ from rich.table import Table
 from liger_trainer.attention.config_names import NAME
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW
 from liger_trainer.plan.activations import is_masked
+from liger_trainer.plan.cluster import Cluster
 from liger_trainer.plan.estimate import ALLOCATOR_SLACK, Memory, estimate, host_bytes, kept, largest_activation_memory
-from liger_trainer.plan.settings import CONFIGS, Setting, candidates, relative_cost
+from liger_trainer.plan.settings import CONFIGS, Setting, candidates
+from liger_trainer.plan.speed import LARGEST_ERROR, StepTime, step_time
 from liger_trainer.plan.work import Run
+from liger_trainer.recipe.file import accelerate_config
 from liger_trainer.recipe.schema import TRAINERS, mapping
 from liger_trainer.tools.planning.inputs import Inputs, checkpointing_key, kernels_of
+from liger_trainer.tools.planning.layouts import layouts
 
 if TYPE_CHECKING:
     from liger_trainer.plan.parameters import Parameters
@@ -31,12 +35,17 @@ FIRST_BUDGET = 4 * GIB  # of the table of `activation_memory`; each further one 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A setting with its memory; `cost` is its time per token, to compare with other rows."""
+    """A setting with its memory and the time of its step."""
 
     setting: Setting
     memory: Memory
     fits: bool
-    cost: float
+    time: StepTime
+
+    @property
+    def cost(self) -> float:
+        """Seconds a token, to compare with other rows."""
+        return self.time.token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +56,7 @@ class Plan:
     rows: tuple[Row, ...]
     best: Row | None  # the fastest row that fits; None if none does
     written: Row  # the recipe as written, split as it says; as DDP if it does not say, or in a way that is not planned
+    cluster: Cluster  # its GPUs
     room: float  # bytes of a GPU that a plan may use
 
 
@@ -55,20 +65,26 @@ def room_of(gpu_memory: float, run: Run) -> float:
     return gpu_memory * (1 - ALLOCATOR_SLACK - run.work.reserved_fraction)
 
 
-def make_plan(inputs: Inputs, gpus: int, gpu_memory: float) -> Plan:
+def make_plan(inputs: Inputs, cluster: Cluster, gpu_memory: float) -> Plan:
     """Estimates every setting and chooses the fastest that fits into `gpu_memory`, the bytes of each GPU."""
     room = room_of(gpu_memory, inputs.run)
     groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in _rows(inputs, gpus, room):
+    for row in _rows(inputs, cluster, room):
         one = row.setting
-        groups.setdefault((one.strategy, one.checkpointing, one.tiled_mlp, one.offloading), []).append(row)
+        groups.setdefault((_layout(one), one.checkpointing, one.tiled_mlp, one.offloading), []).append(row)
     rows = tuple(  # those that do not fit, by their memory alone
         min(group, key=lambda row: (not row.fits, row.cost if row.fits else row.memory.total))
         for group in groups.values()
     )
     fitting = [row for row in rows if row.fits]
     best = min(fitting, key=lambda row: row.cost, default=None)
-    return Plan(rows, best, _row(inputs, written_setting(inputs, gpus), room), room)
+    written = _row(inputs, written_setting(inputs, cluster.gpus), cluster, room)
+    return Plan(rows, best, written, cluster, room)
+
+
+def _layout(setting: Setting) -> tuple[object, ...]:
+    """How a setting splits the model, without the size of a group that shares experts."""
+    return setting.strategy, setting.replicas, setting.sequence_parts, setting.tensor_parallel_size
 
 
 def written_setting(inputs: Inputs, gpus: int) -> Setting:
@@ -90,51 +106,47 @@ def written_setting(inputs: Inputs, gpus: int) -> Setting:
     )
 
 
-def least(inputs: Inputs, gpus: int) -> Row:
-    """The setting with the least memory on `gpus` GPUs, without `activation_memory`."""
+def least(inputs: Inputs, cluster: Cluster) -> Row:
+    """The setting with the least memory, without `activation_memory`."""
     inputs = dataclasses.replace(inputs, activation_memory=0)
-    return min(_rows(inputs, gpus, 0.0), key=lambda row: row.memory.total)
+    return min(_rows(inputs, cluster, 0.0), key=lambda row: row.memory.total)
 
 
-def gpus_that_fit(inputs: Inputs, gpus: int, gpu_memory: float) -> int | None:
-    """The first of 2, 4, 8 ... times `gpus` on which a setting fits; None if `MOST_GPUS` are too few."""
+def gpus_that_fit(inputs: Inputs, cluster: Cluster, gpu_memory: float) -> int | None:
+    """The first of 2, 4, 8 ... times the GPUs on which a setting fits; None if `MOST_GPUS` are too few."""
     room = room_of(gpu_memory, inputs.run)
-    while (gpus := 2 * gpus) <= MOST_GPUS:
-        if any(row.fits for row in _rows(inputs, gpus, room)):
-            return gpus
+    while 2 * cluster.gpus <= MOST_GPUS:
+        hosts = cluster.hosts * (2 if cluster.hosts > 1 else 1)
+        cluster = dataclasses.replace(cluster, gpus=2 * cluster.gpus, hosts=hosts)
+        if any(row.fits for row in _rows(inputs, cluster, room)):
+            return cluster.gpus
     return None
 
 
-def _rows(inputs: Inputs, gpus: int, room: float) -> Iterable[Row]:
+def _rows(inputs: Inputs, cluster: Cluster, room: float) -> Iterable[Row]:
     values, shape = inputs.values, inputs.run.shape
-    quantised_experts = bool(values["load_in_4bit"] and inputs.run.parameters.groups["experts"].elements)
     settings = candidates(
-        gpus,
+        layouts(inputs.run, values, inputs.obstacles, inputs.shared_experts, inputs.packed, cluster),
         values["per_device_train_batch_size"],
         values["gradient_accumulation_steps"],
-        quantised=bool(values["load_in_4bit"] or values["load_in_8bit"] or values["fp8_base"]),
         tiles=bool(shape.intermediate) and not shape.experts_per_token,
         fixed_batch=TRAINERS[inputs.values["trainer"]].batch_is_fixed,
-        experts=inputs.shared_experts,
-        zero2=not (quantised_experts or values["fp8_base"]) and inputs.run.optim != LIGER_ADAMW,
     )
-    return (_row(inputs, setting, room) for setting in settings)
+    return (_row(inputs, setting, cluster, room) for setting in settings)
 
 
-def _row(inputs: Inputs, setting: Setting, room: float) -> Row:
+def _row(inputs: Inputs, setting: Setting, cluster: Cluster, room: float) -> Row:
     """The row of a setting, with the recipe's `activation_memory` if it is checkpointed."""
     if setting.checkpointing and inputs.activation_memory:
         budget = inputs.activation_memory
         size = largest_activation_memory(inputs.run, setting, room) if budget == "auto" else budget
         setting = dataclasses.replace(setting, activation_memory=size)
-    return _row_of(inputs.run, setting, room)
+    return _row_of(inputs.run, setting, cluster, room)
 
 
-def _row_of(run: Run, setting: Setting, room: float) -> Row:
+def _row_of(run: Run, setting: Setting, cluster: Cluster, room: float) -> Row:
     memory = estimate(run, setting)
-    tokens = run.work.rows * run.work.length * setting.batch
-    cost = relative_cost(setting, tokens, run.parameters, run.shape, kept(run, setting).saved)
-    return Row(setting, memory, memory.total <= room, cost)
+    return Row(setting, memory, memory.total <= room, step_time(run, setting, cluster))
 
 
 def activation_memory_rows(run: Run, plan: Plan) -> list[Row]:
@@ -144,8 +156,12 @@ def activation_memory_rows(run: Run, plan: Plan) -> list[Row]:
     rows if no such setting fits, or nothing can be kept.
     """
     others = sorted(plan.rows, key=lambda row: row.cost)
-    settings = [row.setting for row in (plan.written, *others) if row.setting.checkpointing]
-    bare = [_row_of(run, dataclasses.replace(setting, activation_memory=0), plan.room) for setting in settings]
+    settings = [
+        row.setting for row in (plan.written, *others) if row.setting.checkpointing and row.setting.sharing == 1
+    ]
+    bare = [
+        _row_of(run, dataclasses.replace(setting, activation_memory=0), plan.cluster, plan.room) for setting in settings
+    ]
     first = next((row for row in bare if row.fits), None)
     largest = largest_activation_memory(run, first.setting, plan.room) if first else 0
     if first is None or not largest:
@@ -153,12 +169,20 @@ def activation_memory_rows(run: Run, plan: Plan) -> list[Row]:
     doubled = (FIRST_BUDGET << power for power in itertools.count())
     sizes = [*itertools.takewhile(lambda size: size < largest, doubled), largest]
     return [first] + [
-        _row_of(run, dataclasses.replace(first.setting, activation_memory=size), plan.room) for size in sizes
+        _row_of(run, dataclasses.replace(first.setting, activation_memory=size), plan.cluster, plan.room)
+        for size in sizes
     ]
 
 
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations", "logits", "generation")
-_NAMES = {"single": "one GPU", "ddp": "DDP", "zero2": "ZeRO-2", "fsdp2": "FSDP2", "expert_parallel": "EP of {}"}
+_NAMES = {
+    "single": "one GPU",
+    "ddp": "DDP",
+    "zero2": "ZeRO-2",
+    "fsdp2": "FSDP2",
+    "expert_parallel": "EP of {}",
+    "tensor_parallel": "TP of {}",
+}
 
 
 def parameters_line(parameters: Parameters) -> str:
@@ -189,8 +213,12 @@ def _count(elements: int) -> str:
 
 
 def memory_table(plan: Plan, title: str, parts: bool = True) -> Table:
-    """A table with a row per setting: GiB per GPU at the peak, with `parts` those of the memory that are not all 0."""
-    rows = [(_as_written(plan), plan.written), *((way(row.setting), row) for row in plan.rows)]
+    """A table with a row per setting: GiB per GPU at the peak, with `parts` those of the memory that are not all 0.
+
+    GPUs that share sequences or matrices, and copies of a split model, are only in `layout_table`, but for the best.
+    """
+    usual = [row for row in plan.rows if row is plan.best or row.setting.sharing * row.setting.replicas == 1]
+    rows = [(_as_written(plan), plan.written), *((way(row.setting), row) for row in usual)]
     shown = [part for part in _PARTS if parts and any(getattr(row.memory, part) for _, row in rows)]
     table = Table(title=title, title_justify="left")
     table.add_column("setting", overflow="fold")
@@ -204,6 +232,69 @@ def memory_table(plan: Plan, title: str, parts: bool = True) -> Table:
         batch = f"{row.setting.batch} × {row.setting.accumulation}"
         table.add_row(name, batch, *sizes, f"{row.memory.total / GIB:.1f}", row.memory.moment, verdict)
     return table
+
+
+def layout_table(plan: Plan, title: str) -> Table:
+    """A table with the fastest row that fits of each kind of layout, or the smallest: what it sends, and its speed."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("layout", overflow="fold")
+    for heading in ("batch", "GiB", "GB in hosts", "between", "hidden", "tokens/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("", overflow="fold")
+    for row in fastest_layouts(plan):
+        sent, setting = row.time.sent, row.setting
+        sizes = [f"{row.memory.total / GIB:.1f}", f"{sent.within / 1e9:.1f}", f"{sent.between / 1e9:.1f}"]
+        speed = [f"{row.time.hidden:.0%}", f"{1 / row.time.token:,.0f}"]
+        batch = f"{setting.batch} × {setting.accumulation}"
+        table.add_row(way(setting), batch, *sizes, *speed, verdict(plan, row))
+    return table
+
+
+def fastest_layouts(plan: Plan) -> list[Row]:
+    """Of each kind of layout the fastest row that fits, or the smallest; those that fit first, the fastest first."""
+    kinds: dict[tuple[object, ...], list[Row]] = {}
+    for row in plan.rows:
+        one = row.setting
+        kinds.setdefault((one.strategy, one.replicas > 1, one.sequence_parts > 1), []).append(row)
+    found = [min(rows, key=lambda row: _order(row, row.memory.total)) for rows in kinds.values()]
+    return sorted(found, key=lambda row: _order(row, row.cost))
+
+
+def _order(row: Row, otherwise: float) -> tuple[bool, float]:
+    return (not row.fits, row.cost if row.fits else otherwise)
+
+
+def verdict(plan: Plan, row: Row) -> str:
+    """Why a row is the best, or was left out."""
+    if row is plan.best:
+        return "best"
+    if not row.fits or plan.best is None:
+        return f"too big by {(row.memory.total - plan.room) / GIB:.1f} GiB"
+    slower = f"{1 - plan.best.cost / row.cost:.1%} slower"
+    waiting = row.time.waiting / (row.time.computing + row.time.waiting)
+    return f"{slower}, waits {waiting:.0%}" if waiting >= 0.01 else slower
+
+
+def speed_of(plan: Plan, best: Row, card: str, measured: bool) -> str:
+    """The speed of the best row in words, with the error of the model as it was measured."""
+    time = best.time
+    text = f"About {1 / time.token:,.0f} tokens/s a GPU at the rates of {card}. "
+    if time.sent.seconds:
+        text += (
+            f"A step of {time.computing + time.waiting:.2f} s sends {time.sent.within / 1e9:.1f} GB a GPU in its host"
+        )
+        text += f" and {time.sent.between / 1e9:.1f} GB between hosts; of the {time.sent.seconds:.2f} s of these "
+        text += f"messages {time.hidden:.0%} are hidden. "
+    text += f"The largest error was {LARGEST_ERROR:.0%}, on one to four H100 and H200 with Llama-3 8B"
+    unknown = ["between hosts"] if plan.cluster.hosts > 1 else []
+    unknown += [] if measured else [f"on {card}"]
+    return text + (f"; {' and '.join(unknown)} nothing was measured." if unknown else ".")
+
+
+def not_proposed(inputs: Inputs) -> str:
+    """The layouts that the recipe cannot be started with, and why; empty if there are none."""
+    reasons = "; ".join(f"{layout} ({reason})" for layout, reason in inputs.obstacles.items())
+    return f"Not proposed: {reasons}." if reasons else ""
 
 
 def activation_memory_table(run: Run, rows: Sequence[Row]) -> Table:
@@ -241,7 +332,7 @@ def _as_written(plan: Plan) -> str:
 
 
 def way(setting: Setting) -> str:
-    """A setting in words."""
+    """A setting in words; HSDP with the number of copies, and of the GPUs of each."""
     options = ["checkpointing"] if setting.checkpointing else ["no checkpointing"]
     options += ["tiled_mlp"] if setting.tiled_mlp else []
     options += ["offloading"] if setting.offloading else []
@@ -249,7 +340,10 @@ def way(setting: Setting) -> str:
 
 
 def _split(setting: Setting) -> str:
-    return _NAMES[setting.strategy].format(setting.expert_parallel_size)
+    if setting.replicas > 1:
+        return f"HSDP of {setting.replicas} × {setting.shards}"
+    name = _NAMES[setting.strategy].format(max(setting.expert_parallel_size, setting.tensor_parallel_size))
+    return f"{name}, CP of {setting.sequence_parts}" if setting.sequence_parts > 1 else name
 
 
 def recommendation(inputs: Inputs, plan: Plan, best: Row) -> str:
@@ -261,9 +355,9 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row) -> str:
         f"communication the fastest of the {fitting} ways that fit (of {len(plan.rows)}), with {free:.1f} GiB to spare "
         f"besides the {ALLOCATOR_SLACK:.0%} of the GPU that are left free for the allocator."
     )
-    host = host_bytes(inputs.run, setting) / GIB
+    host = host_bytes(inputs.run, setting, plan.cluster.hosts) / GIB
     if host:
-        text += f" Offloading takes {host:.1f} GiB of pinned memory on this machine."
+        text += f" Offloading takes {host:.1f} GiB of pinned memory on each machine."
     if setting.expert_parallel_size > 1:
         text += _about_expert_parallel(inputs)
     if setting.strategy == "zero2":
@@ -279,10 +373,14 @@ def _about_expert_parallel(inputs: Inputs) -> str:
     return text
 
 
-def command(inputs: Inputs, setting: Setting, recipe: str, options: Sequence[str] = ()) -> list[str]:
-    """The command line that trains `recipe` with `options` in this setting; other keys appear only if they change."""
-    line = ["liger-trainer", "train", recipe, "--accelerate_config", CONFIGS[setting.strategy]]
-    if setting.gpus > 1:
+def command(inputs: Inputs, setting: Setting, recipe: str, options: Sequence[str] = (), hosts: int = 1) -> list[str]:
+    """The command line that trains `recipe` with `options` in this setting; other keys appear only if they change.
+
+    On several hosts it runs on each; `MACHINE_RANK` and `MAIN_HOST` are left to the shell.
+    """
+    line = _launcher(setting, hosts)
+    line += [recipe] if line[0] == "accelerate" else [recipe, "--accelerate_config", CONFIGS[setting.strategy]]
+    if setting.gpus > 1 and line[0] != "accelerate":
         line += ["--num_processes", str(setting.gpus)]
     changed = changed_keys(inputs, setting)
     line += _without(options, {*changed, "accelerate_config", "num_processes"})
@@ -290,6 +388,39 @@ def command(inputs: Inputs, setting: Setting, recipe: str, options: Sequence[str
         text = json.dumps(value) if isinstance(value, (bool, dict)) else str(value)
         line += [f"--{key}", text]
     return line
+
+
+def _launcher(setting: Setting, hosts: int) -> list[str]:
+    """What starts the processes: our command, or accelerate's for what ours has no option for."""
+    sizes = {"dp_replicate": setting.replicas, "dp_shard": setting.shards, "cp": setting.sequence_parts}
+    sizes["dp_shard"] //= setting.sequence_parts
+    meshed = setting.replicas * setting.sequence_parts > 1
+    if hosts == 1 and not meshed:
+        return ["liger-trainer", "train"]
+    file = str(accelerate_config(CONFIGS[setting.strategy]))
+    line = ["accelerate", "launch", "--config_file", file, "--num_processes", str(setting.gpus)]
+    if hosts > 1:
+        line += ["--num_machines", str(hosts), "--machine_rank", "$MACHINE_RANK"]
+        line += ["--main_process_ip", "$MAIN_HOST", "--main_process_port", "29500"]
+    if meshed:
+        line += ["--use_parallelism_config", "--use_fsdp", "--fsdp_version", "2"]
+        for name, size in sizes.items():
+            line += [f"--parallelism_config_{name}_size", str(size)]
+    return [*line, "-m", "liger_trainer", "train"]
+
+
+def how_to_load(inputs: Inputs, setting: Setting) -> str:
+    """The Python that splits matrices, for which recipes have no key; empty for other settings."""
+    size = setting.tensor_parallel_size
+    if size == 1:
+        return ""
+    split = f"DistributedConfig(tp_size={size}, fsdp_size={setting.shards // size})"
+    keys = ", ".join(f"{key}={value!r}" for key, value in changed_keys(inputs, setting).items())
+    arguments = f", and the arguments {keys}" if keys else ""
+    return (
+        f"Recipes have no key for it: in a script under torchrun, `from_pretrained(..., distributed_config={split})`"
+        f"{arguments} (docs/distributed.md)."
+    )
 
 
 def _without(options: Sequence[str], keys: set[str]) -> list[str]:

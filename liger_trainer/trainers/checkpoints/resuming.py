@@ -7,19 +7,22 @@ import json
 import logging
 import os
 import re
+import socket
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from liger_trainer.compat.accelerate import WRAPPED_OPTIMIZER
@@ -48,6 +51,30 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be resumed from; the text is the whole message."""
 
 
+def common_checkpoint(folder: Path) -> Path | None:
+    """The last complete checkpoint in `folder` that all hosts have, each maybe on a disk of its own; None if none.
+
+    All processes call this.
+
+    Raises:
+        CheckpointError: if some hosts have checkpoints, and no checkpoint is on all of them.
+    """
+    mine = {step_of(path): path for path in complete_checkpoints(folder)}
+    of_all = gather_object([(socket.gethostname(), [*mine])])
+    common = set(mine).intersection(*(steps for _, steps in of_all))
+    last, has = max((max(steps, default=-1), host) for host, steps in of_all)
+    lacks = next((host for host, steps in of_all if last not in steps), None)
+    if not common and last >= 0:
+        raise CheckpointError(
+            f"{has} has the complete checkpoint-{last} in {str(folder)!r}, and {lacks} does not: copy it to the hosts "
+            "that lack it (without overwriting their files), or resume in a folder that all hosts share. Hosts with "
+            "folders of their own save whole checkpoints with `save_on_each_node: true` under DDP and ZeRO."
+        )
+    if lacks is not None and PartialState().is_main_process:
+        logger.warning("%s is not complete on %s; it is not used.", folder / f"{PREFIX_CHECKPOINT_DIR}-{last}", lacks)
+    return mine[max(common)] if common else None
+
+
 class ResumingMixin(RunStateMixin):
     """Comes before a Trainer: checks a checkpoint before the Trainer resumes from it."""
 
@@ -69,14 +96,14 @@ class ResumingMixin(RunStateMixin):
         saves = self.args.save_strategy != SaveStrategy.NO
         with owned(Path(self._get_output_dir(trial))) if saves else contextlib.nullcontext():
             if resume_from_checkpoint is True:
-                found = complete_checkpoints(Path(str(self.args.output_dir)))
-                if not found:
+                found = common_checkpoint(Path(str(self.args.output_dir)))
+                if found is None:
                     folder = f"`output_dir` {str(self.args.output_dir)!r}"
                     raise ValueError(
                         f"`resume_from_checkpoint` is True, but {folder} holds no complete checkpoint; leave it out to "
                         "start at the beginning."
                     )
-                resume_from_checkpoint = str(found[-1])
+                resume_from_checkpoint = str(found)
             if isinstance(resume_from_checkpoint, str | os.PathLike):
                 resume_from_checkpoint = os.fspath(resume_from_checkpoint)
                 checkpoint = Path(resume_from_checkpoint)

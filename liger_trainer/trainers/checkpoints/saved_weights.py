@@ -5,13 +5,15 @@ being an adapter's, is left out of the file without a word. So before training t
 compared with those that are trained, and after each save the names in the file with those. Nothing is read but names.
 
 Models that several processes hold in parts (FSDP, DeepSpeed, tensor parallelism) are gathered by the library that split
-them, under names of its own, and are not checked.
+them, under names of its own, and are not checked. Where checkpoints of FSDP are in parts (`SHARDED_STATE_DICT`), the
+Trainer saves no model at all; here it is gathered too.
 
 An adapter's own files leave out how the base was quantised that it was trained on; a file beside them says it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -20,10 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from transformers import Trainer
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -61,14 +65,27 @@ class SavedWeightsMixin(Trainer):
             _warn_of_fresh_weights(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model; see [`~transformers.Trainer.save_model`].
+        """Saves the model, whole outside of checkpoints; see [`~transformers.Trainer.save_model`].
 
         Raises:
             SavedWeightsError: if the files lack a weight that was trained.
         """
-        super().save_model(output_dir, _internal_call)
+        on_other_host = self.args.should_save and self.args.process_index > 0 and self._holds_whole_model
+        with contextlib.ExitStack() as around:
+            if on_other_host:
+                around.enter_context(_written_here(self.accelerator.unwrap_model(self.model)))
+            if self.is_fsdp_enabled and not _internal_call:
+                around.enter_context(_gathered(self.accelerator.state.fsdp_plugin))
+            super().save_model(output_dir, _internal_call)
+        folder = Path(output_dir or str(self.args.output_dir))
+        if on_other_host and not isinstance(self.model, PeftModel) and not any(_files_of_model(folder)):
+            raise SavedWeightsError(
+                f"`save_on_each_node` is true, but transformers {transformers.__version__} has written no weights to "
+                f"{str(folder)!r} on this host, only on the first. Set `save_on_each_node: false`, and give an "
+                "`output_dir` that all hosts share."
+            )
         if self.args.should_save and self._holds_whole_model:
-            _check_files(self.model, Path(output_dir or str(self.args.output_dir)))
+            _check_files(self.model, folder)
 
     def _load_best_model(self) -> None:
         """As the Trainer's, which looks for adapters in the checkpoint's folder alone, where PEFT writes 'default'."""
@@ -81,6 +98,29 @@ class SavedWeightsMixin(Trainer):
         logger.info("Loading the best adapters from %s (score: %s).", folder, self.state.best_metric)
         for name in model.active_adapters:
             model.load_adapter(str(_folder_of(name, folder)), name)
+
+
+@contextlib.contextmanager
+def _written_here(model: Any) -> Iterator[None]:
+    """Around a save by the first process of another host (`save_on_each_node`); transformers lets only rank 0 write."""
+    if not hasattr(model, "should_save_on_this_rank"):
+        yield
+        return
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
+
+
+@contextlib.contextmanager
+def _gathered(plugin: Any) -> Iterator[None]:
+    """Around a save under FSDP: of the whole model, whatever way checkpoints are written in."""
+    of_checkpoints, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = of_checkpoints
 
 
 def _folder_of(adapter: str, folder: Path) -> Path:
@@ -253,8 +293,11 @@ class BaseQuantization:
 
 
 def write_base_quantization(model: nn.Module, folder: Path) -> None:
-    """Writes `FILE` into a folder with the adapters of `model`, if its base is quantised."""
-    if not isinstance(model, PeftModel):
+    """Writes `FILE` into a folder with the adapters of `model`, if its base is quantised.
+
+    The Trainer makes no folder of adapters in a checkpoint that FSDP saves in shards.
+    """
+    if not isinstance(model, PeftModel) or not folder.is_dir():
         return
     base: Any = model.get_base_model()
     config = getattr(base.config, "quantization_config", None)

@@ -213,6 +213,7 @@ class WholeCheckpointsMixin(Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
+            _date_last(final)
             rotate_checkpoints(
                 output_dir=str(run_dir),
                 save_total_limit=self.args.save_total_limit,
@@ -246,6 +247,17 @@ def put_in_place(staged: Path, final: Path) -> None:
         final.rename(staged.with_name(staged.name + _REPLACED))
     whole.rename(final)
     shutil.rmtree(staged.parent, ignore_errors=True)
+
+
+def _date_last(checkpoint: Path) -> None:
+    """Makes a checkpoint the newest of its folder by its date, by which old ones are deleted.
+
+    Otherwise it would be deleted itself where the others were written by a host, or on a disk, whose clock is ahead.
+    """
+    others = [path.stat().st_mtime for path in checkpoint.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    if checkpoint.stat().st_mtime < max(others):
+        date = max(others) + 2.0  # dates within a second of each other are not believed
+        os.utime(checkpoint, (date, date))
 
 
 def finish_interrupted(folder: Path) -> None:

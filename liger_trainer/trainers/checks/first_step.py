@@ -121,8 +121,8 @@ def _copy(value: Any) -> Any:
 
 
 CURE = (
-    "Load the base dequantised (`dequantize=True` in the class of its `quantization_config`), or another checkpoint of "
-    "it."
+    "Keep the base packed (`packed_base=True` with the checkpoint's name, or `load_packed`), load it dequantised "
+    "(`dequantize=True` in the class of its `quantization_config`), or load another checkpoint of it."
 )
 _UNKNOWN = (
     " Where nothing below it trains, it may stay, which only checkpoints with "

@@ -1,4 +1,4 @@
-"""What a trainer refuses when it is built, or warns of: of its launch, of adapters with FSDP, and of a tied head.
+"""What a trainer refuses when it is built, or warns of: its launch, its checkpoints, adapters with FSDP, a tied head.
 
 Since 0.21, PEFT finds adapters by the names of their layers, from which it removes FSDP's prefix only at the beginning.
 Inside FSDP1's nested units the names do not match the state dict's, so checkpoints and `save_model` silently lack those
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import Any
 
 import torch
@@ -60,6 +61,43 @@ def check_launch(trainer: Any, takes_parts_of_sequences: bool) -> None:
             "`model` was split by `from_pretrained` (`distributed_config`), and the launch would split it again with "
             f"{again}. Launch it with `torchrun`, or `accelerate launch` with `--accelerate_config ddp`; "
             "`DistributedConfig(fsdp_size=...)` is FSDP2."
+        )
+
+
+def check_saves_on_each_host(trainer: Any) -> None:
+    """Refuses checkpoints on a disk of each host, where the hosts hold one model together; none could be resumed."""
+    args = trainer.args
+    split = trainer.is_fsdp_enabled or trainer.is_distributed_loading_by_transformers
+    alone = args.world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    if split and not alone and args.save_on_each_node and args.save_strategy != "no":
+        raise ValueError(
+            "`save_on_each_node` is true, but the hosts hold the model together, and no host would save all of it. Set "
+            "`save_on_each_node: false` and an `output_dir` that all hosts share, or train with DDP."
+        )
+
+
+def check_masks_of_ulysses(trainer: Any) -> None:
+    """Refuses what DeepSpeed's Ulysses would train without its masks, after the kernels are applied.
+
+    Raises:
+        ValueError: for windows and documents where attention is SDPA, which finds neither.
+    """
+    size = trainer.get_sp_size()
+    if size == 1 or trainer._exchanges_heads:
+        return
+    handler = getattr(trainer.accelerator.parallelism_config, "sp_handler", None)
+    if getattr(handler, "sp_attn_implementation", None) != "sdpa":
+        return
+    config = trainer.model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["sliding" if getattr(config, "sliding_window", None) else "full"]
+    lost = [kind for kind in kinds if "sliding" in kind or "chunked" in kind]
+    packs = getattr(trainer.args, "packing_strategy", None) != "wrapped"  # whose documents see each other
+    lost += [f"`{name}`" for name in ("packing", "padding_free") if packs and getattr(trainer.args, name, None)]
+    if lost:
+        raise ValueError(
+            f"`sp_size` is {size} with `sp_attn_implementation='sdpa'`, which gets no masks from DeepSpeed: with "
+            f"{lost[0]}, tokens would see all before them. Set `sp_attn_implementation` to a flash attention, or "
+            "`sp_size=1`."
         )
 
 

@@ -229,7 +229,8 @@ def _check_model(given: str, model: Any) -> None:
         )
 
 
-def _check_launch(given: str, trainer: Any, model: Any) -> None:
+def splits_weights(trainer: Any, model: Any) -> str | None:
+    """What of the launch splits the weights of `model`; None if each process has them whole."""
     split = trainer.get_tp_size() > 1 or (getattr(without_adapters(model), "tp_size", None) or 1) > 1
     ways = {
         "FSDP": trainer.is_fsdp_enabled,
@@ -237,7 +238,11 @@ def _check_launch(given: str, trainer: Any, model: Any) -> None:
         "`distributed_config`": trainer.is_distributed_loading_by_transformers,
         "tensor parallelism": split,
     }
-    way = next((way for way, used in ways.items() if used), None)
+    return next((way for way, used in ways.items() if used), None)
+
+
+def _check_launch(given: str, trainer: Any, model: Any) -> None:
+    way = splits_weights(trainer, model)
     if way is not None:
         raise ValueError(
             f"{given} {way} splits the model, which weights in fp8 do not support. Launch it on one GPU, or with "

@@ -111,15 +111,53 @@ def test_values_of_fewer_dimensions(device):
     check(operands(device, torch.float32, value_dim=8), None, plan_of("documents", device))
 
 
+@pytest.mark.parametrize(("head_dim", "key_heads", "grouped"), [(256, 2, True), (264, 4, False)])
+def test_torch_gets_no_groups_of_wide_heads(head_dim, key_heads, grouped, device, monkeypatch):
+    """Not all of its operators take them."""
+    calls, native = [], module.F.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        calls.append((k.shape[1], v.shape[1], options["enable_gqa"]))
+        return native(q, k, v, **options)
+
+    monkeypatch.setattr(module.F, "scaled_dot_product_attention", spy)
+    tensors, plan = operands(device, torch.float32, (4, 2), head_dim), plan_of("rows", device)
+    check(tensors, None, plan)
+    assert calls == [(key_heads, key_heads, grouped)]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("head_dim", "ours"), [(256, False), (264, True), (512, True), (520, False)])
+def test_whole_rows_of_wide_heads(head_dim, ours, device, monkeypatch):
+    """In half precision; torch has no fast kernel for them."""
+    launched, native = [], module.attention_launch.forward
+    monkeypatch.setattr(module.attention_launch, "forward", lambda *x: launched.append(x) or native(*x))
+    tensors = operands(device, torch.bfloat16, (2, 1), head_dim, length=9)
+    if ours:
+        check(tensors, None, AttentionPlan(0, None, 9))
+    else:
+        attention(*tensors, plan=AttentionPlan(0, None, 9))
+    assert bool(launched) == ours
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_wide_heads(extra, dtype, device):
+    tensors, options = operands(device, dtype, head_dim=320), dict(EXTRAS[extra])
+    sinks = seeded_randn(2, seed=5, dtype=dtype, device=device) if options.pop("sinks", False) else None
+    check(tensors, sinks, plan_of("documents and a window", device), **options)
+
+
 def check_operator(tensors, sinks, plan, softcap, heads_first=False):
     """opcheck, of operands that lie in memory as (batch, seq, heads, head_dim) or as (batch, heads, seq, head_dim)."""
     if heads_first:
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     leaves = [x.requires_grad_() for x in tensors]
     b = seeded_randn(2, seed=5, device=leaves[0].device, dtype=leaves[0].dtype).requires_grad_() if sinks else None
-    copies, offsets, longest = plan.keys or ((None, None, None), None, plan.longest)
-    spans = module.Spans(plan.offsets, plan.longest, plan.window, 0.25, softcap, offsets, longest)
-    torch.library.opcheck(module._attention.custom, (*leaves, b, *copies, *spans))
+    copies, offsets, longest = (None, None, plan.longest) if plan.keys is None else plan.keys[:3]
+    spans = module.Spans(plan.offsets, plan.longest, plan.window, 0.25, softcap, offsets, longest, plan.bits)
+    torch.library.opcheck(module._attention.custom, (*leaves, b, *(copies or (None, None, None)), *spans))
 
 
 @pytest.mark.kernel
@@ -142,9 +180,11 @@ def test_flash_is_for_recent_nvidia_gpus(hip, capability, runs, monkeypatch):
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, 2, 64))
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert module._flash_runs(q, None, 0.0) == module._flash_runs(q, torch.empty(65536), 0.0) == runs
-    assert not module._flash_runs(q, None, 30.0)
-    assert not module._flash_runs(q, torch.empty(65537), 0.0)
+    spans = module.Spans(None, 4, 0, 1.0, 0.0)
+    assert module._flash_runs(q, spans) == module._flash_runs(q, spans._replace(offsets=torch.empty(65536))) == runs
+    assert not module._flash_runs(q, spans._replace(softcap=30.0))
+    assert not module._flash_runs(q, spans._replace(offsets=torch.empty(65537)))
+    assert not module._flash_runs(q, spans._replace(bits=torch.empty(1, 4)))
 
 
 @pytest.mark.kernel
@@ -158,7 +198,8 @@ def test_a_second_derivative_is_refused(device):
 @pytest.mark.kernel
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_traced_in_one_graph(extra, device):
-    tensors, plan = operands(device, torch.float32), plan_of("documents and a window", device)
+    head_dim = 320 if extra == "both" else 16
+    tensors, plan = operands(device, torch.float32, head_dim=head_dim), plan_of("documents and a window", device)
     options = dict(EXTRAS[extra])
     sinks = seeded_randn(2, seed=5, device=device) if options.pop("sinks", False) else None
     torch.compiler.reset()

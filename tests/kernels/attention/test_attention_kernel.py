@@ -125,6 +125,10 @@ CASES = {
     "128": Case((33,), head_dim=128, softcap=2.0),
     "192": Case((17,), head_dim=192, window=3),
     "256": Case((17,), head_dim=256, softcap=2.0),
+    "320": Case((20, 13), heads=(2, 1), head_dim=320, window=9),
+    "512": Case((33, 1, 0, 14), heads=(2, 1), head_dim=512),
+    "512, capped": Case((35,), head_dim=512, window=17, softcap=2.0),
+    "512, eight to one": Case((18,), heads=(8, 1), head_dim=512),
 }
 
 
@@ -134,7 +138,8 @@ def test_fp32(case, device):
     assert_accurate(case, torch.float32, device)
 
 
-HALF = ("window 21", "documents", "capped, with a window", "three to one", "80", "256")
+WIDE = ("320", "512", "512, capped", "512, eight to one")
+HALF = ("window 21", "documents", "capped, with a window", "three to one", "80", "256", *WIDE)
 
 
 @pytest.mark.kernel
@@ -155,6 +160,33 @@ def test_any_tile(case, tile, device, monkeypatch):
     """The bounds of the parts with and without a mask follow from both sides of a tile."""
     monkeypatch.setattr(attention_launch, "tile_for", lambda *kernel: Tile(*tile, 4, 1))
     assert_accurate(case, torch.float32, device)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("columns", [64, 256, 512])
+@pytest.mark.parametrize(("window", "step"), [(0, 0), (9, 0), (9, -1), (9, 1)])
+def test_wide_heads_in_any_number_of_parts(window, step, columns, device, monkeypatch):
+    """Whether a program sums all columns of a head, or one of two or six parts, of which one is not whole."""
+    monkeypatch.setattr(attention_launch, "tile_for", lambda *kernel: Tile(16, 16, 4, 1, columns))
+    case = Case((20, 13), heads=(2, 1), head_dim=328, window=window + step, softcap=3.0)
+    if step == 0:
+        assert_accurate(case, torch.float32, device)
+    else:
+        inputs = case.inputs(torch.float32, device)
+        assert min(errors(case.ours(*inputs), case._replace(window=window).exact(*inputs))) > 1e-3
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "multiprocessors", "splits"), [(8, 1000, 4), (4, 4, 2), (6, 1000, 2), (2, 2, 1)])
+def test_a_group_of_heads_is_split_where_programs_are_few(group, multiprocessors, splits, dtype, device, monkeypatch):
+    monkeypatch.setattr(attention_launch, "num_sms", lambda device: multiprocessors)
+    monkeypatch.setattr(attention_launch, "tile_for", lambda *kernel: Tile(16, 16, 4, 1))
+    case = Case((9, 4), heads=(group, 1), window=5)
+    assert attention_launch._splits(2, group, torch.device(device)) == splits
+    assert_accurate(case, dtype, device)
+    inputs = case.inputs(dtype, device)
+    assert all(map(torch.equal, case.ours(*inputs), case.ours(*inputs)))
 
 
 @pytest.mark.kernel
@@ -280,6 +312,30 @@ def test_kernels_compile(target, shared, monkeypatch):
     assert len(launches) == 5
     for launch in launches:
         assert compile_launch(launch, target).metadata.shared <= shared * 1024
+
+
+def test_wide_heads_compile_in_fp32(monkeypatch):
+    """On the smallest card that takes them."""
+    monkeypatch.setattr(attention_launch, "INTERPRETED", False)
+    limits = DeviceLimits(max_warps=32, shared_memory=163 * 1024)
+    monkeypatch.setattr(attention_launch, "device_limits", lambda device: limits)
+    case = Case((64, 64), heads=(2, 1), head_dim=512, window=50, softcap=50.0)
+    with recorded_launches() as launches:
+        case.ours(*case.inputs(torch.float32, "cpu"))
+    assert [launch.kernel.__name__ for launch in launches].count("key_gradients_kernel") == 2
+    for launch in launches:
+        assert compile_launch(launch, "sm_80").metadata.shared <= 163 * 1024
+
+
+@pytest.mark.parametrize(("shared", "half", "fp32"), [(64, 256, 256), (99, 512, 256), (163, 512, 512), (227, 512, 512)])
+def test_the_widest_heads_follow_the_shared_memory(shared, half, fp32, monkeypatch):
+    monkeypatch.setattr(attention_launch, "INTERPRETED", False)
+    limits = DeviceLimits(32, shared * 1024, before_ampere=shared == 64)
+    monkeypatch.setattr(attention_launch, "device_limits", lambda device: limits)
+    for dtype, columns in ((torch.bfloat16, half), (torch.float16, half), (torch.float32, fp32)):
+        assert attention_launch.largest_head_dim(torch.device("cuda"), dtype) == columns
+        for kernel in ("forward", "dk", "dv", "dq"):
+            assert attention_launch.tile_for(kernel, torch.empty(1, 1, columns, dtype=dtype))
 
 
 REAL = {

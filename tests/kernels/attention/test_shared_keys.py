@@ -58,7 +58,9 @@ def test_values_and_gradients(groups, window, device):
 @pytest.mark.kernel
 @pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 16), ((3, 1), 80), ((2, 2), 64), ((2, 1), 256)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((6, 2), 16), ((3, 1), 80), ((2, 2), 64), ((2, 1), 256), ((2, 1), 512)], ids=str
+)
 def test_heads_soft_caps_and_sinks(heads, head_dim, softcap, window, device):
     groups = Group(9, (1, 20, 0)), Group(1, (17, 2))
     for dtype in (torch.float32, torch.bfloat16):

@@ -97,6 +97,7 @@ def launches(q_heads, k_heads, dim, rotary, dtype, needed=(True,) * 4):
         (8, 4, 256, 256, torch.bfloat16),
         (5, 1, 80, 80, torch.float32),
         (12, 2, 128, 64, torch.bfloat16),
+        (8, 0, 512, 512, torch.bfloat16),
     ),
 )
 def test_compiles_ahead_of_time(target, q_heads, k_heads, dim, rotary, dtype):
@@ -132,6 +133,7 @@ SHAPES = [
     (1, 7, 3, 3, 20, 8, 1),  # partial rotary
     (3, 1, 1, 2, 8, 6, 3),  # one token, more k heads than q heads, odd half
     (1, 2, 70, 3, 128, 128, 1),  # heads in several tiles
+    (2, 5, 4, 0, 16, 16, 1),  # queries alone
 ]
 
 NORMS = [("llama", 0.0), ("gemma", 1.0), ("olmo2", 0.0)]

@@ -1,16 +1,20 @@
 """`liger-trainer plan` on shipped recipes, offline, and its messages for mistakes."""
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from liger_trainer.packed.formats import bytes_of_weights
+from liger_trainer.plan.parameters import count_parameters
 from liger_trainer.recipe.file import find_recipe, read_recipe, shipped_recipes
 from liger_trainer.recipe.known_models import PUBLISHED
 from liger_trainer.recipe.model import model_class, published_config
 from liger_trainer.tools.cli import main
 
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "labelled-rows.md"
 SMALL = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, \
 "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}'
 
@@ -47,6 +51,23 @@ def test_shipped_recipes_need_no_network(capsys, no_network, recipe):
     assert f"The sizes of {name} are those packaged with liger_trainer; the Hub was not asked." in out
 
 
+@pytest.mark.parametrize(
+    ("recipe", "counted"),
+    [("gemma4_e2b_sft_lora", (20, 35, 70)), ("gemma4_e4b_sft_lora", (18, 42, 42)), ("llama3_8b_sft_lora", None)],
+)
+def test_layers_that_run_on_labelled_tokens_alone(capsys, no_network, recipe, counted):
+    code, out, err = run(capsys, recipe, "--gpus", "1", "--gpu_memory", "80GB")
+    assert code == 0, err
+    assert ("share keys" in out) is (counted is not None)
+    if counted is not None:
+        last, layers, share = counted
+        assert f"The last {last} of {layers} layers share keys, and have {share}% of the products" in " ".join(
+            out.split()
+        )
+        (row,) = (line for line in GUIDE.read_text(encoding="utf-8").splitlines() if f"| {last} of {layers} |" in line)
+        assert f"| {share} % | {share // 2} % |" in row
+
+
 def test_the_sizes_of_every_shipped_recipe_are_there():
     recipes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in shipped_recipes().values()]
     assert {recipe.get("model_name_or_path") for recipe in recipes} - {None} == set(PUBLISHED)
@@ -80,6 +101,20 @@ def test_the_sizes_are_those_that_were_published(name, parameters):
         model = model_class(config).from_config(config)
     assert config.dtype == torch.bfloat16
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_the_bytes_of_glm_are_those_of_its_files():
+    """The files hold one layer more, which predicts further tokens, with an embedding and a head of its own."""
+    config = published_config("unsloth/GLM-4.7-Flash-FP8-Dynamic")
+    with torch.device("meta"):
+        model = model_class(config).from_config(config)
+    last = sum(each.numel() for each in model.model.layers[-1].parameters()) + 2 * config.hidden_size**2
+    own = 2 * config.vocab_size * config.hidden_size
+    plain = 2 * (sum(each.numel() for each in model.parameters()) + last + own)
+    assert plain / 2**30 == pytest.approx(58.16, abs=0.01)  # as published in bf16
+    packed = count_parameters(model, packed=bytes_of_weights(config.quantization_config)).total.bytes
+    scales = 2 * sum(each.shape[:-1].numel() for each in model.model.parameters() if each.dim() > 1)  # one for each row
+    assert (packed + last + 2 * own + scales) / 2**30 == pytest.approx(30.29, abs=0.02)  # as published in FP8
 
 
 def test_a_folder_or_another_revision_is_read():

@@ -104,11 +104,11 @@ def test_resumes_to_the_same_weights(folder):
         ({"trainer": "dpo"}, "has experts, which train in 4 bits with `trainer` sft and causal_lm, not with dpo"),
         (
             {"use_liger_kernel": False},
-            "the adapters on Qwen3MoeExperts in 4 bits run only in our operator",
+            "the adapters on Qwen3MoeExperts in few bits run only in our operator",
         ),
         (
             {"liger_kernel_config": {"lora": False}},
-            "the adapters on Qwen3MoeExperts in 4 bits run only in our operator",
+            "the adapters on Qwen3MoeExperts in few bits run only in our operator",
         ),
     ],
 )

@@ -49,7 +49,7 @@ def test_every_shipped_recipe(name, tmp_path, capsys, caplog, monkeypatch):
     saved = "adapter_model.safetensors" if given.get("use_peft") else "model.safetensors"
     assert (folder / saved).is_file()
     of_a_mixture = {"adapted" if name.endswith(("sft_lora", "sft_qlora")) else "plain"}
-    mixtures = ("qwen3_30b_a3b", "gpt_oss", "qwen3_5_35b_a3b", "nemotron", "granite")
+    mixtures = ("qwen3_30b_a3b", "gpt_oss", "glm_4_7_flash", "qwen3_5_35b_a3b", "nemotron", "granite")
     assert experts == (of_a_mixture if name.startswith(mixtures) else set())
 
 
@@ -76,6 +76,13 @@ def test_every_shipped_recipe(name, tmp_path, capsys, caplog, monkeypatch):
 )
 def test_smoke_runs_that_are_refused(recipe, options, words, tmp_path, capsys):
     assert words in refused(capsys, recipe, "--smoke", "--output_dir", str(tmp_path / "run"), *options)
+
+
+def test_the_families_of_glm_are_told_apart():
+    names = {"zai-org/GLM-4-9B-0414": "glm4", "zai-org/GLM-4.7-Flash": "glm4_moe_lite"}
+    assert {name: families.family_of({"model_name_or_path": name}) for name in names} == names
+    with pytest.raises(RecipeError, match=r"cannot find the family of .* 'zai-org/GLM-4\.6' offline"):
+        families.family_of({"model_name_or_path": "zai-org/GLM-4.6"})
 
 
 def test_a_smoke_run_says_what_it_leaves_out(tmp_path, caplog, monkeypatch):

@@ -45,9 +45,14 @@ def test_formats(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "count"), [("fp8", 1), ("bitsandbytes", 0), ("mxfp4", 0), ("none", 0), ("modelopt", 1), ("w8a8", 2)]
 )
-def test_adapters_on_experts(name, count, tmp_path):
-    found = traps(tmp_path, PUBLISHED[name][0], **ADAPTERS)
+def test_adapters_on_experts_of_a_base_that_does_not_stay_packed(name, count, tmp_path):
+    found = traps(tmp_path, PUBLISHED[name][0], **ADAPTERS, packed_base=False)
     assert len(found) == count
     if name == "fp8":
         assert "FineGrainedFP8Config(dequantize=True)" in found[0]
-        assert traps(tmp_path, PUBLISHED[name][0], use_peft=True) == []
+        assert traps(tmp_path, PUBLISHED[name][0], use_peft=True, packed_base=False) == []
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_adapters_on_a_base_that_stays_packed(name, tmp_path):
+    assert traps(tmp_path, PUBLISHED[name][0], **ADAPTERS) == []

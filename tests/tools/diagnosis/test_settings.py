@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from liger_trainer.recipe.families import FAMILIES
 from liger_trainer.recipe.file import shipped_recipes
 from liger_trainer.tools.diagnosis.diagnose import OF_SETTINGS
 from liger_trainer.tools.diagnosis.sample import CannotCheckError, read_case
@@ -108,6 +109,43 @@ def test_packing_of_layers_with_a_state(model_type, config, words, tmp_path):
     assert words in str(trap)
     assert "`packing: false`" in trap.fix
     assert check(read_case(path, ["--packing", "false"])) == []
+
+
+@pytest.mark.parametrize(("shared", "traps"), [(2, 1), (0, 0)])
+def test_reentrant_checkpoints_of_shared_keys(shared, traps, tmp_path):
+    path = hybrid(tmp_path, "gemma4_text", num_kv_shared_layers=shared)
+    check = OF_SETTINGS["gradient checkpointing"]
+    options = ["--gradient_checkpointing", "true", "--gradient_checkpointing_kwargs"]
+    found = check(read_case(path, [*options, '{"use_reentrant": true}']))
+    assert len(found) == traps
+    assert all("no gradient goes back" in str(trap) and "use_reentrant: false" in trap.fix for trap in found)
+    assert check(read_case(path, [*options, '{"use_reentrant": false}'])) == []
+    assert check(read_case(path)) == []
+
+
+_GLM = {**FAMILIES["glm4_moe_lite"], "first_k_dense_replace": 1}
+_ADAPTED = ["--use_peft", "true", "--lora_dropout", "0"]
+_ATTENTION = ["q_a_proj", "q_b_proj", "o_proj"]
+
+
+@pytest.mark.parametrize("asked", ["all-linear", [*_ATTENTION, "gate_proj", "up_proj", "down_proj"]])
+def test_names_that_are_taken_for_experts(asked, tmp_path):
+    path = hybrid(tmp_path, "glm4_moe_lite", **_GLM)
+    check = OF_SETTINGS["adapters on experts"]
+
+    def found(names, *options):
+        return check(read_case(path, [*_ADAPTED, "--lora_target_modules", *names, *options]))
+
+    (trap,) = found([asked] if isinstance(asked, str) else asked)
+    assert "takes down_proj, gate_proj, up_proj of" in str(trap)
+    assert found(_ATTENTION) == []
+    assert found(_ATTENTION, "--lora_target_parameters", "experts.gate_up_proj", "experts.down_proj") == []
+
+
+def test_experts_alone_leave_nothing_out(tmp_path):
+    path = hybrid(tmp_path, "qwen3_moe", **FAMILIES["qwen3_moe"])
+    options = [*_ADAPTED, "--lora_target_modules", "all-linear"]
+    assert OF_SETTINGS["adapters on experts"](read_case(path, options)) == []
 
 
 @pytest.mark.parametrize("kernels", ["true", "false"])

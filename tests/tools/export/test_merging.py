@@ -304,6 +304,6 @@ def test_adapters_that_are_not_finite(tmp_path):
 def test_an_interrupted_merge_is_noticed(tmp_path):
     saved_run(tmp_path, target_modules=["q_proj"])
     (tmp_path / "merged.unfinished").mkdir()
-    with pytest.raises(UserError, match="left of a merge that was interrupted, or that is running; delete it"):
+    with pytest.raises(UserError, match="left of a command that was interrupted, or that is running; delete it"):
         merged(tmp_path)
     assert (tmp_path / "merged.unfinished").is_dir()

@@ -1,0 +1,154 @@
+"""Kernels compiled side by side, before the launches that need them.
+
+Triton compiles a kernel where it is first launched, one after the other. For most of that time it does not hold
+Python's lock, so threads compile side by side. [`Compiler`] notes which
+kernels a computation launches, without launching them, and compiles them meanwhile. They are then in Triton's cache on
+disk, where the launches find them.
+
+It uses the hook that Triton asks before a compilation, which is told all that the compiler is. The hook belongs to all
+threads, and answers for the one that notes alone. Of the processes of a machine, one compiles a kernel, and the others
+find it in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_trainer.kernels.runtime import HAS_TRITON, INTERPRETED, TRITON_DEVICES, triton
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+_OURS = "liger_trainer."
+
+
+class Compiler:
+    """Compiles the kernels of a device in threads; [`compiler_for`] makes it.
+
+    Attributes:
+        count: Kernels that it has been given.
+    """
+
+    def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:
+        self.count = 0
+        self._device, self._pool = device, pool
+        self._running: list[Future[None]] = []
+        self._elsewhere: list[tuple[Any, dict[str, Any]]] = []  # what another process compiles
+        self._given: set[tuple[int, str]] = set()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Our kernels that are launched inside are compiled in the background, once each, and do not run.
+
+        Their results are what memory held, so nothing inside may use them to index or to wait for. A kernel that the
+        process has compiled before runs.
+        """
+        runtime, thread = triton.knobs.runtime, threading.get_ident()
+        before = runtime.jit_cache_hook
+
+        def hook(**known: Any) -> bool | None:
+            if threading.get_ident() == thread and known["fn"].module.startswith(_OURS):
+                self._submit(known["fn"].jit_function, known["compile"])
+                return True
+            return before(**known) if before else None
+
+        # A backward launches too, and autograd would run it in a thread of the device.
+        with torch.autograd.set_multithreading_enabled(False):
+            runtime.jit_cache_hook = hook
+            try:
+                yield
+            finally:
+                runtime.jit_cache_hook = before
+
+    def wait(self) -> None:
+        """Returns when all are compiled. One that could not be is compiled again, and fails, where it is launched."""
+        wait(self._running)
+        self._running = [self._pool.submit(self._compile, *each, waits=True) for each in self._elsewhere]
+        wait(self._running)
+        self._running.clear()
+        self._elsewhere.clear()
+
+    def _submit(self, kernel: Any, known: dict[str, Any]) -> None:
+        if (id(kernel), known["key"]) not in self._given:
+            self._given.add((id(kernel), known["key"]))
+            self.count += 1
+            self._running.append(self._pool.submit(self._compile, kernel, known, waits=False))
+
+    def _compile(self, kernel: Any, known: dict[str, Any], waits: bool) -> None:
+        with _claimed(known["specialization_data"], waits) as is_ours:
+            if is_ours:
+                with _current(self._device):
+                    compile_noted(kernel, known)
+            else:
+                self._elsewhere.append((kernel, known))  # to be found in the cache when all else is done
+
+
+def compile_noted(kernel: Any, known: dict[str, Any]) -> None:
+    """Compiles `kernel` into Triton's cache on disk, from what Triton told its hook, just as the launch would have."""
+    options = json.loads(known["specialization_data"])["options"]
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    source = kernel.ASTSource(kernel, known["signature"], known["constants"], known["configs"][0])
+    triton.compile(source, target=triton.runtime.driver.active.get_current_target(), options=options)
+
+
+@contextlib.contextmanager
+def compiler_for(device: torch.device) -> Iterator[Compiler | None]:
+    """A compiler of kernels for `device`; None where none are compiled: on the CPU, without Triton, interpreted."""
+    if not HAS_TRITON or INTERPRETED or device.type not in TRITON_DEVICES:
+        yield None
+        return
+    pool = ThreadPoolExecutor(threads(), "liger_trainer compiles")
+    try:
+        yield Compiler(device, pool)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def threads() -> int:
+    """Threads that compile in this process: its share of the cores, which the processes of a machine divide."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(32, cores // _processes()))
+
+
+@contextlib.contextmanager
+def _claimed(specialization: str, waits: bool) -> Iterator[bool]:
+    """Whether this process compiles a kernel, and no other that shares the cache; `waits` until no other does.
+
+    A file in Triton's cache is locked meanwhile. Without other processes, or where files cannot be locked, it does.
+    """
+    with contextlib.ExitStack() as stack:
+        if _processes() > 1 and fcntl is not None:
+            name = hashlib.sha256(specialization.encode()).hexdigest()
+            try:
+                folder = Path(triton.knobs.cache.dir)
+                folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context((folder / f"liger_trainer-{name}.lock").open("a"))
+                fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError:
+                pass
+        yield True
+
+
+def _processes() -> int:
+    """The processes of this machine, as their launcher says."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes `device` current in this thread: a kernel is compiled for the current one."""
+    return contextlib.nullcontext() if device.index is None else torch.get_device_module(device).device(device)

@@ -1,0 +1,234 @@
+"""What a graph of a layer holds for: the arguments of its call besides the hidden states, and the layer's own state."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from liger_trainer.compat.hooks import is_call_hooked
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE
+from liger_trainer.kernels.attention.plan import AttentionPlan
+
+tree_flatten, tree_unflatten, dispatch_modes, function_modes, saved_hooks = require(CALLS_OF_LAYERS)
+require(CHANGED_IN_PLACE)
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+_DOCUMENTS = 32  # the offsets of a packed row are filled up to a multiple
+
+
+class Offsets(NamedTuple):
+    """Where the documents of a packed row begin, as flash-attn and linear attention are told.
+
+    Attributes:
+        starts: int32 (documents + 1).
+    """
+
+    starts: torch.Tensor
+
+
+class Longest(NamedTuple):
+    """The tokens of the longest document of a packed row, or more."""
+
+    tokens: int
+
+
+_OF_DOCUMENTS = {"cu_seq_lens_q": Offsets, "cu_seq_lens_k": Offsets, "max_length_q": Longest, "max_length_k": Longest}
+"""Arguments of layers of which a graph takes other values."""
+_LEAVES = (AttentionPlan, Offsets, Longest)
+
+
+class Arguments(NamedTuple):
+    """The arguments of a layer's call but for the hidden states, which come first.
+
+    Attributes:
+        key: The parts that are the same in all calls that one graph can serve.
+        leaves: Tensors, plans, what a layer is told of documents, and constants, in the order of `spec`.
+        spec: How they are nested.
+    """
+
+    key: Hashable
+    leaves: list[Any]
+    spec: Any
+
+
+def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
+    """The arguments of a call; None if no graph can serve it.
+
+    Args:
+        hidden: The hidden states, (B, S, H).
+        args: The positional arguments after them.
+        kwargs: The others.
+    """
+    marked = {name: _marked(name, value) for name, value in kwargs.items()}
+    leaves, spec = tree_flatten((list(args), marked), is_leaf=lambda value: isinstance(value, _LEAVES))
+    key: list[Hashable] = [spec, hidden.shape, hidden.stride(), hidden.dtype, hidden.requires_grad]
+    for leaf in leaves:
+        if type(leaf) is AttentionPlan:
+            if leaf.keys is not None or leaf.bits is not None:
+                return None
+            offsets = 0 if leaf.offsets is None else _capacity(leaf.offsets)
+            key.append((leaf.window, offsets, _longest(leaf.longest, hidden), leaf.whole_rows))
+        elif type(leaf) is Offsets:
+            if leaf.starts.is_inference() or leaf.starts.device != hidden.device:
+                return None
+            key.append((_capacity(leaf.starts), leaf.starts.dtype))
+        elif type(leaf) is Longest:
+            key.append(_longest(leaf.tokens, hidden))
+        elif type(leaf) is torch.Tensor:
+            if leaf.requires_grad or leaf.is_inference() or leaf.device != hidden.device:
+                return None
+            key.append((leaf.shape, leaf.stride(), leaf.dtype))
+        elif type(leaf) in _CONSTANTS:
+            key.append((type(leaf), leaf))
+        else:
+            return None
+    kind = hidden.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    key += [autocast, torch.get_autocast_dtype(kind) if autocast else None]
+    key += [torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]
+    return Arguments(tuple(key), leaves, spec)
+
+
+def is_watched() -> bool:
+    """Whether somebody sees every operator, or what autograd saves: in a graph, nobody would."""
+    return bool(
+        dispatch_modes() or function_modes() or saved_hooks(False) or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _marked(name: str, value: Any) -> Any:
+    kind = _OF_DOCUMENTS.get(name)
+    if kind is Offsets and type(value) is torch.Tensor and value.dim() == 1 and not value.requires_grad:
+        return Offsets(value)
+    return Longest(value) if kind is Longest and type(value) is int else value
+
+
+def _capacity(offsets: torch.Tensor) -> int:
+    """How many offsets a graph has: those of a row, and of empty documents at the end."""
+    return offsets.numel() + -offsets.numel() % _DOCUMENTS
+
+
+def _longest(tokens: int, hidden: torch.Tensor) -> int:
+    """The next power of two, but no more than there are tokens."""
+    return min(1 << (tokens - 1).bit_length(), hidden.shape[:-1].numel()) if tokens else 0
+
+
+class Held:
+    """A tensor that graphs read: a copy of the one that a layer is given.
+
+    Layers that are given the same tensor share one copy.
+
+    Args:
+        source: The tensor. Offsets of documents are filled up to `capacity` by empty documents.
+        capacity: The elements of the copy; None for those of `source`.
+    """
+
+    def __init__(self, source: torch.Tensor, capacity: int | None = None) -> None:
+        self.tensor = torch.empty_like(source) if capacity is None else source.new_empty(capacity)
+        self._source: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+        self.hold(source)
+
+    def hold(self, source: torch.Tensor) -> None:
+        """Copies `source`, unless it was the last one to be copied, and is as it was then."""
+        if self.holds(source):
+            return
+        count = source.numel() if self.tensor.shape != source.shape else None
+        if count is None:
+            self.tensor.copy_(source)
+        else:
+            self.tensor[:count].copy_(source)
+            self.tensor[count:].copy_(source[-1:].expand(self.tensor.numel() - count))
+        self._source, self._version = weakref.ref(source), source._version
+
+    def holds(self, source: torch.Tensor) -> bool:
+        """Whether the copy is that of `source`."""
+        return self._source is not None and self._source() is source and self._version == source._version
+
+
+def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int | None]]:
+    """The tensors among the leaves, those of plans too, each with the elements that its copy needs or None."""
+    found: list[tuple[torch.Tensor, int | None]] = []
+    for leaf in leaves:
+        offsets = leaf.starts if type(leaf) is Offsets else leaf.offsets if type(leaf) is AttentionPlan else None
+        if offsets is not None:
+            found.append((offsets, _capacity(offsets)))
+        elif isinstance(leaf, torch.Tensor):
+            found.append((leaf, None))
+    return found
+
+
+def fixed(arguments: Arguments, held: Sequence[Held], hidden: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments after the hidden states, with copies in the place of all tensors."""
+    copies = iter(held)
+    leaves: list[Any] = []
+    for leaf in arguments.leaves:
+        if isinstance(leaf, (torch.Tensor, Offsets)):
+            leaves.append(next(copies).tensor)
+        elif isinstance(leaf, Longest):
+            leaves.append(_longest(leaf.tokens, hidden))
+        elif isinstance(leaf, AttentionPlan):
+            offsets = None if leaf.offsets is None else next(copies).tensor
+            leaves.append(leaf._replace(offsets=offsets, longest=_longest(leaf.longest, hidden)))
+        else:
+            leaves.append(leaf)
+    args, kwargs = tree_unflatten(leaves, arguments.spec)
+    return args, kwargs
+
+
+class LayerState:
+    """What a layer's launches depend on: its modules, their attributes, and where their parameters are.
+
+    A graph of the layer holds as long as all are the same objects: a module replaced, an adapter switched, another
+    rate or scale and a hook are seen.
+
+    Args:
+        layer: The layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._parts = [*layer.modules()]
+        self._held: list[dict[Any, Any]] = []
+        for module in self._parts:
+            own = module.__dict__
+            self._held += [own, *(value for value in own.values() if isinstance(value, dict))]
+        self._weights = [*layer.parameters()]
+        self._tensors = [*self._weights, *layer.buffers()]
+        self._seen, self._places = self._values(), self._pointers()
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that require a gradient."""
+        return [parameter for parameter in self._weights if parameter.requires_grad]
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        now = self._values()
+        same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
+        return same and self._pointers() == self._places
+
+    def obstacle(self) -> str:
+        """Why the layer cannot be captured; empty if it can."""
+        for module in self._parts:
+            if is_call_hooked(module):
+                return f"{type(module).__name__} has a hook"
+        for tensor in self._tensors:
+            if type(tensor) not in (torch.Tensor, nn.Parameter):
+                return f"a weight is a {type(tensor).__name__}"
+            if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+                return f"a weight is stored in {tensor.dtype}"
+            if tensor._backward_hooks:
+                return "a parameter has a hook"
+        return ""
+
+    def _values(self) -> list[Any]:
+        return [value for held in self._held for value in held.values()]
+
+    def _pointers(self) -> list[tuple[int, bool]]:
+        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors]

@@ -1,0 +1,303 @@
+"""Layers that run from graphs: their capture, its proof, and the autograd function that replays them.
+
+A checkpointed layer has a graph of its forward and one that computes it again and differentiates it; between the two
+nothing but its input is kept, as without graphs. A layer that is not checkpointed has a graph of each pass, and what
+the forward keeps for the backward stays in the memory of the graphs until then.
+
+A graph draws random numbers from where the generator stands when it runs. So a forward that is computed again begins
+where it began the first time, and the generator then goes on from where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import COPIES_OF_MANY
+from liger_trainer.graphs.calls import Held, LayerState
+from liger_trainer.graphs.capture import Captures, Run
+
+(copy_all,) = require(COPIES_OF_MANY)
+
+_NOISE = 4.0  # how far from the layer's gradients those of a graph may be, in differences between two of the layer's
+
+
+class NotCaptured(Exception):
+    """A layer cannot be captured, or its graph has other results; says why."""
+
+
+class Buffers:
+    """What all layers of one shape read and write: their input, their result, and the gradients.
+
+    Args:
+        hidden: An input, (B, S, H).
+        parameters: The trained parameters of a layer.
+    """
+
+    def __init__(self, hidden: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        self.hidden, self.result, self.gradient, self.hidden_gradient = (torch.empty_like(hidden) for _ in range(4))
+        self.parameter_gradients = [torch.empty_like(parameter) for parameter in parameters]
+
+
+class LayerGraphs:
+    """The graphs of one layer for one kind of call.
+
+    Args:
+        captures: Captures launches.
+        layer: Takes hidden states, and returns hidden states of the same shape; all other arguments are fixed.
+        state: The layer as it is.
+        buffers: Tensors that the layer reads and writes.
+        held: Copies of its other tensors.
+        needs_input: Whether the input has a gradient.
+        keeps: Whether the forward keeps what the backward needs, which computes it again otherwise.
+
+    Attributes:
+        failure: Why the backward could not be captured; empty while it is not known to fail.
+    """
+
+    def __init__(
+        self,
+        captures: Captures,
+        layer: Callable[[torch.Tensor], torch.Tensor],
+        state: LayerState,
+        buffers: Buffers,
+        held: Sequence[Held],
+        needs_input: bool,
+        keeps: bool,
+    ) -> None:
+        self._captures, self._layer, self.state, self.keeps = captures, layer, state, keeps
+        self.buffers, self._held, self._needs_input = buffers, held, needs_input
+        self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None  # input and result with a graph of autograd
+        self._used: list[bool] = []  # which gradients exist: of the input, then of the parameters
+        self._replay_forward: Run | None = None
+        self._replay_backward: Run | None = None
+        self._draws = False  # random numbers
+        self.failure = ""
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether the backward has to be given the input of the forward."""
+        return not self.keeps or self._replay_backward is None
+
+    def run(self, hidden: torch.Tensor, sources: Sequence[torch.Tensor], forward_pass: ForwardPass) -> torch.Tensor:
+        """The layer's result, which autograd differentiates by the graph of the backward.
+
+        Args:
+            hidden: The hidden states, (B, S, H).
+            sources: The other tensors of the call.
+            forward_pass: This forward of the model.
+        """
+        return _Replayed.apply(self, sources, forward_pass, hidden, *self.state.trained)
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        hidden: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        given: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Captures the forward, and compares its result with the layer's.
+
+        Args:
+            hidden: The hidden states of a call, (B, S, H).
+            sources: Its other tensors.
+            given: The layer with the other arguments as they were given.
+
+        Raises:
+            NotCaptured: if it cannot be captured, or has another result.
+        """
+        self._take(hidden, sources)
+        before = self._captures.random_state()
+        with self._captures.beside():
+            expected = given(self.buffers.hidden)
+        self._draws = not torch.equal(self._captures.random_state(), before)
+        if self._draws:
+            self._captures.set_random_state(before)  # for the call itself
+        if not isinstance(expected, torch.Tensor) or (expected.shape, expected.dtype) != (hidden.shape, hidden.dtype):
+            raise NotCaptured("it returns something else than hidden states")
+        with self._drawing_from(before):
+            self._replay_forward = self._captured(self._write_result)
+        with self._drawing_from(before):
+            self._replay_forward()
+        if not torch.equal(self.buffers.result, expected):
+            raise NotCaptured("the result of its graph was another")
+
+    def forward(
+        self, hidden: torch.Tensor, sources: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's result, and where the generator stood before; None if the layer draws no random numbers."""
+        assert self._replay_forward is not None
+        self._take(hidden, sources)
+        before = self._captures.random_state() if self._draws else None
+        self._replay_forward()
+        return self.buffers.result.clone(), before
+
+    def backward(
+        self,
+        hidden: torch.Tensor | None,
+        sources: Sequence[torch.Tensor],
+        random: torch.Tensor | None,
+        gradient: torch.Tensor,
+    ) -> list[torch.Tensor | None]:
+        """The gradients of the input and of the trained parameters; None for those that the layer does not use.
+
+        Args:
+            hidden: The input of the forward, where `needs_hidden` asked for it.
+            sources: The other tensors of its call.
+            random: Where the generator stood before the forward, as that has returned it.
+            gradient: The gradient of the result.
+        """
+        if hidden is not None:
+            self._take(hidden, sources)
+        self.buffers.gradient.copy_(gradient)
+        if self._replay_backward is None:
+            return self._first_backward(random)
+        with self._drawing_from(None if self.keeps else random):
+            self._replay_backward()
+        # Copies, because autograd may hold them until other layers have written to the buffers.
+        return [None if gradient is None else gradient.clone() for gradient in self._written()]
+
+    def _first_backward(self, random: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Gradients of the layer itself, with which those of its graph are compared."""
+        expected = self._own_gradients(random)
+        try:
+            with self._drawing_from(random):
+                replay = self._captured(self._write_gradients)
+            with self._drawing_from(random):
+                replay()
+            found = self._written()
+            if not _are_close(found, expected, functools.partial(self._own_gradients, random)):
+                raise NotCaptured("the gradients of its graph were others")
+        except NotCaptured as error:
+            self.failure = str(error)
+        else:
+            self._replay_backward = replay
+        return expected
+
+    def _captured(self, run: Run) -> Run:
+        try:
+            return self._captures(run)
+        except RuntimeError as error:
+            raise NotCaptured(f"its launches cannot be captured: {str(error).partition(chr(10))[0]}") from error
+
+    @contextlib.contextmanager
+    def _drawing_from(self, state: torch.Tensor | None) -> Iterator[None]:
+        """In the context, random numbers are those after `state`, if that is given and the layer draws any."""
+        if state is None or not self._draws:
+            yield
+            return
+        before = self._captures.random_state()
+        self._captures.set_random_state(state)
+        try:
+            yield
+        finally:
+            self._captures.set_random_state(before)
+
+    def _take(self, hidden: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        self.buffers.hidden.copy_(hidden)
+        for held, source in zip(self._held, sources):
+            held.hold(source)
+
+    def _written(self) -> list[torch.Tensor | None]:
+        written = [self.buffers.hidden_gradient, *self.buffers.parameter_gradients]
+        return [tensor if used else None for tensor, used in zip(written, self._used)]
+
+    # What is captured
+
+    def _write_result(self) -> None:
+        if self.keeps:
+            # Of a copy, because other layers write to the buffer before the backward reads it.
+            self._recorded = self._recording(self.buffers.hidden.clone())
+            self.buffers.result.copy_(self._recorded[1].detach())
+            return
+        self.buffers.result.copy_(self._layer(self.buffers.hidden))
+
+    def _write_gradients(self) -> None:
+        recorded, self._recorded = self._recorded or self._recording(self.buffers.hidden), None
+        found = self._gradients(*recorded)
+        self._used = [gradient is not None for gradient in found]
+        copy_all([each for each in self._written() if each is not None], [each for each in found if each is not None])
+
+    def _own_gradients(self, random: torch.Tensor | None) -> list[torch.Tensor | None]:
+        with self._drawing_from(random), self._captures.beside():
+            return self._gradients(*self._recording(self.buffers.hidden))
+
+    def _recording(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A leaf with the values of `hidden`, and the layer's result of it."""
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_(self._needs_input)
+            return leaf, self._layer(leaf)
+
+    def _gradients(self, leaf: torch.Tensor, result: torch.Tensor) -> list[torch.Tensor | None]:
+        wanted = [*([leaf] if self._needs_input else []), *self.state.trained]
+        found = torch.autograd.grad([result], wanted, [self.buffers.gradient], allow_unused=True)
+        return [*found] if self._needs_input else [None, *found]
+
+
+class ForwardPass:
+    """One forward of the model, with graphs that keep what the backward needs: theirs are not free yet."""
+
+    def __init__(self) -> None:
+        self.open: set[LayerGraphs] = set()
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        graphs: LayerGraphs,
+        sources: Sequence[torch.Tensor],
+        forward_pass: ForwardPass,
+        hidden: torch.Tensor,
+        *parameters: nn.Parameter,
+    ) -> torch.Tensor:
+        ctx.graphs, ctx.sources, ctx.forward_pass = graphs, sources, forward_pass
+        ctx.again = graphs.needs_hidden
+        if ctx.again:
+            ctx.save_for_backward(hidden)
+        if graphs.keeps:
+            forward_pass.open.add(graphs)
+        result, ctx.random = graphs.forward(hidden, sources)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        graphs: LayerGraphs = ctx.graphs
+        if graphs.keeps and graphs not in ctx.forward_pass.open:
+            raise RuntimeError(
+                "A second backward through the same forward needs what a CUDA graph has overwritten. Set `cuda_graphs` "
+                "to false."
+            )
+        ctx.forward_pass.open.discard(graphs)
+        (hidden,) = ctx.saved_tensors if ctx.again else (None,)
+        return None, None, None, *graphs.backward(hidden, ctx.sources, ctx.random, gradient)
+
+
+def _are_close(
+    found: Sequence[torch.Tensor | None],
+    expected: Sequence[torch.Tensor | None],
+    again: Callable[[], Sequence[torch.Tensor | None]],
+) -> bool:
+    """Whether gradients are the same, bit for bit where those of the layer are each time.
+
+    Some backwards add in an order that changes from call to call, such as that of torch's flash attention.
+    """
+    if [each is None for each in found] != [each is None for each in expected]:
+        return False
+    pairs = [(one, other) for one, other in zip(found, expected) if one is not None and other is not None]
+    if all(torch.equal(one, other) for one, other in pairs):
+        return True
+    others = [each for each in again() if each is not None]
+    for (one, other), second in zip(pairs, others):
+        noise = (second.double() - other.double()).norm()
+        if not (one.double() - other.double()).norm() <= _NOISE * noise:
+            return False
+    return True

@@ -1,0 +1,177 @@
+"""Modules of experts whose stacked weights stay packed, in 8 bits and fewer.
+
+The module keeps its class's forward, which reads its weights by their names, such as `gate_up_proj`. While the module
+is called, such a name is the decoded stack, in the layout and the dtype that the class declares, decoded once a call.
+So every implementation of the experts computes what it computes with the dequantised weights. Ours reads the packed
+stack (`packed_stacks`) and saves it for the backward, not what it decodes.
+
+At any other time the name is a placeholder of that shape and dtype, which takes no memory and holds NaN. PEFT looks for
+the names of `target_parameters` among the module's parameters, and reads sizes, device and dtype of the attribute: it
+gets the placeholder. The parameter of that name is a mark of one element, which follows the casts of the model and of
+FSDP2 as the weight would; codes and scales are parameters after it (`modules.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.kernels.lowbit.decode import decode
+from liger_trainer.kernels.lowbit.formats import PackedWeight
+from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.packed.modules import as_held, frozen
+
+require(MODULE_CONTENTS)
+
+
+class PackedStack(NamedTuple):
+    """A stacked weight of experts that is packed, as a module declares it.
+
+    Args:
+        weight: (experts, outputs, inputs).
+        transposed: Whether the module has it as (experts, inputs, outputs).
+        dtype: The dtype in which the module has it.
+    """
+
+    weight: PackedWeight
+    transposed: bool
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that the module declares."""
+        experts, outputs, inputs = self.weight.shape
+        return torch.Size((experts, inputs, outputs) if self.transposed else (experts, outputs, inputs))
+
+    def decoded(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The stack as the module declares it, without a gradient; in `dtype` where given."""
+        dense = decode(self.weight, dtype or self.dtype)
+        return dense.mT if self.transposed else dense
+
+    def placeholder(self) -> torch.Tensor:
+        """A tensor of that shape and dtype, on that device, whose elements share the memory of one NaN."""
+        one = torch.full((1,), float("nan"), dtype=self.dtype, device=self.weight.device)
+        return one.expand(self.shape)
+
+
+class _Kept(NamedTuple):
+    """How a stack is put together of the module's parameters."""
+
+    kind: Any
+    tensors: dict[str, tuple[str, torch.dtype]]  # the module's parameters, and dtypes, by the names of the weight's
+    numbers: dict[str, Any]
+    transposed: bool
+
+
+_calls = threading.local()
+
+
+class PackedExperts(nn.Module):
+    """What the class of packed experts adds to the class that they are written with.
+
+    Attributes:
+        unpacked_class: The class that the experts are written with.
+    """
+
+    unpacked_class: type[nn.Module]
+    _packed: dict[str, _Kept]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with its weights decoded at each read."""
+        running: list[tuple[nn.Module, dict[str, torch.Tensor]]] = _calls.__dict__.setdefault("running", [])
+        running.append((self, {}))
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            running.pop()
+
+
+def packed_stacks(module: nn.Module) -> dict[str, PackedStack]:
+    """The packed weights of `module`, by their names; none for any other module."""
+    if not isinstance(module, PackedExperts):
+        return {}
+    return {name: _stack(module, name) for name in module._packed}
+
+
+def parts_of_stacks(module: nn.Module) -> set[str]:
+    """The names of the parameters of `module` that are codes and scales of its packed weights."""
+    if not isinstance(module, PackedExperts):
+        return set()
+    return {name for kept in module._packed.values() for name, _ in kept.tensors.values()}
+
+
+def unpacked_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that packed experts of the class `kind` are written with; `kind` for any other."""
+    return kind.unpacked_class if issubclass(kind, PackedExperts) else kind
+
+
+def _stack(module: PackedExperts, name: str) -> PackedStack:
+    kind, tensors, numbers, transposed = module._packed[name]
+    weight = kind(
+        **{part: as_held(module._parameters[own], dtype) for part, (own, dtype) in tensors.items()}, **numbers
+    )
+    mark = module._parameters[name]
+    assert mark is not None
+    return PackedStack(weight, transposed, mark.dtype)
+
+
+def pack_experts(experts: nn.Module, stacks: dict[str, PackedStack], order: Sequence[str]) -> None:
+    """Gives `experts` these packed weights in place of the parameters of the same names; `order` is that of all."""
+    kept, marks = {}, {}
+    parts: dict[str, nn.Parameter] = {}
+    for name, (weight, transposed, dtype) in stacks.items():
+        marks[name] = nn.Parameter(torch.zeros(1, dtype=dtype, device=weight.device), requires_grad=False)
+        tensors = {part: value for part, value in weight._asdict().items() if isinstance(value, torch.Tensor)}
+        numbers = {part: value for part, value in weight._asdict().items() if part not in tensors}
+        parts |= {f"{name}_{part}": frozen(tensor) for part, tensor in tensors.items()}
+        dtypes = {part: (f"{name}_{part}", tensor.dtype) for part, tensor in tensors.items()}
+        kept[name] = _Kept(type(weight), dtypes, numbers, transposed)
+    others = {name: each for name, each in experts._parameters.items() if name not in stacks}
+    experts._parameters.clear()
+    for name in order:  # in which PEFT nests its wrappers and so names its adapters
+        experts.register_parameter(name, marks[name] if name in marks else others[name])
+    for name, part in parts.items():
+        experts.register_parameter(name, part)
+    experts.__dict__["_packed"] = kept
+    kind: Any = type(experts)
+    experts.__class__ = _class_with(kind, tuple(stacks))
+
+
+def unpack_experts(experts: PackedExperts) -> None:
+    """Gives `experts` their class's parameters, decoded, in the order in which the class has them."""
+    decoded = {name: stack.decoded().contiguous() for name, stack in packed_stacks(experts).items()}
+    module: Any = experts
+    for name in parts_of_stacks(experts):
+        del module._parameters[name]
+    for name, weight in decoded.items():
+        module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    module.__class__ = experts.unpacked_class
+    del module.__dict__["_packed"]
+
+
+@functools.cache
+def _class_with(unpacked: type[nn.Module], names: tuple[str, ...]) -> type[PackedExperts]:
+    """The class of packed experts that are written as `unpacked`; the same one for the same class."""
+    contents: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
+    contents |= {"unpacked_class": unpacked, "__module__": unpacked.__module__}
+    return type(f"Packed{unpacked.__name__}", (PackedExperts, unpacked), contents)
+
+
+def _read(module: PackedExperts, name: str) -> torch.Tensor:
+    mark = module._parameters[name]
+    if mark is not None and is_dtensor(mark):  # while FSDP2 has the module split, and looks for its shards
+        return mark
+    stack = _stack(module, name)
+    for called, decoded in reversed(getattr(_calls, "running", ())):
+        if called is module:
+            if name not in decoded:
+                decoded[name] = stack.decoded()
+            return decoded[name]
+    return stack.placeholder()

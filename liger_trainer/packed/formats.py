@@ -1,0 +1,160 @@
+"""What the tensors of a packed matrix mean: the weight that our operators take, out of what a checkpoint holds.
+
+::
+
+    weight (8-bit floats), weight_scale_inv or weight_scale      transformers' `fp8` and `mxfp8`, compressed-tensors,
+                                                                 ModelOpt
+    weight_packed (bytes), weight_scale, weight_global_scale     compressed-tensors' NVFP4; without the last MXFP4
+    weight (bytes), weight_scale, weight_scale_2                 ModelOpt's NVFP4
+    weight_packed (int32), weight_scale, weight_zero_point ...   compressed-tensors' INT4
+    qweight, qzeros, scales, g_idx                               GPTQ, and AWQ without the last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from liger_trainer.kernels.lowbit.formats import (
+    PackedWeight,
+    fp8_weight,
+    int4_weight,
+    mxfp4_weight,
+    nvfp4_weight,
+)
+
+METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq")
+"""The `quant_method` of configurations whose checkpoints may stay packed."""
+
+_E4M3 = torch.float8_e4m3fn
+
+
+def bytes_of_weights(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The bytes that a weight of a linear layer, and one of stacked experts, takes in a packed checkpoint.
+
+    None for those that are in 16 bits. Scales for rows and tensors are not counted.
+    """
+    method, form = settings.get("quant_method"), f"{settings.get('format')} {settings.get('quant_algo')}".lower()
+    if method == "mxfp4":
+        return None, 0.5 + 1 / 32
+    if "nvfp4" in form:
+        return 0.5 + 1 / 16, 0.5 + 1 / 16
+    if method in ("gptq", "awq") or "pack-quantized" in form:
+        group = settings.get("group_size") or _of_weights(settings, "group_size") or 128
+        zeros = 0.5 if method in ("gptq", "awq") else 0.0
+        four = 0.5 + (2 + zeros) / max(int(group), 32)  # a scale of 16 bits, and perhaps a zero of 4
+        return four, None if zeros else four
+    eight = 1.0 + (1 / 32 if method == "mxfp8" else 0.0)
+    return eight, eight
+
+
+def packed_matrix(
+    tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...], settings: Mapping[str, Any]
+) -> tuple[PackedWeight, dict[str, str]]:
+    """The weight of a linear layer, or of a stack of experts, and where its tensors come from.
+
+    Args:
+        tensors: Tensors of the checkpoint, by their names behind the layer's; those of all experts stacked. They may
+            be on the meta device, except those of GPTQ.
+        shape: (N, K), the layer's output and input features; (E, N, K) for a stack.
+        settings: The checkpoint's `quantization_config`.
+
+    Returns:
+        The weight; and for each of its tensors, by its name there, the name in `tensors`.
+
+    Raises:
+        ValueError: If the format is not known, or its tensors do not fit.
+    """
+    weight, names = _matrix(tensors, shape, settings)
+    if tuple(weight.shape) != shape:
+        raise ValueError(f"its packed weight is {tuple(weight.shape)}, and the layer's {shape}")
+    return weight, names
+
+
+def _matrix(
+    tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...], settings: Mapping[str, Any]
+) -> tuple[PackedWeight, dict[str, str]]:
+    if "qweight" in tensors:
+        return _gptq_or_awq(tensors, settings)
+    scale = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
+    codes = "weight_packed" if "weight_packed" in tensors else "weight"
+    names = {"codes": codes, "scales": scale}
+    packed, scales = tensors[codes], tensors[scale]
+    if packed.dtype == _E4M3:
+        return fp8_weight(packed, scales, fp8_block(scales, shape, settings)), names
+    above = next((name for name in ("weight_global_scale", "weight_scale_2") if name in tensors), None)
+    if packed.dtype == torch.uint8 and above is not None and scales.dtype == _E4M3:
+        names["global_scale"] = above
+        return nvfp4_weight(packed, scales, tensors[above], divides=above == "weight_global_scale"), names
+    if packed.dtype == torch.uint8 and scales.element_size() == 1:
+        return mxfp4_weight(packed, scales), names
+    if packed.dtype == torch.int32 and packed.shape[-1] == -(-shape[-1] // 8):
+        group, zeros = group_of_columns(shape[-1], scales.shape[-1], settings), tensors.get("weight_zero_point")
+        group_of = tensors.get("weight_g_idx")
+        names |= {} if zeros is None else {"zeros": "weight_zero_point"}
+        names |= {} if group_of is None else {"group_of": "weight_g_idx"}
+        return int4_weight(packed, scales, zeros, group_of, group=group, columns=shape[-1]), names
+    raise ValueError(f"its format is not known: {codes} in {packed.dtype}, {scale} in {scales.dtype}")
+
+
+def fp8_block(scales: torch.Tensor, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The rows and columns that one of `scales` is for; None for a scale a row or a matrix."""
+    rows, columns = shape[-2:]
+    if scales.dim() < 2:
+        return None
+    grid = tuple(scales.shape[-2:])
+    named = settings.get("weight_block_size") or _of_weights(settings, "block_structure")
+    for height, width in ([named] if named is not None else []) + ([(1, 32)] if scales.element_size() == 1 else []):
+        if grid == (-(-rows // height), -(-columns // width)):
+            return (int(height), int(width))
+    if grid in ((rows, 1), (1, 1)):
+        return None
+    raise ValueError(f"its scales are {tuple(scales.shape)}, and blocks are {named or 'not named'}")
+
+
+def group_of_columns(columns: int, groups: int, settings: Mapping[str, Any]) -> int:
+    """The number of columns of a group; -1 for one group."""
+    if groups == 1:
+        return -1
+    named = _of_weights(settings, "group_size")
+    return int(named) if named else columns // groups
+
+
+def _of_weights(settings: Mapping[str, Any], key: str) -> Any:
+    """What compressed-tensors' configuration says of the weights of its groups, of which one is looked at."""
+    return next((found for found in (one.get(key) for one in _schemes(settings)) if found), None)
+
+
+def _schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for group in (settings.get("config_groups") or {}).values():
+        yield group.get("weights") or {}
+
+
+def _gptq_or_awq(
+    tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+) -> tuple[PackedWeight, dict[str, str]]:
+    method, bits = settings.get("quant_method"), settings.get("bits", settings.get("w_bit", 4))
+    form = settings.get("checkpoint_format") or settings.get("format") or settings.get("version") or ""
+    known = ("gptq", "gptq_v2", "") if method == "gptq" else ("gemm", "")
+    if bits != 4 or method not in ("gptq", "awq") or str(form).lower() not in known:
+        raise ValueError(f"its format is {method} {form} in {bits} bits; GPTQ and AWQ (gemm) are known in 4 bits")
+    group = int(settings.get("group_size", settings.get("q_group_size", 128)))
+    names = {"codes": "qweight", "scales": "scales", "zeros": "qzeros"}
+    order = "awq" if method == "awq" else "gptq_v2" if str(form).lower() == "gptq_v2" else "gptq"
+    group_of = tensors.get("g_idx") if order != "awq" else None
+    if group_of is not None and not _is_in_order(group_of, group):
+        names["group_of"] = "g_idx"
+    else:
+        group_of = None
+    return (
+        int4_weight(tensors["qweight"], tensors["scales"], tensors["qzeros"], group_of, group=group, order=order),
+        names,
+    )
+
+
+def _is_in_order(group_of: torch.Tensor, group: int) -> bool:
+    """Whether groups are consecutive columns."""
+    columns = torch.arange(len(group_of), device=group_of.device)
+    return torch.equal(group_of.long(), columns // (group if group > 0 else len(group_of)))

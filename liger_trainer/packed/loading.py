@@ -1,0 +1,340 @@
+"""Loads a model whose quantised weights stay as they were published (`packed_base`).
+
+transformers decides by the `quant_method` of a checkpoint's configuration which of its quantizers loads it. While a
+model is loaded here, that is ours: it puts modules without data in the place of the linear layers and experts whose
+weights the files hold packed, lets transformers load and stack their tensors by its own rules, and makes the packed
+modules of them. Nothing is computed with the weights, so that it runs anywhere, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.quantizers import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
+from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Int4Weight, mxfp4_weight
+from liger_trainer.packed.experts import PackedExperts, PackedStack, pack_experts, unpack_experts
+from liger_trainer.packed.formats import METHODS, fp8_block, packed_matrix
+from liger_trainer.packed.modules import PackedLinear
+from liger_trainer.packed.published import Stack, Tensor, packed_in, read_headers
+
+require(MODULE_CONTENTS)
+
+_STACKING = {"MergeModulelist", "Concatenate"}  # what transformers may do with the matrices of experts
+_ROWS_A_WORD = 8  # of zeros in INT4
+_loading = threading.RLock()
+
+
+class PackedError(ValueError):
+    """A weight of a checkpoint cannot stay packed."""
+
+
+def method_of(config: Any) -> str | None:
+    """The `quant_method` of a model's configuration if its weights may stay packed, else None."""
+    settings = getattr(config, "quantization_config", None) or {}
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    method = getattr(method, "value", method)
+    return method if method in METHODS else None
+
+
+@contextlib.contextmanager
+def packed_loading() -> Iterator[None]:
+    """Models that `from_pretrained` loads inside the context keep packed weights as they are.
+
+    Others load as usual. One thread at a time may be inside.
+    """
+    quantizers, configs = require(PACKED_CHECKPOINTS)[4:6]
+    with _loading:
+        before = dict(quantizers), dict(configs)
+        quantizers.update(dict.fromkeys(METHODS, PackedQuantizer))
+        configs.update(dict.fromkeys(METHODS, PackedConfig))
+        try:
+            yield
+        finally:
+            for mapping, held in zip((quantizers, configs), before):
+                mapping.clear()
+                mapping.update(held)
+
+
+def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **from_pretrained: Any) -> Any:
+    """A model whose quantised weights stay packed, to be trained with LoRA.
+
+    Args:
+        name_or_path: A folder or a name on the Hub, of a checkpoint in safetensors: FP8 (blocks of 128 x 128, a scale a
+            row or a tensor, MXFP8), MXFP4 experts (gpt-oss), NVFP4, or INT4 (compressed-tensors, GPTQ, AWQ).
+        model_class: The class whose `from_pretrained` loads it.
+        **from_pretrained: Its keyword arguments, such as ``dtype``; no `quantization_config`.
+
+    Returns:
+        The model. Layers with a packed weight are `PackedLinear`, and stacked experts are decoded when they run.
+
+    Raises:
+        ValueError: If the checkpoint is not quantised, in another format, or holds a packed weight in a layer of
+            another kind than a linear layer or stacked experts.
+    """
+    if "quantization_config" in from_pretrained:
+        raise ValueError("`quantization_config` is given, but packed weights are read as they are; leave it out.")
+    with packed_loading():
+        model = model_class.from_pretrained(name_or_path, **from_pretrained)
+    if not is_packed(model):
+        raise ValueError(
+            f"{name_or_path!r} holds no packed weights: its configuration names none of {', '.join(METHODS)}. Load it "
+            "with `from_pretrained`."
+        )
+    return model
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether weights of `model` are packed."""
+    return any(isinstance(module, PackedLinear | PackedExperts) for module in model.modules())
+
+
+@torch.no_grad()
+def dequantise(model: Any) -> Any:
+    """Decodes the packed weights of `model`, in place, in its dtype: it is a model that was never quantised.
+
+    Nothing of its quantisation is left in its configuration, nor would be saved with it.
+    """
+    for path, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(module.decoded(model.dtype), requires_grad=False)
+            plain.register_parameter("bias", module.bias)
+            model.set_submodule(path, plain.train(module.training))
+        elif isinstance(module, PackedExperts):
+            unpack_experts(module)
+    model.hf_quantizer.remove_quantization_config(model)
+    model.__dict__.pop("_weight_conversions", None)  # else it would be saved as it was published, quantised
+    return model
+
+
+class PackedConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a model with packed weights: what the checkpoint has, unchanged."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.quant_method, self.settings = settings["quant_method"], settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the checkpoint's configuration has."""
+        return dict(self.settings)
+
+
+class _Skeleton(nn.Module):
+    """In the place of a layer while its tensors are loaded: parameters without data, by their published names."""
+
+    def __init__(self, layer: nn.Linear, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.layer = [layer]  # no child
+        for name, tensor in tensors.items():
+            self.register_parameter(name, _without_data(tensor.dtype, tensor.shape))
+        self.register_parameter("bias", layer.bias)
+        self._is_hf_initialized = True
+
+
+class PackedQuantizer(HfQuantizer):
+    """Ours, in the place of transformers' quantizers while a model is loaded."""
+
+    requires_calibration = False
+    quantization_config: PackedConfig
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters on packed weights train."""
+        return True
+
+    def is_serializable(self) -> bool:
+        """Whether `save_pretrained` writes the checkpoint: not where experts were stacked."""
+        return not self._has_experts
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What `save_pretrained` writes: every tensor by its name, in its dtype and shape, as it was published."""
+        state = model.state_dict()
+        for path, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                prefix = path + "." * bool(path)
+                tensors = {f"{prefix}{name}": (f"{prefix}{own}", tensor) for own, name, tensor in module.published()}
+                for own, _ in tensors.values():
+                    del state[own]
+                state |= {name: tensor for name, (_, tensor) in tensors.items()}
+        return state, {}
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
+    ) -> None:
+        self._has_experts = False
+        self._experts: dict[str, dict[str, bool]] = {}  # for a module, its packed weights, and which are transposed
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
+        self._order: dict[str, tuple[str, ...]] = {}
+        if not checkpoint_files:
+            raise ValueError("`packed_base` reads the files of a checkpoint, and a state dict was given.")
+        if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
+            raise ValueError(f"`device_map` spreads the model over {device_map.values()}; packed weights need one.")
+        found = packed_in(model, read_headers(checkpoint_files))
+        for path, tensors in found.linears.items():
+            layer = model.get_submodule(path)
+            if type(layer) is not nn.Linear or layer is model.get_output_embeddings():
+                kind = "the head" if type(layer) is nn.Linear else f"a {type(layer).__name__}"
+                raise _cannot(path, f"it is {kind}, whose weight does not stay packed")
+            model.set_submodule(
+                path, _Skeleton(layer, {name: each for name, each in tensors.items() if name != "bias"})
+            )
+        for name, stack in found.stacks.items():
+            self._prepare_stack(model, name, stack)
+        for path, tensors in found.experts.items():
+            self._prepare_stacked(model, path, tensors)
+        self._has_experts = bool(self._experts)
+
+    def _prepare_stack(self, model: Any, name: str, stack: Stack) -> None:
+        """Makes a parameter of experts, which transformers stacks, wait for their packed tensors."""
+        path, _, leaf = name.rpartition(".")
+        experts, (count, *declared) = self._experts_at(model, path), model.get_parameter(name).shape
+        shape = declared[0] // stack.parts, declared[1]
+        if not {*stack.operations} <= _STACKING or declared[0] % stack.parts:
+            raise _cannot(name, f"its experts, {(count, *declared)}, are stacked in another way")
+        try:
+            names = stackable(stack, shape, self._settings)
+        except (ValueError, KeyError) as error:
+            raise _cannot(name, str(error)) from error
+        endings = {each.removeprefix("weight"): stack.matrix[each] for each in names}
+        self.serialized_names = {"weight": ["weight", *(f"weight{each}" for each in endings if each)]}
+        experts._parameters.pop(leaf)
+        for ending, (dtype, (first, *rest)) in endings.items():
+            self._wait(experts, f"{leaf}{ending}", Tensor(dtype, (count, stack.parts * first, *rest)))
+        self._experts.setdefault(path, {})[leaf] = False
+        self._shapes[name] = (count, *declared)
+
+    def _prepare_stacked(self, model: Any, path: str, tensors: dict[str, Tensor]) -> None:
+        """The same for experts that the checkpoint holds stacked: blocks and scales of MXFP4, outputs first."""
+        experts = self._experts_at(model, path)
+        for scales in [name for name in tensors if name.endswith(("_scales", "_scale_inv"))]:
+            leaf = scales.removesuffix("_scales").removesuffix("_scale_inv")
+            if f"{leaf}_blocks" not in tensors:
+                raise _cannot(f"{path}.{leaf}", "its experts are stacked in the checkpoint, and not in MXFP4")
+            matrix = (tensors[scales].shape[1], 32 * tensors[scales].shape[2])
+            declared = tuple(experts.get_parameter(leaf).shape[1:])
+            if declared not in (matrix, matrix[::-1]):
+                raise _cannot(f"{path}.{leaf}", f"its blocks are of matrices of {matrix}, and the model's {declared}")
+            transposed = declared != matrix or bool(getattr(experts, "is_transposed", False))
+            experts._parameters.pop(leaf)
+            for name in (f"{leaf}_blocks", scales):
+                self._wait(experts, name, tensors[name])
+            self._experts.setdefault(path, {})[leaf] = transposed
+
+    def _experts_at(self, model: Any, path: str) -> nn.Module:
+        experts = model.get_submodule(path)
+        self._order.setdefault(path, tuple(experts._parameters))
+        return experts
+
+    def _wait(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        module._parameters.pop(name, None)
+        module.register_parameter(name, _without_data(tensor.dtype, tensor.shape))
+        module._is_hf_initialized = True  # type: ignore[assignment]  # else the class would draw what it no longer has
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return self.quantization_config.settings
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for path, module in list(model.named_modules()):
+            if isinstance(module, _Skeleton):
+                model.set_submodule(path, self._linear(path, module))
+        for path, names in self._experts.items():
+            self._pack(path, model.get_submodule(path), names, model.dtype)
+        return model
+
+    def _linear(self, path: str, skeleton: _Skeleton) -> PackedLinear:
+        (layer,) = skeleton.layer
+        parameters = dict(skeleton.named_parameters())
+        layer.register_parameter("bias", parameters.pop("bias", None))
+        tensors = {name: _loaded(f"{path}.{name}", each) for name, each in parameters.items()}
+        try:
+            weight, names = packed_matrix(tensors, (layer.out_features, layer.in_features), self._settings)
+        except (ValueError, KeyError) as error:
+            raise _cannot(path, str(error)) from error
+        published = {part: (name, tensors[name].dtype, tuple(tensors[name].shape)) for part, name in names.items()}
+        others = {name: tensor for name, tensor in tensors.items() if name not in names.values()}
+        return _filled(PackedLinear(layer, weight, published, others))
+
+    def _pack(self, path: str, experts: nn.Module, names: dict[str, bool], dtype: torch.dtype) -> None:
+        stacks = {}
+        for leaf, transposed in names.items():
+            loaded = {}
+            for name, parameter in list(experts.named_parameters(recurse=False)):
+                if (name == leaf or name.startswith(f"{leaf}_")) and not name.endswith("_bias"):
+                    loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{name}", parameter)
+                    del experts._parameters[name]
+            try:
+                if "_blocks" in loaded:
+                    weight: Any = mxfp4_weight(loaded["_blocks"], loaded["_scales"])
+                else:
+                    tensors = {f"weight{ending}": tensor for ending, tensor in loaded.items()}
+                    weight, _ = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], self._settings)
+            except (ValueError, KeyError) as error:
+                raise _cannot(f"{path}.{leaf}", str(error)) from error
+            stacks[leaf] = PackedStack(weight, transposed, dtype)
+        pack_experts(experts, stacks, self._order[path])
+        _filled(experts)
+
+
+def stackable(stack: Stack, shape: tuple[int, int], settings: dict[str, Any]) -> list[str]:
+    """The names of the tensors that packed experts of this shape are decoded of, where they can be stacked.
+
+    Gate and up come one below the other: those of a tensor are the rows of one weight.
+
+    Raises:
+        ValueError: If the format is not known, or has tensors that are not those of rows.
+    """
+    if "qweight" in stack.matrix:
+        raise ValueError("its experts are in GPTQ or AWQ, which stay packed in linear layers alone")
+    tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in stack.matrix.items()}
+    weight, names = packed_matrix(tensors, shape, settings)
+    rows = shape[0]
+    if isinstance(weight, BlockFp8Weight):
+        height, grid = weight.block[0], tensors[names["scales"]].shape
+        if fp8_block(tensors[names["scales"]], shape, settings) is None and grid != (rows, 1):
+            raise ValueError("its experts have one scale each; of stacked experts, scales of blocks and rows are known")
+        if stack.parts > 1 and rows % height:
+            raise ValueError(
+                f"gate and up of an expert have {rows} rows each, which blocks of {height} do not divide: the scales "
+                "of both, one below the other, are not those of blocks"
+            )
+    if isinstance(weight, Int4Weight) and weight.group_of is not None:
+        raise ValueError("its experts have columns in an order of their own (`weight_g_idx`)")
+    if isinstance(weight, Int4Weight) and weight.zeros is not None and stack.parts > 1 and rows % _ROWS_A_WORD:
+        raise ValueError(f"gate and up of an expert have {rows} rows each, whose zeros do not fill words of 8")
+    for name in names.values():
+        if not tensors[name].dim():
+            raise ValueError(f"its experts have one {name!r} each, a scalar, which is not stacked")
+    return list(names.values())
+
+
+def _without_data(dtype: torch.dtype, shape: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def _filled(module: nn.Module) -> Any:
+    """`module`, whose parameters a checkpoint has filled, with transformers' mark of that."""
+    for parameter in module.parameters(recurse=False):
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return module
+
+
+def _loaded(name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """The data of a parameter that the checkpoint has filled."""
+    if not getattr(parameter, "_is_hf_initialized", False):
+        raise _cannot(name, "the checkpoint has a part of its tensors only")
+    return parameter.detach()
+
+
+def _cannot(name: str, reason: str) -> PackedError:
+    return PackedError(f"`packed_base`: {name!r} cannot stay packed: {reason}. Set `packed_base` to false.")

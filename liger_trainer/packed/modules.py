@@ -1,0 +1,119 @@
+"""Modules that hold their weight as it was published, in 8 bits and fewer, and decode it where they multiply by it.
+
+The weight has no gradient. A product decodes it into a buffer that all products share, and so does the backward
+(`kernels/lowbit`): nothing of its size is kept from one to the other. So the result is that of the dequantised model:
+the weight is rounded once, to the dtype of the input.
+
+Codes and scales are frozen parameters, since DDP would broadcast buffers at every forward, and FSDP2 splits parameters
+alone: each process keeps its rows of every tensor, and a layer's are gathered whole before it runs, so that a block may
+lie on two processes. Floating numbers are kept as their bytes: neither a cast of the model nor FSDP2's mixed precision
+changes them. `weight` is None: whatever reads or changes one, such as DoRA or merging adapters, is an error and not a
+wrong result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears_operator
+from liger_trainer.kernels.lowbit.decode import decode
+from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Fp4Weight, Int4Weight, PackedWeight
+from liger_trainer.kernels.runtime import as_autocast
+
+require(MODULE_CONTENTS)
+
+_Published = tuple[str, torch.dtype, tuple[int, ...]]
+"""The name, the dtype and the shape that a tensor has in the checkpoint."""
+
+
+class PackedLinear(nn.Linear):
+    """``nn.Linear`` whose weight stays packed.
+
+    Args:
+        linear: The layer that it takes the place of: its sizes and its bias.
+        weight: The packed weight, (out_features, in_features).
+        published: For each tensor of `weight`, by its name there, what the checkpoint calls it, its dtype and shape.
+        others: Tensors of the checkpoint that a product does not need, such as scales of activations, by their names.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        weight: PackedWeight,
+        published: Mapping[str, _Published],
+        others: Mapping[str, torch.Tensor],
+    ) -> None:
+        nn.Module.__init__(self)  # not Linear's own, which allocates a weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("weight", None)  # PEFT asks whether it is split
+        self.register_parameter("bias", linear.bias)
+        self._kind: Any = type(weight)
+        self._dtypes = {name: getattr(weight, name).dtype for name in published}
+        self._numbers = {name: value for name, value in weight._asdict().items() if name not in published}
+        self._published = {
+            **published,
+            **{name: (name, each.dtype, tuple(each.shape)) for name, each in others.items()},
+        }
+        for name in published:
+            self.register_parameter(name, frozen(getattr(weight, name)))
+        for name, tensor in others.items():
+            self.register_parameter(name, frozen(tensor))
+
+    @property
+    def qweight(self) -> torch.Tensor:
+        """The codes, by the name under which PEFT looks for the device of adapters."""
+        return self.get_parameter("codes")
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight, as our operators take it."""
+        tensors = {name: as_held(self._parameters[name], dtype) for name, dtype in self._dtypes.items()}
+        return self._kind(**tensors, **self._numbers)
+
+    def published(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """The name here, and the name and the tensor of the checkpoint, of each of its tensors."""
+        for own, (name, dtype, shape) in self._published.items():
+            yield own, name, self.get_parameter(own).detach().view(dtype).view(shape)
+
+    @property
+    def format(self) -> str:
+        """The format in a word, for reports."""
+        return format_of(self._kind)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features), in the dtype of `input`, or that of autocast."""
+        return lora_linears_operator(as_autocast(input), [LoRALayer(self.packed, self.bias)])[0]
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, (out_features, in_features) in `dtype`, without a gradient."""
+        return decode(self.packed, dtype)
+
+    def extra_repr(self) -> str:
+        """The sizes and the format, for `print`."""
+        return f"{super().extra_repr()}, {self.format}"
+
+
+def format_of(kind: type) -> str:
+    """The format of packed weights of this class, in a word."""
+    return {BlockFp8Weight: "packed FP8", Fp4Weight: "packed FP4", Int4Weight: "packed INT4"}[kind]
+
+
+def frozen(tensor: torch.Tensor) -> nn.Parameter:
+    """`tensor` as a parameter that is not trained and that no cast changes: its bytes, or whole numbers as they are.
+
+    It has a dimension at least, the first of which FSDP2 splits.
+    """
+    held = tensor.detach().reshape(tensor.shape or (1,))
+    return nn.Parameter(held.view(torch.uint8) if held.is_floating_point() else held, requires_grad=False)
+
+
+def as_held(parameter: nn.Parameter | None, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of `dtype` that `frozen` made `parameter` of."""
+    assert parameter is not None
+    return parameter if parameter.dtype == dtype else parameter.view(dtype)

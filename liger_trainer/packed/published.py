@@ -1,0 +1,119 @@
+"""Which weights of a checkpoint are packed, by the names, dtypes and shapes in the headers of its files.
+
+A `quantization_config` says what was meant to be quantised; the headers say what was. The tensors of one matrix share
+an owner, such as ``model.layers.0.mlp.up_proj``: its codes and scales. transformers renames what a checkpoint names in
+another way, and stacks what it has for each expert; its own rules are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_trainer.compat.private import require
+from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
+
+_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+
+_PACKED = ("weight_packed", "qweight")
+_OF_STACKS = ("_blocks", "_scale_inv")
+
+
+class Tensor(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Stack(NamedTuple):
+    """A parameter of experts that transformers stacks of matrices of the checkpoint.
+
+    Args:
+        matrix: The tensors of each of them, by their names behind the owner's.
+        parts: How many of them an expert has, one below the other: gate and up.
+        operations: The names of the operations that stack them.
+    """
+
+    matrix: dict[str, Tensor]
+    parts: int
+    operations: tuple[str, ...]
+
+
+class Packed(NamedTuple):
+    """The packed weights of a checkpoint, by the names of the model's modules and parameters.
+
+    Args:
+        linears: For a module, its tensors.
+        stacks: For a parameter of experts, what it is stacked of.
+        experts: For a module of experts whose parameters are stacked in the checkpoint, its tensors.
+    """
+
+    linears: dict[str, dict[str, Tensor]]
+    stacks: dict[str, Stack]
+    experts: dict[str, dict[str, Tensor]]
+
+
+def read_headers(files: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's files, by their names."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise ValueError(f"`packed_base` reads safetensors, and the checkpoint has {file}. Set it to false.")
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                found[name] = Tensor(_DTYPES.get(part.get_dtype(), torch.bool), tuple(part.get_shape()))
+    return found
+
+
+def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
+    """The packed weights that `headers` have for `model`, which is as it would be without quantisation."""
+    rename_source_key, get_model_conversion_mapping, WeightConverter, WeightRenaming, *_ = require(PACKED_CHECKPOINTS)
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_source = {source: rule for rule in converters for source in rule.source_patterns}
+    state = model.state_dict()
+
+    def renamed(name: str) -> tuple[str, str | None]:
+        return rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+
+    owners: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in headers.items():
+        owner, _, leaf = name.rpartition(".")
+        owners.setdefault(owner, {})[leaf] = tensor
+    packed = Packed({}, {}, {})
+    for owner, tensors in owners.items():
+        if _is_packed(tensors):
+            name, source = renamed(f"{owner}.weight")
+            if name not in state:  # of a part that the model has not, such as one that predicts further tokens
+                continue
+            if source is None:
+                packed.linears[name.removesuffix(".weight")] = tensors
+            elif name not in packed.stacks:
+                rule = by_source[source]
+                operations = tuple(type(operation).__name__ for operation in rule.operations)
+                packed.stacks[name] = Stack(tensors, len(rule.source_patterns), operations)
+        elif any(leaf.endswith(_OF_STACKS) for leaf in tensors):
+            stacked = next(leaf for leaf in tensors if leaf.endswith(_OF_STACKS))
+            for ending in _OF_STACKS:
+                stacked = stacked.removesuffix(ending)
+            name, _ = renamed(f"{owner}.{stacked}")
+            if name in state:
+                packed.experts[name.rpartition(".")[0]] = tensors
+    return packed
+
+
+def _is_packed(tensors: Mapping[str, Tensor]) -> bool:
+    if any(name in tensors for name in _PACKED):
+        return True
+    return "weight" in tensors and tensors["weight"].dtype.itemsize == 1

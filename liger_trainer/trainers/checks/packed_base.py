@@ -1,0 +1,141 @@
+"""A base that stays packed (`packed_base`): when a trainer loads it so, and what it cannot do with it.
+
+Packed weights are frozen codes. What would read or change a floating weight is refused before it fails, or is wrong, in
+a step: adapters that need it, merging, training it, and splitting the model in another way than FSDP2, which gathers
+the codes of a layer whole before it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from accelerate.utils import parse_flag_from_env
+from torch import nn
+
+from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
+from liger_trainer.compat.private import require
+from liger_trainer.configs.flags import packed_base_of
+from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.packed.experts import packed_stacks
+from liger_trainer.packed.loading import is_packed, method_of, packed_loading
+from liger_trainer.trainers.checks.low_bit import splits_weights
+
+_FROM_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initialisations that read the base's weights
+
+
+def keeps_packed(args: Any, adapted: bool) -> bool:
+    """Whether a trainer with these arguments keeps a packed checkpoint packed; `adapted`: with adapters on it.
+
+    By default it does not where it could not train it so: the launch splits the model in another way than FSDP2, or
+    vLLM gets merged adapters.
+    """
+    wanted = packed_base_of(args)
+    if wanted is not None:
+        return wanted
+    against = [parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"), _fsdp_version(args) not in (None, 2)]
+    against += [getattr(args, name, None) for name in ("deepspeed", "use_vllm")]
+    return adapted and not any(against)
+
+
+def _fsdp_version(args: Any) -> int | None:
+    """The version of FSDP that splits the model of a trainer with these arguments; None if none does."""
+    if options := getattr(args, "fsdp_plugin_args", None):
+        return int(options.get("fsdp_version", 1))
+    return int(os.environ.get("FSDP_VERSION", "1")) if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
+
+
+def loading(args: Any, model: Any, peft_config: Any) -> contextlib.AbstractContextManager[None]:
+    """The context in which a trainer with these arguments loads its `model`, which may be a name.
+
+    Raises:
+        ValueError: If `packed_base` is true without adapters or with a `quantization_config`, and for adapters that
+            read the weights of a base that stays packed.
+    """
+    asked, options = packed_base_of(args), getattr(args, "model_init_kwargs", None) or {}
+    if not isinstance(model, str) or not keeps_packed(args, peft_config is not None):
+        return contextlib.nullcontext()
+    if peft_config is None:
+        raise ValueError(
+            "`packed_base` is true, but there are no adapters, and a packed base is frozen. Give a `peft_config` "
+            "(`use_peft`), or load the model dequantised."
+        )
+    if "quantization_config" in options:
+        if asked:
+            raise ValueError("`packed_base` is true, but `quantization_config` is given; leave one of them out.")
+        return contextlib.nullcontext()
+    check_adapters(model, peft_config, options)
+    return packed_loading()
+
+
+def check_adapters(model: str, peft_config: Any, options: dict[str, Any]) -> None:
+    """Checks that the adapters of `peft_config` do not read the weights of `model` if these stay packed."""
+    way = str(getattr(peft_config, "init_lora_weights", True)).lower()
+    needs = "DoRA (`use_dora`)" if getattr(peft_config, "use_dora", False) else ""
+    needs = needs or (f"`init_lora_weights={way!r}`" if way.startswith(_FROM_WEIGHTS) else "")
+    if not needs:
+        return
+    from transformers import AutoConfig
+
+    named = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    if method_of(AutoConfig.from_pretrained(model, **named)) is not None:
+        raise ValueError(
+            f"{needs} needs the floating weights of {model!r}, which stay packed. Use plain LoRA, or set `packed_base` "
+            "to false."
+        )
+
+
+def check_packed_base(trainer: Any) -> None:
+    """Checks that the model is packed if that is asked for, and that the launch and the trainer can have it so."""
+    model, wanted = trainer.model, packed_base_of(trainer.args)
+    if not is_packed(model):
+        if wanted:
+            raise ValueError(
+                f"`packed_base` is true, but {type(without_adapters(model)).__name__} holds no packed weights. Give "
+                "the trainer the name of a checkpoint in FP8, MXFP4, MXFP8, NVFP4 or INT4, or a model that "
+                "`load_packed` has loaded; or set it to false."
+            )
+        return
+    way, plugin = splits_weights(trainer, model), getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if way == "FSDP" and plugin is not None and plugin.fsdp_version == 1:
+        way = "FSDP1 (`fsdp_version: 1`)"
+    if way not in (None, "FSDP"):
+        raise ValueError(
+            f"`model` has packed weights, and {way} splits it, which takes no codes. Launch it on one GPU, or with "
+            "`--accelerate_config ddp` or `fsdp2`; or set `packed_base` to false."
+        )
+    if getattr(trainer.args, "use_vllm", False):
+        raise ValueError(
+            "`use_vllm` is true: vLLM gets the adapters merged into their base, and `model` has packed weights. Set "
+            "`use_vllm` or `packed_base` to false."
+        )
+    refuse_what_reads_weights(model)
+
+
+def refuse_what_reads_weights(model: nn.Module) -> None:
+    """Makes PEFT say why it cannot merge adapters into `model`, nor run those on its experts in its own forward."""
+    BaseTuner, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
+    for module in model.modules():
+        if isinstance(module, BaseTuner):
+            module._check_merge_allowed = _refuse_to_merge
+        if isinstance(module, ParamWrapper) and packed_stacks(module.get_base_layer()):
+            module._activate_lora = _refuse_to_activate
+
+
+def _refuse_to_merge(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "Adapters cannot be merged into a packed base: merging needs its floating weights. Save them, and merge with "
+        "`liger-trainer merge`; or load them with `PeftModel.from_pretrained` on the dequantised model and merge there."
+    )
+
+
+def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    if active_adapters:
+        raise RuntimeError(
+            "Adapters on packed experts run in our operator alone. Call `apply_liger_kernel(model)` or train with a "
+            "trainer of liger_trainer, with `experts` and `lora` left on; remove hooks from the experts; without "
+            "autocast, give them hidden states in their own dtype."
+        )
+    return contextlib.nullcontext()

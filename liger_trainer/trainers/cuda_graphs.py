@@ -1,0 +1,71 @@
+"""`cuda_graphs` in a trainer: where its layers run from graphs, where that is refused, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from liger_trainer.configs.flags import activation_memory_of, cuda_graphs_of
+from liger_trainer.graphs.capture import Captures, CudaCaptures
+from liger_trainer.graphs.captured import CapturedLayers
+from liger_trainer.packing.packing import draws_beside_dropout
+from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
+
+
+class CudaGraphsMixin(ActivationMemoryMixin):
+    """Comes before a Trainer: the layers of its model run from CUDA graphs, where `cuda_graphs` asks for that."""
+
+    _graphs: CapturedLayers | None = None
+
+    def _prepare_cuda_graphs(self) -> None:
+        """To be called once the trainer is built.
+
+        Raises:
+            ValueError: if `cuda_graphs` is true, and its layers cannot run from graphs.
+        """
+        wanted = cuda_graphs_of(self.args)
+        if wanted is False:
+            return
+        obstacle = _obstacle(self)
+        if not obstacle:
+            self._graphs = CapturedLayers(self._captures())
+        elif wanted:
+            raise ValueError(f"`cuda_graphs` is true, but {obstacle}. Set it to 'auto' or to false.")
+        else:
+            self._announce(f"cuda_graphs: no layer runs from graphs, because {obstacle}.")
+
+    def _captures(self) -> Captures:
+        return CudaCaptures(self.args.device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One micro-batch; see [`~transformers.Trainer.training_step`]."""
+        loss = super().training_step(*args, **kwargs)
+        if self._graphs is not None and (line := self._graphs.news()) is not None:
+            self._announce(line)
+        return loss
+
+
+def _obstacle(trainer: Any) -> str:
+    """Why no layer of a trainer can run from graphs; empty if they can."""
+    return next((reason for reason, holds in _obstacles(trainer) if holds), "")
+
+
+def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
+    args = trainer.args
+    yield f"training is on {args.device.type}, which has no CUDA graphs", args.device.type != "cuda"
+    yield "FSDP gathers weights for each layer", trainer.is_fsdp_enabled
+    yield "DeepSpeed gathers weights for each layer", trainer.is_deepspeed_enabled
+    yield "`torch_compile` is true, whose graphs are its own", args.torch_compile
+    split = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
+    yield "processes exchange tensors inside of the layers", split or getattr(args, "expert_parallel_size", 1) > 1
+    yield "`activation_memory` chooses what layers keep", bool(activation_memory_of(args))
+    yield "`activation_offloading` moves what layers keep", getattr(args, "activation_offloading", False)
+    fp8 = getattr(args, "fp8", None) is not None or getattr(args, "fp8_base", False)
+    yield "`fp8` and `fp8_base` have not been tried in graphs", fp8
+    yield "the routers' z-loss is taken from the layers", bool(getattr(args, "router_z_loss_coef", 0.0))
+    selective = bool((args.gradient_checkpointing_kwargs or {}).get("selective"))
+    yield "`gradient_checkpointing_kwargs` has `selective`", selective
+    drawn = "its layers draw random numbers beside those of dropout, maybe on the host"
+    yield drawn, draws_beside_dropout(trainer.model)

@@ -1,0 +1,70 @@
+"""Layers that run from CUDA graphs on an accelerator: the losses and weights of those that do not."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from liger_trainer.graphs.capture import CudaCaptures
+from liger_trainer.graphs.captured import CapturedLayers
+from liger_trainer.patching.apply import apply_liger_kernel
+from tests.tiny_models import TINY_MODELS
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+MODELS = ["llama", "qwen3", "gemma2", "qwen3_moe"]
+
+
+def build(name, lora, checkpointed):
+    torch.manual_seed(0)
+    model = TINY_MODELS[name](**SIZES, max_position_embeddings=512).bfloat16().cuda().train()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply_liger_kernel(model)
+    return model
+
+
+def batches():
+    """Whole rows, padded ones and packed ones, each several times."""
+    for number in range(15):
+        random = torch.Generator().manual_seed(number)
+        ids = torch.randint(3, 90, (2, 256), generator=random).cuda()
+        if number % 3 == 0:
+            yield {"input_ids": ids, "labels": ids}
+        elif number % 3 == 1:
+            mask = torch.ones_like(ids)
+            mask[0, 200 + number :] = 0
+            yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        else:
+            ids = ids.view(1, -1)
+            lengths = [100 + number, 300 - number, 112]
+            positions = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
+            yield {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_without_graphs(name, lora, checkpointed):
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch's flash attention adds in any order otherwise
+    try:
+        model = build(name, lora, checkpointed)
+        other = copy.deepcopy(model)
+        captured = CapturedLayers(CudaCaptures(torch.device("cuda", torch.cuda.current_device())))
+        for batch in batches():
+            with captured.attached(model):
+                loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            expected = other(**batch, use_cache=False).loss
+            expected.backward()
+            assert torch.equal(loss, expected)
+            for (place, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+                assert (one.grad is None) == (two.grad is None), place
+                assert one.grad is None or torch.equal(one.grad, two.grad), place
+        assert captured.captured == 4, captured.reasons
+    finally:
+        torch.use_deterministic_algorithms(False)

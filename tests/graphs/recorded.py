@@ -1,0 +1,68 @@
+"""Graphs on a CPU: launches are operators, recorded with the memory that they read and write."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+WAITING = {"_local_scalar_dense", "nonzero", "_unique2", "bincount", "histc", "masked_select", "equal"}
+"""Operators for which the host waits for the device, which no graph can hold."""
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if operator.overloadpacket.__name__ in WAITING:
+            raise RuntimeError(f"{operator}: operation not permitted when stream is capturing")
+        result = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, kwargs or {}, result))
+        return result
+
+
+class RecordedCaptures:
+    """Captures operators as a CUDA graph captures launches: replayed, each reads and writes where it did."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.count += 1
+        recorder = _Recorder()
+        with recorder:
+            run()
+
+        def replay() -> None:
+            with torch.no_grad():
+                for operator, args, kwargs, result in recorder.calls:
+                    args, kwargs = tree_map(_memory, (args, kwargs))
+                    _write(result, operator(*args, **kwargs))
+
+        return replay
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def random_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+def _memory(value: Any) -> Any:
+    """A tensor without its version: autograd sees nothing of what a graph writes."""
+    return value.data if isinstance(value, torch.Tensor) else value
+
+
+def _write(fixed: Any, result: Any) -> None:
+    for one, other in zip(tree_leaves(fixed), tree_leaves(result)):
+        if isinstance(one, torch.Tensor) and one.data_ptr() != other.data_ptr():
+            one.data.copy_(other)

@@ -1,0 +1,363 @@
+"""Layers that run from graphs have the results of those that do not, bit for bit, and no graph is stale."""
+
+import contextlib
+import copy
+import functools
+import gc
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from liger_trainer.graphs.captured import CapturedLayers
+from liger_trainer.kernels.attention.attention import attention
+from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.patching.apply import apply_liger_kernel
+from tests.graphs.recorded import RecordedCaptures
+
+
+def tiny(lora=False, checkpointed=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).train()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply_liger_kernel(model)
+    return model
+
+
+def ids(seed, rows=2, length=7):
+    return torch.randint(0, 32, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, batch, captured=None):
+    if captured is None:
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    else:
+        with captured.attached(model):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model):
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_same(model, other):
+    one, two = gradients(model), gradients(other)
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+def assert_same_steps(model, other, captured, batches):
+    """The same losses with graphs and without, and the same gradients, which are summed up over the steps."""
+    for batch in batches:
+        assert torch.equal(step(model, batch, captured), step(other, batch))
+        assert_same(model, other)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_gradients_have_the_same_bits(checkpointed, lora, dtype):
+    model = tiny(lora, checkpointed, dtype)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    assert_same_steps(model, other, captured, map(ids, range(6)))
+    assert captured.captured == 3
+    assert not captured.reasons
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("of", ["adapters", "attention"])
+def test_dropout_draws_the_numbers_that_it_draws_without_graphs(of, checkpointed):
+    model = tiny(False, checkpointed)
+    if of == "adapters":
+        config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.3)
+        model = get_peft_model(model, config).train()
+    else:
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    losses = []
+    for number in range(8):
+        results = []
+        for each, graphs in ((model, captured), (other, None)):
+            torch.manual_seed(number)
+            results.append((step(each, ids(1), graphs), torch.rand(3)))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        assert_same(model, other)
+        losses.append(float(results[0][0]))
+    assert captured.captured == 3, captured.reasons
+    assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_dropout_of_several_forwards_before_a_backward(checkpointed):
+    model = tiny(False, checkpointed)
+    model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, lora_dropout=0.3)).train()
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    for number in range(6):
+        for each, graphs in ((model, captured), (other, None)):
+            torch.manual_seed(number)
+            losses = []
+            for part in range(2):
+                with graphs.attached(each) if graphs else contextlib.nullcontext():
+                    losses.append(each(input_ids=ids(part), labels=ids(part), use_cache=False).loss)
+            (losses[0] - 0.3 * losses[1]).backward()
+        assert_same(model, other)
+    assert captured.captured == 3, captured.reasons
+
+
+def swap_storage(model):
+    weight = model.get_submodule("model.layers.1.mlp.down_proj").weight
+    weight.data = weight.data.clone() * 2
+
+
+def replace_module(model):
+    torch.manual_seed(5)
+    old = model.model.layers[1].mlp.down_proj
+    model.model.layers[1].mlp.down_proj = torch.nn.Linear(old.in_features, old.out_features, bias=False)
+
+
+def freeze(model):
+    model.model.layers[1].mlp.down_proj.weight.requires_grad_(False)
+
+
+def other_attribute(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+
+
+def hook(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def gradient_hook(model):
+    model.model.layers[1].mlp.down_proj.weight.register_hook(lambda gradient: gradient * 3)
+
+
+def other_scaling(model):
+    model.base_model.model.model.layers[1].mlp.down_proj.scaling["default"] *= 3
+
+
+def other_adapter(model):
+    torch.manual_seed(6)
+    model.add_adapter("second", LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    model.set_adapter("second")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "change", [swap_storage, replace_module, freeze, other_attribute, hook, gradient_hook, other_scaling, other_adapter]
+)
+def test_what_changes_is_seen(change, checkpointed):
+    model = tiny("scaling" in change.__name__ or "adapter" in change.__name__, checkpointed)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    assert_same_steps(model, other, captured, map(ids, range(5)))
+    assert captured.captured == 3
+    change(model)
+    change(other)
+    assert_same_steps(model, other, captured, map(ids, range(5, 10)))
+    assert captured.captured == (2 if change is hook else 3)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_batches_of_several_lengths(checkpointed):
+    model = tiny(True, checkpointed)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    batches = (ids(number, rows=1 + number % 2, length=5 + number % 3) for number in range(16))
+    assert_same_steps(model, other, captured, batches)
+    assert captured.captured == 3
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_several_forwards_before_a_backward(checkpointed):
+    model = tiny(False, checkpointed)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    for number in range(6):
+        for each, graphs in ((model, captured), (other, None)):
+            with graphs.attached(each) if graphs else contextlib.nullcontext():
+                first = each(input_ids=ids(number), labels=ids(number), use_cache=False).loss
+                second = each(input_ids=ids(number + 20), labels=ids(number), use_cache=False).loss
+            with graphs.attached(each) if graphs else contextlib.nullcontext():
+                third = each(input_ids=ids(number + 40), labels=ids(number), use_cache=False).loss
+            (first - second * 0.3 + third * 0.2).backward()
+        assert_same(model, other)
+    assert captured.captured == 3
+
+
+def test_a_loss_without_a_backward_blocks_nothing():
+    model = tiny()
+    other = copy.deepcopy(model)
+    captures = RecordedCaptures()
+    captured = CapturedLayers(captures)
+    for number in range(8):
+        with captured.attached(model):
+            model(input_ids=ids(number + 50), use_cache=False)
+        gc.collect()  # outputs of models are in cycles
+        assert torch.equal(step(model, ids(number), captured), step(other, ids(number)))
+        with torch.no_grad():
+            one, two = (each(input_ids=ids(number + 9)).logits[:] for each in (model, other))
+        assert torch.equal(one, two)
+        assert_same(model, other)
+    assert captures.count == 6  # a forward and a backward of each layer
+
+
+def test_a_second_backward_is_refused():
+    model = tiny()
+    captured = CapturedLayers(RecordedCaptures())
+    for number in range(4):
+        step(model, ids(number), captured)
+    with captured.attached(model):
+        loss = model(input_ids=ids(0), labels=ids(0), use_cache=False).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="cuda_graphs"):
+        loss.backward()
+
+
+def test_layers_are_as_they_were_outside_of_a_loss():
+    for checkpointed in (False, True):
+        model = tiny(checkpointed=checkpointed)
+        before = [{**vars(layer)} for layer in model.model.layers]
+        captured = CapturedLayers(RecordedCaptures())
+        for number in range(4):
+            step(model, ids(number), captured)
+        assert [{**vars(layer)} for layer in model.model.layers] == before
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_padded_batches_under_autocast(padding, checkpointed):
+    model = tiny(True, checkpointed)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    for number in range(6):
+        mask = torch.ones(2, 7, dtype=torch.long)
+        shown = slice(0, 1 + number % 3) if padding == "left" else slice(6 - number % 3, 7)
+        mask[0, shown] = 0
+        losses = []
+        for each, graphs in ((model, captured), (other, None)):
+            with torch.autocast("cpu", torch.bfloat16), graphs.attached(each) if graphs else contextlib.nullcontext():
+                loss = each(input_ids=ids(number), attention_mask=mask, labels=ids(number), use_cache=False).loss
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        assert_same(model, other)
+    assert captured.captured == 3
+
+
+def test_a_layer_that_cannot_be_captured_runs_without():
+    class Refusing(RecordedCaptures):
+        def __call__(self, run):
+            if self.count in (2, 4):  # the forward of the third layer, and the backward of one of the others
+                self.count += 1
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().__call__(run)
+
+    model = tiny()
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(Refusing())
+    assert_same_steps(model, other, captured, map(ids, range(6)))
+    assert captured.captured == 1
+    assert sum(captured.reasons.values()) == 2
+    assert all("stream is capturing" in reason for reason in captured.reasons)
+
+
+def test_a_graph_with_other_results_is_not_used():
+    class Wrong(RecordedCaptures):
+        def __call__(self, run):
+            replay = super().__call__(run)
+            wrong = self.count in (1, 5)
+
+            def instead():
+                replay()
+                if wrong:
+                    run.__self__.buffers.result.add_(1e-3)
+                    run.__self__.buffers.hidden_gradient.add_(1e-3)
+
+            return instead
+
+    model = tiny()
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(Wrong())
+    assert_same_steps(model, other, captured, map(ids, range(6)))
+    assert captured.captured == 1
+    assert sum(captured.reasons.values()) == 2
+
+
+class Attending(GradientCheckpointingLayer):
+    """A layer that is given the plan of a packed row, and what a collator says of its documents."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection = torch.nn.Linear(8, 24)
+
+    def forward(self, hidden, plan, cu_seq_lens_q=None, max_length_q=None):
+        if cu_seq_lens_q is not None:
+            plan = AttentionPlan(0, cu_seq_lens_q, max_length_q)
+        query, key, value = self.projection(hidden).unflatten(-1, (3, 2, 4)).unbind(2)
+        return hidden + attention(query, key, value, plan=plan).flatten(-2)
+
+
+def plan_of(*lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return AttentionPlan(0, offsets, max(lengths))
+
+
+class Counting(Attending):
+    """A layer whose result depends on the number of documents, empty ones too."""
+
+    def forward(self, hidden, cu_seq_lens_q=None):
+        return super().forward(hidden, None, cu_seq_lens_q, 12) * cu_seq_lens_q.numel()
+
+
+def test_a_layer_that_counts_empty_documents_runs_without():
+    torch.manual_seed(0)
+    layer = Counting().train()
+    captured = CapturedLayers(RecordedCaptures())
+    starts = plan_of(3, 9).offsets
+    for _ in range(4):
+        with captured.attached(layer):
+            layer(torch.ones(1, 12, 8), cu_seq_lens_q=starts).sum().backward()
+    assert captured.captured == 0
+    assert [*captured.reasons] == ["the result of its graph was another"]
+
+
+@pytest.mark.parametrize("in_plan", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_rows_of_other_documents_share_a_graph(checkpointed, in_plan):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Attending(), Attending()).train()
+    for layer in model:
+        layer.gradient_checkpointing = checkpointed
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    rows = [plan_of(3, 9), plan_of(12), plan_of(1, 2, 9), plan_of(10, 2), plan_of(1, 1, 1, 9), plan_of(4, 4, 4)]
+    for number, plan in enumerate(rows):
+        hidden = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(number))
+        told = {} if in_plan else {"cu_seq_lens_q": plan.offsets, "max_length_q": plan.longest}
+        given = plan if in_plan else None
+        for each, graphs in ((model, captured), (other, None)):
+            with graphs.attached(each) if graphs else contextlib.nullcontext():
+                result = each[1](each[0](hidden, given, **told), given, **told)
+            result.square().sum().backward()
+        assert_same(model, other)
+    kinds = [len(known.graphs) for known in captured._of.values()]
+    assert kinds == [1, 1]  # the longest documents are 9 to 16 tokens, and 4 once

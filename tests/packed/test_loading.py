@@ -1,0 +1,303 @@
+"""Checkpoints in 8 bits and fewer stay packed as they are loaded, mean what they mean, and are saved as they were."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers.quantizers import auto
+
+from liger_trainer import load_packed
+from liger_trainer.packed.experts import packed_stacks
+from liger_trainer.packed.loading import dequantise, is_packed, packed_loading, stackable
+from liger_trainer.packed.modules import PackedLinear
+from liger_trainer.packed.published import Stack, Tensor
+from tests import low_bit
+from tests.packed_checkpoints import FORMATS, fp8_blocks, write, write_dense, write_latent_mixture, write_mixture
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+IDS = torch.arange(3, 35).view(2, 16)
+
+
+def packed_layers(model):
+    return {name: each for name, each in model.named_modules() if isinstance(each, PackedLinear)}
+
+
+def dequantised(model, meant):
+    """A plain model of the class of `model`, in its dtype, with the weights that its checkpoint means."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    return type(model).from_pretrained(None, config=config, state_dict=dict(meant), dtype=model.dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_means_what_it_means(name, tmp_path):
+    meant = write_dense(tmp_path, name)
+    model = load_packed(str(tmp_path), dtype="auto")
+    layers = packed_layers(model)
+    assert len(layers) == 14
+    for path, layer in layers.items():
+        assert torch.equal(layer.decoded(torch.bfloat16), meant[f"{path}.weight"].to(torch.bfloat16)), path
+        torch.testing.assert_close(layer.decoded(torch.float32), meant[f"{path}.weight"], rtol=1e-6, atol=0)
+        assert layer.weight is None
+        assert not any(each.requires_grad for each in layer.parameters())
+    assert torch.equal(model(IDS).logits, dequantised(model, meant)(IDS).logits)
+    wide = load_packed(str(tmp_path), dtype=torch.float32)
+    torch.testing.assert_close(wide(IDS).logits, dequantised(wide, meant)(IDS).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_is_saved_as_it_was_published(name, tmp_path):
+    write_dense(tmp_path / "published", name)
+    model = load_packed(str(tmp_path / "published"), dtype="auto")
+    model.save_pretrained(tmp_path / "saved")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("published", "saved"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype, key
+        assert after[key].shape == tensor.shape, key
+        assert torch.equal(after[key].view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
+    settings = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("published", "saved")]
+    assert settings[0]["quantization_config"] == settings[1]["quantization_config"]
+    again = load_packed(str(tmp_path / "saved"), dtype="auto")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_a_state_dict_is_loaded_again(tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    model = load_packed(str(tmp_path), dtype="auto")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    other = copy.deepcopy(model)
+    for layer in packed_layers(other).values():
+        layer.codes.zero_()
+        layer.scales.fill_(60)
+    assert not torch.equal(other(IDS).logits, model(IDS).logits)
+    other.load_state_dict(state)
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
+
+
+def test_casts_of_the_model_change_neither_codes_nor_scales(tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    model = load_packed(str(tmp_path), dtype="auto")
+    weights = {name: layer.decoded(torch.float32) for name, layer in packed_layers(model).items()}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        model.to(dtype)
+        assert model.model.norm.weight.dtype == dtype
+        for name, layer in packed_layers(model).items():
+            assert torch.equal(layer.decoded(torch.float32), weights[name])
+        assert model(IDS).logits.dtype == dtype
+
+
+def test_a_plain_layer_gives_the_gradient_of_its_input_and_keeps_no_weight(tmp_path):
+    meant = write_dense(tmp_path, "fp8 blocks")
+    layer = load_packed(str(tmp_path), dtype=torch.float32).model.layers[0].mlp.up_proj
+    weight = meant["model.layers.0.mlp.up_proj.weight"]
+    x = torch.randn(3, 5, 128, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = layer(x)
+    # Besides the input, which others save too, the module's own tensors.
+    own = {x.data_ptr(), *(each.data_ptr() for each in layer.parameters())}
+    assert all(tensor.data_ptr() in own for tensor in kept if tensor.numel())
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(y, x.detach() @ weight.t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, dy @ weight, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
+MIXTURES = {
+    "fp8 blocks": (lambda folder: write_mixture(folder), FineGrainedFP8Config, 8),
+    "fp8 rows": (lambda folder: write_mixture(folder, "fp8 rows"), None, 8),
+    "nvfp4": (lambda folder: write_mixture(folder, "nvfp4"), None, 8),
+    "int4": (lambda folder: write_mixture(folder, "int4"), None, 8),
+    "int4 with zeros": (lambda folder: write_mixture(folder, "int4 with zeros"), None, 8),
+    "latent attention": (write_latent_mixture, None, 16),
+    "mxfp4": (lambda folder: low_bit.write_mxfp4(folder), Mxfp4Config, 0),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_stay_packed(name, implementation, tmp_path):
+    make, config, linears = MIXTURES[name]
+    meant = make(tmp_path)
+    model = load_packed(str(tmp_path), dtype="auto", experts_implementation=implementation)
+    if config is None:
+        plain = dequantised(model, meant)
+        plain.set_experts_implementation(implementation)
+    else:
+        plain = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype="auto", experts_implementation=implementation,
+            quantization_config=config(dequantize=True),
+        )  # fmt: skip
+    assert len(packed_layers(model)) == linears
+    experts = model.model.layers[-1].mlp.experts
+    stacks = packed_stacks(experts)
+    for leaf, stack in stacks.items():
+        expected = plain.model.layers[-1].mlp.experts.get_parameter(leaf)
+        assert torch.equal(stack.decoded(), expected)
+        assert (getattr(experts, leaf).shape, getattr(experts, leaf).dtype) == (expected.shape, expected.dtype)
+        assert getattr(experts, leaf).isnan().all()  # what nobody may multiply by
+    assert {*stacks} == {"gate_up_proj", "down_proj"}
+    own = [key for key, _ in experts.named_parameters(recurse=False)]
+    declared = [key for key, _ in plain.model.layers[-1].mlp.experts.named_parameters(recurse=False)]
+    assert own[: len(declared)] == declared  # PEFT names adapters by this order
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    assert sum(each.numel() * each.element_size() for each in experts.parameters()) < 0.6 * sum(
+        each.numel() * each.element_size() for each in plain.model.layers[-1].mlp.experts.parameters()
+    )
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "saved")
+
+
+def test_experts_follow_the_casts_of_the_model(tmp_path):
+    write_mixture(tmp_path)
+    model = load_packed(str(tmp_path), dtype="auto")
+    experts = model.model.layers[0].mlp.experts
+    before = packed_stacks(experts)["down_proj"].decoded(torch.float32)
+    other = copy.deepcopy(model).to(torch.float32)
+    assert other.model.layers[0].mlp.experts.gate_up_proj.dtype == torch.float32
+    assert experts.gate_up_proj.dtype == torch.bfloat16
+    assert torch.equal(packed_stacks(other.model.layers[0].mlp.experts)["down_proj"].decoded(), before)
+    assert other(IDS).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_dequantised_model_was_never_packed(name, tmp_path):
+    MIXTURES[name][0](tmp_path)
+    model = load_packed(str(tmp_path), dtype="auto")
+    before = model(IDS).logits
+    names = [key for key, _ in type(model)(model.config).named_parameters()]
+    dequantise(model)
+    assert not is_packed(model)
+    assert [key for key, _ in model.named_parameters()] == names
+    assert torch.equal(model(IDS).logits, before)
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert torch.equal(again(IDS).logits, before)
+
+
+def test_other_models_load_as_always(tmp_path):
+    before = dict(auto.AUTO_QUANTIZER_MAPPING), dict(auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    low_bit.dense().save_pretrained(tmp_path / "plain")
+    write_dense(tmp_path / "packed", "fp8 blocks")
+    with packed_loading():
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+        assert before[0] != auto.AUTO_QUANTIZER_MAPPING
+    assert not is_packed(plain)
+    assert before == (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    assert not is_packed(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"))  # on a CPU
+    with pytest.raises(ValueError, match="holds no packed weights: its configuration names none of fp8"):
+        load_packed(str(tmp_path / "plain"))
+    with pytest.raises(ValueError, match="`quantization_config` is given"):
+        load_packed(str(tmp_path / "packed"), quantization_config=FineGrainedFP8Config())
+
+
+def change(folder, alter):
+    """Rewrites a checkpoint with `alter` of its tensors and of its configuration."""
+    tensors = load_file(folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    alter(tensors, settings["quantization_config"])
+    write(folder, tensors, AutoConfig.for_model(**settings), settings["quantization_config"])
+
+
+def without_scales(tensors, settings):
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+
+
+def in_8_bits(tensors, settings):
+    for name in [name for name in tensors if name.endswith("up_proj.weight")]:
+        tensors[name] = tensors[name].view(torch.int8)
+
+
+def of_other_blocks(tensors, settings):
+    settings["weight_block_size"] = [64, 64]
+
+
+def with_a_packed_head(tensors, settings):
+    made, _ = fp8_blocks(128, 128)
+    tensors |= {f"lm_head.{name}": tensor for name, tensor in made.items()}
+
+
+REFUSED = {
+    "scales": (without_scales, r"'model\.layers\.1\.mlp\.up_proj' cannot stay packed"),
+    "int8": (in_8_bits, r"up_proj' cannot stay packed: its format is not known: weight in torch\.int8"),
+    "blocks": (of_other_blocks, r"cannot stay packed: its scales are .*blocks are \[64, 64\]"),
+    "head": (with_a_packed_head, "'lm_head' cannot stay packed: it is the head"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_stay_packed_is_refused(name, tmp_path):
+    alter, message = REFUSED[name]
+    write_dense(tmp_path, "fp8 blocks")
+    change(tmp_path, alter)
+    with pytest.raises(ValueError, match=f"{message}.*Set `packed_base` to false"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def test_gate_and_up_that_share_a_block_are_refused(tmp_path):
+    write_mixture(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"]["weight_block_size"] = [192, 128]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="gate and up of an expert have 128 rows each, which blocks of 192 do not"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def as_scalars(tensors, settings):
+    for name in [name for name in tensors if name.endswith("weight_global_scale")]:
+        tensors[name] = tensors[name].view(())
+
+
+def in_an_order_of_their_own(tensors, settings):
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        tensors[name.replace("packed", "g_idx")] = (torch.arange(128, dtype=torch.int32) // 32).flip(0)
+
+
+def of_one_scale(tensors, settings):
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name] = tensors[name][:1]
+
+
+UNSTACKED = {
+    "scalars": ("nvfp4", as_scalars, "its experts have one 'weight_global_scale' each, a scalar, which is not stacked"),
+    "order": ("int4", in_an_order_of_their_own, r"its experts have columns in an order of their own .`weight_g_idx`"),
+    "scale": ("fp8 rows", of_one_scale, "its experts have one scale each; of stacked experts, scales of blocks and"),
+    "gptq": ("gptq", lambda tensors, settings: None, "its experts are in GPTQ or AWQ, which stay packed in linear lay"),
+}
+
+
+@pytest.mark.parametrize("name", UNSTACKED)
+def test_experts_that_cannot_be_stacked_are_refused(name, tmp_path):
+    form, alter, message = UNSTACKED[name]
+    write_mixture(tmp_path, form)
+    change(tmp_path, alter)
+    with pytest.raises(ValueError, match=rf"experts\.\w+' cannot stay packed: {message}.*Set `packed_base` to false"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def test_experts_whose_zeros_share_words_are_refused():
+    matrix = {
+        "weight_packed": Tensor(torch.int32, (36, 4)), "weight_scale": Tensor(torch.bfloat16, (36, 1)),
+        "weight_zero_point": Tensor(torch.int32, (5, 1)),
+    }  # fmt: skip
+    stackable(Stack(matrix, 1, ("MergeModulelist",)), (36, 32), {})
+    with pytest.raises(ValueError, match="gate and up of an expert have 36 rows each, whose zeros do not fill words"):
+        stackable(Stack(matrix, 2, ("MergeModulelist", "Concatenate")), (36, 32), {})
+
+
+def test_other_bits_of_gptq_are_refused(tmp_path):
+    write_dense(tmp_path, "gptq")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"]["bits"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"its format is gptq  in 8 bits; GPTQ and AWQ .gemm. are known in 4 bits"):
+        load_packed(str(tmp_path), dtype="auto")

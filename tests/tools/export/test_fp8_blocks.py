@@ -1,0 +1,241 @@
+"""Merged weights in the FP8 blocks of their base: to the bit, read by the stock library, with the right numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from liger_trainer import load_packed
+from liger_trainer.errors import UserError
+from liger_trainer.kernels.lowbit.decode import decode
+from liger_trainer.kernels.lowbit.formats import fp8_weight
+from liger_trainer.packed.loading import dequantise
+from liger_trainer.tools.cli import main
+from liger_trainer.tools.export.fp8_blocks import in_blocks
+from liger_trainer.tools.export.merging import SURVIVAL_FILE, merge
+from liger_trainer.tools.export.saved_run import find_run
+from tests.low_bit import write_fp8, write_mxfp4
+from tests.packed_checkpoints import write_dense, write_mixture
+from tests.tools.cli.runs import message_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+VALUES = CODES.float().double()
+
+
+def saved_run(folder, size, **lora):
+    """Random adapters of some size on the base in `folder`, as a run saves them; the base, and the merged model."""
+    base = dequantise(load_packed(str(folder / "base"), dtype=torch.bfloat16))
+    before = {name: each.detach().float().clone() for name, each in base.named_parameters()}
+    torch.manual_seed(1)
+    adapted = get_peft_model(base.float(), LoraConfig(r=4, task_type="CAUSAL_LM", **lora))
+    for name, each in adapted.named_parameters():
+        if "lora_" in name:
+            each.data.normal_(std=size)
+    adapted.save_pretrained(folder / "run")
+    file = folder / "run" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(folder / "base")}))
+    return before, {name: each.detach() for name, each in adapted.merge_and_unload().named_parameters()}
+
+
+def spread(scale, shape):
+    """Scales of blocks of 128 x 128 as one for each weight."""
+    wide = scale.float().double() if scale.dtype != torch.uint8 else torch.exp2(scale.double() - 127)
+    wide = wide.repeat_interleave(128, -2).repeat_interleave(128, -1)
+    return wide[..., : shape[0], : shape[1]]
+
+
+def nearest(weight, scale):
+    """What each weight is rounded to: of all values that its block has, the nearest.
+
+    Also where fp32 may see the middle between two codes elsewhere, and the squared error of each block.
+    """
+    values, wide = VALUES[~VALUES.isnan()].unique(), spread(scale, weight.shape)
+    target = (weight.double() / wide).clamp(-448, 448)
+    place = torch.searchsorted(values, target.contiguous()).clamp(1, len(values) - 1)
+    below, above = values[place - 1], values[place]
+    found = torch.where((target - below).abs() <= (above - target).abs(), below, above)
+    error = (found * wide - weight.double()).square()
+    error = torch.stack([block.sum() for row in error.split(128) for block in row.split(128, 1)]).view(scale.shape)
+    return found, ((target - below) - (above - target)).abs() < 1e-5 * target.abs(), error
+
+
+def asked_for(weight, dtype):
+    """The scales with which the largest weight of each block is the largest code."""
+    largest = [block.abs().max() for row in weight.split(128) for block in row.split(128, 1)]
+    reach = torch.stack(largest).view(-(-weight.shape[0] // 128), -1).float() / 448
+    return torch.exp2(reach.log2().ceil()).to(dtype) if dtype == torch.float8_e8m0fnu else reach
+
+
+def published(weights):
+    """The weights of a mixture by the names of its checkpoint."""
+    found = {}
+    for name, each in weights.items():
+        if ".experts." not in name:
+            found[name] = each
+            continue
+        path = name.rpartition(".")[0]
+        for number, matrix in enumerate(each):
+            parts = zip(("gate_proj", "up_proj"), matrix.chunk(2)) if "gate_up" in name else [("down_proj", matrix)]
+            found |= {f"{path}.{number}.{part}.weight": rows for part, rows in parts}
+    return found
+
+
+FORMS = {
+    "mixture": (write_mixture, {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}),
+    "quantised by transformers": (write_fp8, {"target_modules": ["v_proj"], "target_parameters": EXPERTS[:1]}),
+    "dense": (lambda folder: write_dense(folder, "fp8 blocks"), {"target_modules": ["down_proj", "q_proj"]}),
+    "powers of two": (lambda folder: write_dense(folder, "fp8 ue8m0"), {"target_modules": ["up_proj", "lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("size", [0.01, 0.3])
+@pytest.mark.parametrize("name", FORMS)
+def test_codes_and_numbers(name, size, tmp_path):
+    write, lora = FORMS[name]
+    write(tmp_path / "base")
+    before, merged = saved_run(tmp_path, size, **lora)
+    proof = merge(find_run(str(tmp_path / "run")), tmp_path / "out", say=lambda line: None, to="fp8")
+    assert json.loads((tmp_path / "out" / SURVIVAL_FILE).read_text()) == json.loads(
+        json.dumps(proof.survival.as_dict())
+    )
+    old, new = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "out"))
+    assert old.keys() == new.keys()
+    settings = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("base", "out")]
+    assert settings[0]["quantization_config"] == settings[1]["quantization_config"]
+    before, merged = published(before), published(merged)
+    changed = [key for key in merged if not torch.equal(before[key], merged[key])]
+    assert changed
+    grown = blocks = 0
+    for key, weight in merged.items():
+        scale_name = key.replace("weight", "weight_scale_inv")
+        if scale_name not in old:
+            assert torch.equal(new[key], weight.to(torch.bfloat16)), key
+            continue
+        codes, scale = new[key], new[scale_name]
+        assert (codes.dtype, scale.dtype, codes.shape) == (torch.float8_e4m3fn, old[scale_name].dtype, weight.shape)
+        if key not in changed:
+            assert torch.equal(codes.view(torch.uint8), old[key].view(torch.uint8)), key
+            assert torch.equal(scale.view(torch.uint8), old[scale_name].view(torch.uint8)), key
+            continue
+        wanted, tie, errors = nearest(weight, scale)
+        assert torch.equal(codes.float().double()[~tie], wanted[~tie]), key
+        assert tie.float().mean() < 0.01
+        _, _, if_kept = nearest(weight, old[scale_name])
+        other = asked_for(weight, scale.dtype)
+        _, _, if_not = nearest(weight, other)
+        kept = scale.float() == old[scale_name].float()
+        assert torch.equal(scale.float()[~kept], other.float()[~kept]), key
+        assert (errors <= torch.minimum(if_kept, if_not) * (1 + 1e-4)).all(), "the better of both scales"
+        grown, blocks = grown + int((~kept).sum()), blocks + kept.numel()
+    assert grown > blocks // 4 if size > 0.1 else grown <= blocks // 4
+    numbers(proof.survival, before, merged, new, changed)
+
+
+def numbers(survival, before, merged, new, changed):
+    """The share and the error, computed here from the files."""
+    sums = {}
+    for key in changed:
+        scale = new.get(key.replace("weight", "weight_scale_inv"))
+        if scale is None:
+            continue
+        read = (new[key].float().double() * spread(scale, new[key].shape)).to(torch.bfloat16).double()
+        change, left = merged[key].double() - before[key].double(), read - before[key].double()
+        path, stack = key, key.partition(".experts.")
+        if stack[1]:
+            path = f"{stack[0]}.experts.{'down_proj' if 'down_proj' in key else 'gate_up_proj'}"
+        found = torch.stack([(left * change).sum(), change.square().sum(), (left - change).square().sum()])
+        sums[path] = sums.get(path, 0) + found
+    assert survival.layers.keys() == sums.keys()
+    for kept, (along, change, beside) in [
+        *((survival.layers[path], each) for path, each in sums.items()), (survival.model, sum(sums.values())),
+    ]:  # fmt: skip
+        assert kept.share == pytest.approx((along / change).item(), rel=1e-4)
+        assert kept.error == pytest.approx((beside / change).sqrt().item(), rel=1e-4)
+    assert survival.layers[survival.worst].share == min(each.share for each in survival.layers.values())
+
+
+@pytest.mark.parametrize(("size", "share", "error"), [(0.01, 0.38, 0.86), (0.03, 0.80, 0.62), (0.1, 0.99, 0.26)])
+def test_what_the_guide_says_of_gaussian_weights(size, share, error):
+    weight = torch.randn(1024, 1024) * 0.02
+    scales = weight.view(8, 128, 8, 128).abs().amax((1, 3)) / 448
+    codes = (weight / spread(scales, weight.shape).float()).to(CODES.dtype)
+    base = fp8_weight(codes, scales, (128, 128))
+    before, change = decode(base).float(), torch.randn(1024, 8) @ torch.randn(8, 1024)
+    change *= size * before.norm() / change.norm()
+    left = decode(in_blocks(before + change, base)).float() - before
+    assert ((left * change).sum() / change.square().sum()).item() == pytest.approx(share, abs=0.02)
+    assert ((left - change).norm() / change.norm()).item() == pytest.approx(error, abs=0.02)
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "after-training.md").read_text(encoding="utf-8")
+    assert f"| {size:.0%} | {share:.0%} | {error:.0%} |".replace("%", " %") in guide
+
+
+def test_the_stock_library_reads_it(tmp_path, monkeypatch):
+    write_fp8(tmp_path / "base")
+    saved_run(tmp_path, 0.1, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS)
+    merge(find_run(str(tmp_path / "run")), tmp_path / "out", say=lambda line: None, to="fp8")
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    decoded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    for key, weight in published(dict(decoded.named_parameters())).items():
+        scale = file.get(key.replace("weight", "weight_scale_inv"))
+        wanted = file[key] if scale is None else (file[key].float() * spread(scale, weight.shape).float()).bfloat16()
+        assert torch.equal(weight, wanted), key
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", device_map="cpu")
+    held = published(
+        {name: each.view(torch.uint8) for name, each in packed.named_parameters() if each.dtype == CODES.dtype}
+    )
+    assert len(held) == sum(name.endswith("_scale_inv") for name in file)
+    for key, codes in held.items():
+        assert torch.equal(codes, file[key].view(torch.uint8)), key
+
+
+def refused(capsys, *arguments):
+    capsys.readouterr()
+    assert main(["merge", *map(str, arguments)]) == 2
+    return message_of(capsys.readouterr().err)
+
+
+def test_the_command_to_fp8(tmp_path, capsys):
+    write_mixture(tmp_path / "base")
+    saved_run(tmp_path, 0.02, target_modules=["q_proj"], target_parameters=EXPERTS)
+    run = tmp_path / "run"
+    assert "`--to` and `--dtype` are given" in refused(capsys, run, "--to", "fp8", "--dtype", "float32")
+    assert "`--to` and `--gguf` are given" in refused(capsys, run, "--to", "fp8", "--gguf", "q8_0")
+    assert "`--to` is 'mxfp4': merging into 4 bits would lose most of" in refused(capsys, run, "--to", "mxfp4")
+    assert "`--to` is 'int8'; it may be 'fp8', or left out" in refused(capsys, run, "--to", "int8")
+    assert not (run / "merged").exists()
+    assert main(["merge", str(run), "--to", "fp8"]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads((run / "merged" / SURVIVAL_FILE).read_text())
+    assert (
+        f"In FP8, {found['share']:.1%} of the adapters' change survives, with an error of {found['error']:.1%}" in shown
+    )
+    worst = found["layers"][found["worst"]]
+    assert f"in {found['worst']}, the worst, {worst['share']:.1%} with {worst['error']:.1%}." in shown
+    assert "exists and is not an empty folder" in refused(capsys, run, "--to", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (write_mxfp4, r"base' was published in another format \(mxfp4\)\. Leave `--to` out, which merges into 16 bits"),
+        (lambda folder: write_dense(folder, "fp8 rows"), r"published in another format \(compressed-tensors\)"),
+        (lambda folder: write_dense(folder, "fp8 tensor"), r"published in another format \(fp8\)"),
+    ],
+)
+def test_bases_in_other_formats_are_refused(write, message, tmp_path):
+    write(tmp_path / "base")
+    saved_run(tmp_path, 0.1, target_modules=["q_proj"])
+    with pytest.raises(UserError, match=message):
+        merge(find_run(str(tmp_path / "run")), tmp_path / "out", to="fp8")

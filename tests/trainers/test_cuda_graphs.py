@@ -1,0 +1,89 @@
+"""`cuda_graphs` in every trainer: no bit of a training changes, and where it cannot run it is refused by name."""
+
+import pytest
+from datasets import Dataset
+
+from liger_trainer.trainers import cuda_graphs
+from liger_trainer.trainers.base import LigerTrainerMixin
+from tests.graphs.recorded import RecordedCaptures
+from tests.trainers.builders import causal
+from tests.trainers.parity import KINDS, build
+from tests.trainers.test_activation_memory import assert_same, lora
+from tests.trainers.tiny import WORDS, llama, mixtral
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    """Graphs of operators on a CPU, in the place of those of launches."""
+    obstacles = cuda_graphs._obstacles
+
+    def without_device(trainer):
+        return (each for each in obstacles(trainer) if "training is on" not in each[0])
+
+    monkeypatch.setattr(cuda_graphs, "_obstacles", without_device)
+    monkeypatch.setattr(LigerTrainerMixin, "_captures", lambda self: RecordedCaptures())
+
+
+def dropping():
+    """A model with dropout in its adapters and in its attention."""
+    return lora(0.1, lambda: llama(attention_dropout=0.2))
+
+
+def both(build, **options):
+    trainers = []
+    for switch in ("true", False):
+        trainers.append(build(cuda_graphs=switch, max_steps=6, **options))
+        trainers[-1].train()
+    assert_same(*trainers)
+    return trainers[0]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("make", [llama, lora, mixtral, dropping])
+def test_a_training_keeps_its_bits(make, checkpointing, tmp_path):
+    trainer = both(lambda **options: causal(tmp_path, make(), **options), gradient_checkpointing=checkpointing)
+    graphs = trainer._graphs
+    assert graphs.captured == (0 if make is mixtral else 2), graphs.reasons
+    remark = "0 of 2 layers run from graphs; 2 do not: " if make is mixtral else "2 of 2 layers run from graphs."
+    assert remark in trainer.kernel_report.remarks[-1]
+
+
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 3}, {"bf16": True}, {"optim": "liger_adamw"}])
+def test_options_of_a_training(options, tmp_path):
+    trainer = both(lambda **given: causal(tmp_path, llama(), **given), gradient_checkpointing=True, **options)
+    assert trainer._graphs.captured == 2
+
+
+def pairs_of_one_length(rows=16):
+    return Dataset.from_list([{"prompt": WORDS[0], "chosen": WORDS[1], "rejected": WORDS[2]}] * rows)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainers_of_trl(kind, checkpointing, tmp_path, folders):
+    options = {"gradient_checkpointing": checkpointing, "max_steps": 6}
+    if kind == "DPO":
+        options["data"] = pairs_of_one_length
+    trainers = []
+    for switch in ("true", False):
+        own = {"cuda_graphs": switch}
+        trainers.append(build(kind, True, tmp_path, folders["llama"], own=own, **options))
+        trainers[-1].train()
+    assert_same(*trainers)
+    assert trainers[0]._graphs.captured == 2
+
+
+def test_what_is_refused(tmp_path):
+    for option in ({"activation_memory": "1GiB", "gradient_checkpointing": True}, {"torch_compile": True}):
+        with pytest.raises(ValueError, match=f"`cuda_graphs` is true, but `{next(iter(option))}`"):
+            causal(tmp_path, llama(), cuda_graphs=True, **option)
+        trainer = causal(tmp_path, llama(), cuda_graphs="auto", **option)
+        assert "no layer runs from graphs, because" in trainer.kernel_report.remarks[-1]
+    noisy = mixtral()
+    noisy.model.layers[0].mlp.jitter_noise = 0.1
+    with pytest.raises(ValueError, match="random numbers beside those of dropout"):
+        causal(tmp_path, noisy, cuda_graphs=True)
+    with pytest.raises(ValueError, match="`cuda_graphs` is 'on'; it must be true, false or 'auto'"):
+        causal(tmp_path, llama(), cuda_graphs="on")

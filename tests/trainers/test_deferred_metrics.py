@@ -1,0 +1,119 @@
+"""Metrics of SFT that are read once a log are those that are read after each micro-batch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
+
+from liger_trainer.trainers import deferred_metrics
+from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredNumber
+from tests.trainers.builders import sft
+from tests.trainers.tiny import llama, logged, mixtral
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class ReadsOfTRL(TorchDispatchMode):
+    """Counts the numbers that TRL's trainer reads of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        frame, callers = sys._getframe(1), []
+        while frame is not None and len(callers) < 8:
+            callers.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        reads = func.overloadpacket.__name__ == "_local_scalar_dense"
+        self.count += reads and any(name.endswith("trl/trainer/sft_trainer.py") for name in callers)
+        return func(*args, **(kwargs or {}))
+
+
+def trained(folder: Any, deferred: bool, model: Any = None, resume: Any = None, **options: Any) -> tuple[Any, int]:
+    trainer = sft(folder, model or llama(), **{"max_steps": 7, "logging_steps": 3, **options})
+    assert trainer._deferred is None  # on a CPU, nothing waits
+    trainer._deferred = DeferredMetrics(trainer) if deferred else None
+    with ReadsOfTRL() as reads:
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer, reads.count
+
+
+def without_labels() -> Dataset:
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, *([-100] * 3 if i % 3 else [6, 7, 8])]} for i in range(16)]
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "logging_steps": 1},
+        {"model": mixtral},
+        {"data": without_labels, "per_device_train_batch_size": 1, "shuffle_dataset": False},
+        {"bf16": True},
+    ],
+)
+def test_logs_are_the_same(options, tmp_path):
+    made = {name: value() if name in ("data", "model") else value for name, value in options.items()}
+    again = {name: value() if name in ("data", "model") else value for name, value in options.items()}
+    one, reads = trained(tmp_path, True, **made)
+    other, more = trained(tmp_path, False, **again)
+    assert logged(one) == logged(other)
+    assert all(type(value) in (int, float) for log in one.state.log_history for value in log.values())
+    assert reads == 0
+    assert more > 0
+
+
+def test_a_checkpoint_between_logs_holds_them(tmp_path):
+    logs = []
+    for deferred in (True, False):
+        folder = tmp_path / str(deferred)
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "logging_steps": 5}
+        trained(folder, deferred, **options)
+        logs.append(logged(trained(folder, deferred, resume=str(folder / "checkpoint-2"), **options)[0]))
+    assert logs[0] == logs[1]
+
+
+def test_numbers_that_wait_are_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(deferred_metrics, "_MOST", 3)
+    waiting = []
+
+    class Waiting(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            waiting.append(
+                sum(isinstance(one, DeferredNumber) for each in trainer._metrics["train"].values() for one in each)
+            )
+
+    trainer = sft(tmp_path, llama(), max_steps=7, logging_steps=100)
+    trainer._deferred = DeferredMetrics(trainer)
+    trainer.add_callback(Waiting())
+    trainer.train()
+    assert waiting == [3, 5, 0, 3, 5, 0, 3]  # the count of all tokens is one number
+
+
+def test_a_number_acts_as_one_that_was_read():
+    count, none, total = (torch.tensor(each).as_subclass(DeferredNumber) for each in (4, 0, 3.0))
+    assert float(total / count) == 0.75
+    assert float(total / none) == 0.0
+    assert (total / count).item() is not None
+    assert torch.isnan((torch.tensor(float("nan")).as_subclass(DeferredNumber)) / count)
+    assert int(7 + count // 2) == 9
+
+
+def test_code_of_the_user_gets_numbers(tmp_path):
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.float().square().mean()
+
+    trainer = sft(tmp_path, llama(), compute_loss_func=loss)
+    trainer.args.__dict__["_setup_devices"] = torch.device("meta")
+    try:
+        assert deferred_metrics.deferred_metrics(trainer) is None
+    finally:
+        trainer.args.__dict__.pop("_setup_devices")
