@@ -43,16 +43,17 @@ class Copies(NamedTuple):
     begins: torch.Tensor
 
 
-def copies_of(index: torch.Tensor, rows: int) -> Copies:
-    """The copies of these rows, on the CPU.
+def copies_of(index: torch.Tensor, rows: int, device: torch.device | str = "cpu") -> Copies:
+    """The copies of these rows, which are found on the host.
 
     Args:
         index: int64 or int32 (K,), on the CPU, each from 0 to rows - 1.
         rows: How many rows there are to copy; some may have no copy.
+        device: Where the copies will be.
     """
     begins = torch.zeros(rows + 1, dtype=torch.int32)
     begins[1:] = torch.bincount(index, minlength=rows).cumsum(0)
-    return Copies(index.int(), index.argsort(stable=True).int(), begins)
+    return Copies(*(part.to(device) for part in (index.int(), index.argsort(stable=True).int(), begins)))
 
 
 @triton.jit

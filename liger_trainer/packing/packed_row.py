@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,7 +99,7 @@ class PackedRow:
         device, most_keys = self.inputs["input_ids"].device, int(np.diff(key_offsets).max())
         shared = None
         if keys is not None:
-            copies = _copies(keys, len(self.layout.tokens), device)
+            copies = copies_of(torch.from_numpy(keys), len(self.layout.tokens), device)
             shared = SharedKeys(copies, torch.from_numpy(key_offsets).to(device), most_keys)
         longest, seen = int(np.diff(offsets).max()), window if window < most_keys else 0
         plan = AttentionPlan(seen, torch.from_numpy(offsets).to(device), longest, keys=shared)
@@ -166,15 +165,11 @@ def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
     labels_of_tokens = torch.from_numpy(targets).to(device)
     is_scored = torch.zeros(len(layout.tokens), dtype=torch.bool).index_fill(0, torch.from_numpy(tokens), True)
     return Scored(
-        _copies(tokens, len(layout.tokens), device),
+        copies_of(torch.from_numpy(tokens), len(layout.tokens), device),
         ReadLabels(labels_of_tokens, version_of(labels_of_tokens), runs_of(is_scored)),
-        _copies(copies, len(tokens), device),
+        copies_of(torch.from_numpy(copies), len(tokens), device),
         torch.from_numpy(places).to(device),
     )
-
-
-def _copies(index: np.ndarray, rows: int, device: torch.device) -> Copies:
-    return Copies(*map(operator.methodcaller("to", device), copies_of(torch.from_numpy(index), rows)))
 
 
 def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow], model: Any) -> list[_Result]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_trainer.kernels import copied_rows as module
-from liger_trainer.kernels.copied_rows import Copies, copied_rows, copied_rows_reference, copies_of, sum_of_copies
+from liger_trainer.kernels.copied_rows import copied_rows, copied_rows_reference, copies_of, sum_of_copies
 from tests.accuracy import assert_as_accurate, seeded_randn
 from tests.aot import TARGETS, compile_launch, recorded_launches
 
@@ -14,7 +14,7 @@ INDEX = (3, 0, 3, 5, 3, 0, 6, 6)  # of 8 rows, of which 1, 2, 4 and 7 have no co
 
 
 def copies_on(device, index=INDEX, rows=8):
-    return Copies(*(part.to(device) for part in copies_of(torch.tensor(index, dtype=torch.int64), rows)))
+    return copies_of(torch.tensor(index, dtype=torch.int64), rows, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
