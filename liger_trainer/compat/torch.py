@@ -113,6 +113,8 @@ CALLS_OF_LAYERS = Feature(
     Private("torch._C._autograd:_top_saved_tensors_default_hooks"),
 )
 
+FAILED_CAPTURES = Feature("going on where a CUDA graph cannot be captured", Private("torch._C:_cuda_endAllocateToPool"))
+
 COPIES_OF_MANY = Feature("writing all gradients of a layer at once", Private("torch:_foreach_copy_"))
 
 COMPILED_HEAD = Feature(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -201,11 +202,33 @@ class LayerState:
         self._weights = [*layer.parameters()]
         self._tensors = [*self._weights, *layer.buffers()]
         self._seen, self._places = self._values(), self._pointers()
+        self._leaves = {each: nn.Parameter(each.detach()) for each in self._weights if each.requires_grad}
 
     @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that require a gradient."""
         return [parameter for parameter in self._weights if parameter.requires_grad]
+
+    @contextlib.contextmanager
+    def with_own_leaves(self) -> Iterator[list[nn.Parameter]]:
+        """In the context, other leaves with the same memory are in the place of the `trained` parameters; yields these.
+
+        Autograd adds to a parameter's gradient on the stream on which the parameter was first used, and a backward
+        waits for that, as no capture may. Nor do hooks of a parameter see the gradients of its leaf here.
+        """
+        replaced = [
+            (module._parameters, name, parameter)
+            for module in self._parts
+            for name, parameter in module._parameters.items()
+            if parameter in self._leaves
+        ]
+        for owner, name, parameter in replaced:
+            owner[name] = self._leaves[parameter]
+        try:
+            yield [*self._leaves.values()]
+        finally:
+            for owner, name, parameter in replaced:
+                owner[name] = parameter
 
     def holds(self) -> bool:
         """Whether all is as it was."""

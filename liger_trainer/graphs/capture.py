@@ -9,6 +9,11 @@ from typing import Protocol
 
 import torch
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import FAILED_CAPTURES
+
+(end_allocations,) = require(FAILED_CAPTURES)
+
 Run = Callable[[], None]
 """Reads and writes tensors that stay where they are, and returns nothing."""
 
@@ -19,8 +24,14 @@ class Captures(Protocol):
     def __call__(self, run: Run) -> Run:
         """Captures the launches of `run`, and returns what launches them again."""
 
+    def tried(self) -> contextlib.AbstractContextManager[None]:
+        """Where `run` is called once before: what it allocates for good, such as workspaces, is then in no graph.
+
+        If the host waits for the device there, the context raises a RuntimeError.
+        """
+
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        """Where `run` is called once before: what it allocates for good, such as workspaces, is then in no graph."""
+        """The same, but the host may wait."""
 
     def random_state(self) -> torch.Tensor:
         """The state of the generator of which launches draw; a graph draws the numbers that follow it when it runs."""
@@ -43,6 +54,7 @@ class CudaCaptures:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._something = torch.empty(1, device=device)
 
     def __call__(self, run: Run) -> Run:
         """Captures the launches of `run`.
@@ -56,12 +68,39 @@ class CudaCaptures:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
+                graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # that the capture has failed, which `run` has said better
-                    graph.capture_end()
+                self._recover(graph)
                 raise
-            graph.capture_end()
         return graph.replay
+
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that has failed."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # It has failed because of CUDA, and torch leaves its allocator and generator capturing. A capture that
+            # succeeds ends the generator's.
+            end_allocations(self._stream.device_index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+            other = torch.cuda.CUDAGraph()
+            other.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._something.zero_()
+            other.capture_end()
+
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[None]:
+        """`beside`, where waiting for the device is an error.
+
+        A capture says so too, but afterwards torch has to be mended.
+        """
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with self.beside():
+                yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

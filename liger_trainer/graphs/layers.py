@@ -115,8 +115,11 @@ class LayerGraphs:
         """
         self._take(hidden, sources)
         before = self._captures.random_state()
-        with self._captures.beside():
-            expected = given(self.buffers.hidden)
+        try:
+            with self._captures.tried():
+                expected = given(self.buffers.hidden)
+        except RuntimeError as error:
+            raise _not_captured(error) from error
         self._draws = not torch.equal(self._captures.random_state(), before)
         if self._draws:
             self._captures.set_random_state(before)  # for the call itself
@@ -166,14 +169,18 @@ class LayerGraphs:
 
     def _first_backward(self, random: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Gradients of the layer itself, with which those of its graph are compared."""
-        expected = self._own_gradients(random)
+        try:
+            expected = self._own_gradients(random, self._captures.tried)
+        except RuntimeError as error:
+            self.failure = str(_not_captured(error))
+            return self._own_gradients(random, self._captures.beside)
         try:
             with self._drawing_from(random):
                 replay = self._captured(self._write_gradients)
             with self._drawing_from(random):
                 replay()
             found = self._written()
-            if not _are_close(found, expected, functools.partial(self._own_gradients, random)):
+            if not _are_close(found, expected, functools.partial(self._own_gradients, random, self._captures.beside)):
                 raise NotCaptured("the gradients of its graph were others")
         except NotCaptured as error:
             self.failure = str(error)
@@ -185,7 +192,7 @@ class LayerGraphs:
         try:
             return self._captures(run)
         except RuntimeError as error:
-            raise NotCaptured(f"its launches cannot be captured: {str(error).partition(chr(10))[0]}") from error
+            raise _not_captured(error) from error
 
     @contextlib.contextmanager
     def _drawing_from(self, state: torch.Tensor | None) -> Iterator[None]:
@@ -225,19 +232,22 @@ class LayerGraphs:
         self._used = [gradient is not None for gradient in found]
         copy_all([each for each in self._written() if each is not None], [each for each in found if each is not None])
 
-    def _own_gradients(self, random: torch.Tensor | None) -> list[torch.Tensor | None]:
-        with self._drawing_from(random), self._captures.beside():
+    def _own_gradients(
+        self, random: torch.Tensor | None, run: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> list[torch.Tensor | None]:
+        with self._drawing_from(random), run():
             return self._gradients(*self._recording(self.buffers.hidden))
 
     def _recording(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A leaf with the values of `hidden`, and the layer's result of it."""
-        with torch.enable_grad():
+        with torch.enable_grad(), self.state.with_own_leaves():
             leaf = hidden.detach().requires_grad_(self._needs_input)
             return leaf, self._layer(leaf)
 
     def _gradients(self, leaf: torch.Tensor, result: torch.Tensor) -> list[torch.Tensor | None]:
-        wanted = [*([leaf] if self._needs_input else []), *self.state.trained]
-        found = torch.autograd.grad([result], wanted, [self.buffers.gradient], allow_unused=True)
+        with self.state.with_own_leaves() as leaves:
+            wanted = [*([leaf] if self._needs_input else []), *leaves]
+            found = torch.autograd.grad([result], wanted, [self.buffers.gradient], allow_unused=True)
         return [*found] if self._needs_input else [None, *found]
 
 
@@ -279,6 +289,10 @@ class _Replayed(torch.autograd.Function):
         ctx.forward_pass.open.discard(graphs)
         (hidden,) = ctx.saved_tensors if ctx.again else (None,)
         return None, None, None, *graphs.backward(hidden, ctx.sources, ctx.random, gradient)
+
+
+def _not_captured(error: RuntimeError) -> NotCaptured:
+    return NotCaptured(f"its launches cannot be captured: {str(error).partition(chr(10))[0]}")
 
 
 def _are_close(

@@ -14,15 +14,20 @@ WAITING = {"_local_scalar_dense", "nonzero", "_unique2", "bincount", "histc", "m
 """Operators for which the host waits for the device, which no graph can hold."""
 
 
-class _Recorder(TorchDispatchMode):
+class _NeverWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if operator.overloadpacket.__name__ in WAITING:
+            raise RuntimeError(f"{operator}: operation not permitted when stream is capturing")
+        return operator(*args, **(kwargs or {}))
+
+
+class _Recorder(_NeverWaiting):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if operator.overloadpacket.__name__ in WAITING:
-            raise RuntimeError(f"{operator}: operation not permitted when stream is capturing")
-        result = operator(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(operator, types, args, kwargs)
         self.calls.append((operator, args, kwargs or {}, result))
         return result
 
@@ -46,6 +51,9 @@ class RecordedCaptures:
                     _write(result, operator(*args, **kwargs))
 
         return replay
+
+    def tried(self) -> contextlib.AbstractContextManager[Any]:
+        return _NeverWaiting()
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
