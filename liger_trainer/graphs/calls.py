@@ -14,7 +14,8 @@ from torch import nn
 from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE
-from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
+from liger_trainer.kernels.copied_rows import Copies
 
 tree_flatten, tree_unflatten, dispatch_modes, function_modes, saved_hooks = require(CALLS_OF_LAYERS)
 require(CHANGED_IN_PLACE)
@@ -71,10 +72,10 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
     key: list[Hashable] = [spec, hidden.shape, hidden.stride(), hidden.dtype, hidden.requires_grad]
     for leaf in leaves:
         if type(leaf) is AttentionPlan:
-            if leaf.keys is not None or leaf.bits is not None:
+            if leaf.bits is not None or leaf.spread or (leaf.keys is not None and leaf.keys.copies is None):
                 return None
-            offsets = 0 if leaf.offsets is None else _capacity(leaf.offsets)
-            key.append((leaf.window, offsets, _longest(leaf.longest, hidden), leaf.whole_rows))
+            key.append((leaf.window, _longest(leaf.longest, hidden), leaf.whole_rows, _longest_keys(leaf)))
+            key += [capacity or each.shape for each, capacity in _tensors_of_plan(leaf)]
         elif type(leaf) is Offsets:
             if leaf.starts.is_inference() or leaf.starts.device != hidden.device:
                 return None
@@ -120,6 +121,20 @@ def _longest(tokens: int, hidden: torch.Tensor) -> int:
     return min(1 << (tokens - 1).bit_length(), hidden.shape[:-1].numel()) if tokens else 0
 
 
+def _longest_keys(plan: AttentionPlan) -> int:
+    return 0 if plan.keys is None else 1 << (plan.keys.longest - 1).bit_length()
+
+
+def _tensors_of_plan(plan: AttentionPlan) -> list[tuple[torch.Tensor, int | None]]:
+    """The tensors of a plan, and the elements of the copies that graphs have; None for as many."""
+    if plan.keys is None:
+        return [] if plan.offsets is None else [(plan.offsets, _capacity(plan.offsets))]
+    # No document that has keys may be empty, so a graph holds for rows of as many documents.
+    assert plan.offsets is not None
+    assert plan.keys.copies is not None
+    return [(each, None) for each in (plan.offsets, plan.keys.offsets, *plan.keys.copies)]
+
+
 class Held:
     """A tensor that graphs read: a copy of the one that a layer is given.
 
@@ -157,9 +172,10 @@ def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int | None]]:
     """The tensors among the leaves, those of plans too, each with the elements that its copy needs or None."""
     found: list[tuple[torch.Tensor, int | None]] = []
     for leaf in leaves:
-        offsets = leaf.starts if type(leaf) is Offsets else leaf.offsets if type(leaf) is AttentionPlan else None
-        if offsets is not None:
-            found.append((offsets, _capacity(offsets)))
+        if type(leaf) is AttentionPlan:
+            found += _tensors_of_plan(leaf)
+        elif type(leaf) is Offsets:
+            found.append((leaf.starts, _capacity(leaf.starts)))
         elif isinstance(leaf, torch.Tensor):
             found.append((leaf, None))
     return found
@@ -176,7 +192,11 @@ def fixed(arguments: Arguments, held: Sequence[Held], hidden: torch.Tensor) -> t
             leaves.append(_longest(leaf.tokens, hidden))
         elif isinstance(leaf, AttentionPlan):
             offsets = None if leaf.offsets is None else next(copies).tensor
-            leaves.append(leaf._replace(offsets=offsets, longest=_longest(leaf.longest, hidden)))
+            keys = leaf.keys
+            if keys is not None:
+                of_keys, *copied = (next(copies).tensor for _ in range(4))
+                keys = SharedKeys(Copies(*copied), of_keys, _longest_keys(leaf))
+            leaves.append(leaf._replace(offsets=offsets, longest=_longest(leaf.longest, hidden), keys=keys))
         else:
             leaves.append(leaf)
     args, kwargs = tree_unflatten(leaves, arguments.spec)
@@ -233,8 +253,19 @@ class LayerState:
     def holds(self) -> bool:
         """Whether all is as it was."""
         now = self._values()
-        same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
-        return same and self._pointers() == self._places
+        if len(now) != len(self._seen) or self._pointers() != self._places:
+            return False
+        if all(map(operator.is_, now, self._seen)):
+            return True
+        # PEFT makes the list of the adapters that are on anew.
+        same = all(one is other or (type(one) is list and one == other) for one, other in zip(now, self._seen))
+        if same:
+            self._seen = now
+        return same
+
+    def has_moved(self) -> bool:
+        """Whether a weight has other memory."""
+        return any(now[0] != before[0] for now, before in zip(self._pointers(), self._places))
 
     def obstacle(self) -> str:
         """Why the layer cannot be captured; empty if it can."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -52,9 +52,9 @@ class CudaCaptures:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._something = torch.empty(1, device=device)
+        self._pool, self._first = self._new_pool()
 
     def __call__(self, run: Run) -> Run:
         """Captures the launches of `run`.
@@ -82,11 +82,16 @@ class CudaCaptures:
             # It has failed because of CUDA, and torch leaves its allocator and generator capturing. A capture that
             # succeeds ends the generator's.
             end_allocations(self._stream.device_index, self._pool)
-            self._pool = torch.cuda.graph_pool_handle()
-            other = torch.cuda.CUDAGraph()
-            other.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._pool, self._first = self._new_pool()
+
+    def _new_pool(self) -> tuple[Any, torch.cuda.CUDAGraph]:
+        """A pool, and a graph that uses it: torch lets no other begin in a pool that none uses any more."""
+        pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        with self.beside(), _without_collection():
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             self._something.zero_()
-            other.capture_end()
+            graph.capture_end()
+        return pool, graph
 
     @contextlib.contextmanager
     def tried(self) -> Iterator[None]:

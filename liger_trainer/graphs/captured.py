@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,36 +18,60 @@ from liger_trainer.graphs.layers import Buffers, ForwardPass, LayerGraphs, NotCa
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
 
 _CHECKPOINTED = "gradient_checkpointing"
-_ATTRIBUTES = (_CHECKPOINTED, OF_TRANSFORMERS)
+_ATTRIBUTES = (_CHECKPOINTED, OF_TRANSFORMERS, "training")
 _AT = 3  # a kind of call is captured when it comes this often
 _MOST = 16  # kinds of calls of a layer that have graphs at a time
 _COUNTED = 512  # kinds of calls of a layer that are counted
-_CHANGES = 3  # how often a layer is captured anew because it has changed
+_STATES = 2  # of a layer, for which a kind of call has graphs: with its adapters on, and off for a reference
+_CHANGES = 3  # how often graphs of a state are dropped for those of another
 
 
 class KnownCalls:
-    """The kinds of calls of one layer: how often each came, and its graphs, the last used last."""
+    """The kinds of calls of one layer: how often each came, and its graphs, the last used last.
+
+    A kind has graphs for each state of the layer, such as with adapters and without them.
+    """
 
     def __init__(self) -> None:
-        self.graphs: OrderedDict[Hashable, LayerGraphs] = OrderedDict()
+        self.graphs: OrderedDict[Hashable, list[LayerGraphs]] = OrderedDict()
         self.counts: Counter[Hashable] = Counter()
         self.changes = 0
         self.obstacle = ""
 
+    def find(self, key: Hashable) -> LayerGraphs | None:
+        """The graphs for a kind of call of the layer as it is."""
+        for graphs in self.graphs.get(key, ()):
+            if graphs.state.holds():
+                self.graphs.move_to_end(key)
+                return graphs
+        return None
+
     def is_due(self, key: Hashable) -> bool:
-        """Counts a call, and returns whether its kind has come often enough."""
+        """Counts a call without graphs, and returns whether its kind has come often enough."""
         if len(self.counts) > _COUNTED:
             self.counts.clear()
         self.counts[key] += 1
         return self.counts[key] >= _AT
 
-    def forget(self) -> None:
-        """Drops graphs of a layer that has changed since."""
-        self.graphs.clear()
-        self.counts.clear()
-        self.changes += 1
+    def add(self, key: Hashable, graphs: LayerGraphs) -> None:
+        """Keeps graphs, and drops those of weights that have moved, of earlier states and of too many kinds."""
+        for kind, known in [*self.graphs.items()]:
+            self.graphs[kind] = [each for each in known if not each.state.has_moved()]
+        states = self.graphs.setdefault(key, [])
+        states.append(graphs)
+        del self.counts[key]
+        if len(states) > _STATES:
+            del states[0]
+            self.changes += 1
         if self.changes > _CHANGES:
-            self.obstacle = "its attributes change while it is trained"
+            self.drop("its attributes change while it is trained")
+        while len(self.graphs) > _MOST:
+            self.graphs.popitem(last=False)
+
+    def drop(self, obstacle: str) -> None:
+        """Drops all graphs; the layer gets no others."""
+        self.obstacle = obstacle
+        self.graphs.clear()
 
 
 class CapturedLayers:
@@ -68,6 +92,7 @@ class CapturedLayers:
         self._pass = ForwardPass()
         self._in_pass: set[str] = set()
         self._may_keep = True
+        self._evaluated: set[nn.Module] = set()
         self._said: tuple[int, Counter[str]] | None = None
 
     @property
@@ -78,7 +103,7 @@ class CapturedLayers:
     @property
     def captured(self) -> int:
         """How many layers have graphs."""
-        return sum(bool(known.graphs) for known in self._of.values())
+        return sum(any(known.graphs.values()) for known in self._of.values())
 
     def news(self) -> str | None:
         """A line about the layers that run from graphs, where their number or a reason has changed; else None.
@@ -103,11 +128,13 @@ class CapturedLayers:
         self._may_keep = not any(each.open for each in self._passes)
         self._passes.add(self._pass)
         before = [(layer, {name: vars(layer).get(name) for name in _ATTRIBUTES}) for layer in self._replaced]
+        self._evaluated = {layer for layer in self._replaced if not layer.training}
         for layer, replaced in self._replaced.items():
-            checkpointed = bool(layer.gradient_checkpointing)
+            checkpointed = layer.gradient_checkpointing and layer.training
             replaced.checkpoint = getattr(layer, OF_TRANSFORMERS) if checkpointed else _plain
             setattr(layer, OF_TRANSFORMERS, replaced)
             setattr(layer, _CHECKPOINTED, True)
+            layer.training = True  # else transformers calls no checkpoint; `_run` calls the layer as it was
         try:
             yield
         finally:
@@ -116,11 +143,12 @@ class CapturedLayers:
                     delattr(layer, name) if value is None else setattr(layer, name, value)
 
     def _run(self, name: str, checkpoint: Checkpoint, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        found = None if kwargs else self._found(name, checkpoint, function, args)
-        if found is None:
-            return checkpoint(function, *args, **kwargs)
-        graphs, sources = found
-        return graphs.run(args[0], sources, self._pass)
+        with _evaluating(function, self._evaluated):
+            found = None if kwargs else self._found(name, checkpoint, function, args)
+            if found is None:
+                return checkpoint(function, *args, **kwargs)
+            graphs, sources = found
+            return graphs.run(args[0], sources, self._pass)
 
     def _found(
         self, name: str, checkpoint: Checkpoint, function: Any, args: Sequence[Any]
@@ -130,7 +158,8 @@ class CapturedLayers:
         hidden = args[0] if args else None
         if known.obstacle or not isinstance(hidden, torch.Tensor) or not isinstance(function, functools.partial):
             return None
-        keeps = checkpoint is _plain
+        differentiated = torch.is_grad_enabled()
+        keeps = differentiated and checkpoint is _plain
         if keeps and (not self._may_keep or name in self._in_pass):
             return None
         if torch.compiler.is_compiling() or is_watched() or is_reentrant(checkpoint):
@@ -138,28 +167,23 @@ class CapturedLayers:
         arguments = arguments_of(hidden, args[1:], function.keywords)
         if arguments is None:
             return None
-        key = (arguments.key, keeps)
-        sources = [tensor for tensor, _ in tensors_of(arguments.leaves)]
-        graphs = known.graphs.get(key)
-        if graphs is None:
-            graphs = self._made(known, key, function, args, arguments, keeps) if known.is_due(key) else None
-        elif graphs.failure:
-            known.obstacle, graphs = graphs.failure, None
-            known.graphs.clear()
-        elif not graphs.state.holds():
-            known.forget()
-            graphs = None
-        else:
-            known.graphs.move_to_end(key)
-        if graphs is None:
+        key = (arguments.key, differentiated, keeps)
+        graphs = known.find(key)
+        if graphs is None and known.is_due(key):
+            graphs = self._made(known, function, args, arguments, keeps)
+            if graphs is not None:
+                known.add(key, graphs)
+        if graphs is not None and graphs.failure:
+            known.drop(graphs.failure)
+        if graphs is None or known.obstacle:
             return None
-        self._in_pass.add(name)
-        return graphs, sources
+        if keeps:
+            self._in_pass.add(name)
+        return graphs, [tensor for tensor, _ in tensors_of(arguments.leaves)]
 
     def _made(
         self,
         known: KnownCalls,
-        key: Hashable,
         function: functools.partial,
         args: Sequence[Any],
         arguments: Arguments,
@@ -168,25 +192,23 @@ class CapturedLayers:
         """New graphs of a layer; None, with the obstacle, if it cannot be captured."""
         (layer,), hidden = function.args, args[0]
         state = LayerState(layer)
-        if not state.trained and not hidden.requires_grad:
+        trained = state.trained if torch.is_grad_enabled() else []
+        if torch.is_grad_enabled() and not trained and not hidden.requires_grad:
             return None
-        known.obstacle = state.obstacle()
-        if known.obstacle:
+        if obstacle := state.obstacle():
+            known.drop(obstacle)
             return None
         held = [self._copy_of(tensor, capacity) for tensor, capacity in tensors_of(arguments.leaves)]
         called = functools.partial(functools.partial, _called, function.func, layer)
         run = _under_autocast(hidden.device.type, called(*fixed(arguments, held, hidden)))
         given = _under_autocast(hidden.device.type, called(args[1:], function.keywords))
-        buffers = self._buffers_for(hidden, state.trained)
+        buffers = self._buffers_for(hidden, trained)
         graphs = LayerGraphs(self._captures, run, state, buffers, held, hidden.requires_grad, keeps)
         try:
             graphs.prepare(hidden, [tensor for tensor, _ in tensors_of(arguments.leaves)], given)
         except NotCaptured as error:
-            known.obstacle = str(error)
+            known.drop(str(error))
             return None
-        known.graphs[key] = graphs
-        while len(known.graphs) > _MOST:
-            known.graphs.popitem(last=False)
         return graphs
 
     def _copy_of(self, source: torch.Tensor, capacity: int | None) -> Held:
@@ -210,6 +232,20 @@ class CapturedLayers:
         if buffers is None:
             buffers = self._shared[key] = Buffers(hidden, parameters)
         return buffers
+
+
+@contextlib.contextmanager
+def _evaluating(function: Any, evaluated: Collection[nn.Module]) -> Iterator[None]:
+    """In the context, the layer that `function` calls is evaluated if it is one of those."""
+    layer: Any = function.args[0] if isinstance(function, functools.partial) and function.args else None
+    if layer not in evaluated:
+        yield
+        return
+    layer.training = False
+    try:
+        yield
+    finally:
+        layer.training = True
 
 
 def _plain(function: Callable, *args: Any) -> Any:

@@ -37,6 +37,9 @@ _LEAST_SAVED = 0.05
 """The least share of the tokens worth sharing, and worth sharing at further levels: fewer, such as a first token that
 all rows have, cost more than they save."""
 
+DOCUMENTS = 32
+"""Bounds of documents, of which a filled row has a multiple."""
+
 _MOST_LEVELS = 40
 """The lengths that the search for the best groups of one level tries; it goes through all pairs of them."""
 
@@ -91,6 +94,7 @@ class Layout:
         places: (B, S), the place of each token in the packed row; -1 for padding, and for rows of other packed rows.
         segments: The segments of the packed row, in its order, each behind its parent.
         levels: The most segments of a row that it shares with other rows.
+        added: How many of the last tokens no row has; see [`filled`].
     """
 
     tokens: np.ndarray
@@ -98,6 +102,7 @@ class Layout:
     places: np.ndarray
     segments: list[Segment]
     levels: int
+    added: int = 0
 
     def paths(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """The heaviest paths of the tries, in the order of the packed row.
@@ -132,8 +137,47 @@ class Layout:
                 pieces.append(np.arange(first + own - before, first + end - before))
                 queries.append(queries[-1] + end - begin)
                 keys.append(keys[-1] + end - seen)
-        own_keys = None if keys == queries else np.concatenate(pieces)
-        return AttentionDocuments(np.array(queries, np.int32), own_keys, np.array(keys, np.int32))
+        if keys == queries:
+            return AttentionDocuments(np.array(queries, np.int32), None, np.array(keys, np.int32))
+        if self.added:  # the keys before those of the last document, which has no row, are filled up too
+            copied = keys[-1] - queries[-1]
+            more = filled_length(copied) - copied
+            pieces.insert(-1, np.full(more, queries[-1] - 1))
+            keys[-1] += more
+        return AttentionDocuments(np.array(queries, np.int32), np.concatenate(pieces), np.array(keys, np.int32))
+
+
+def filled_length(length: int) -> int:
+    """The length to which rows of `length` tokens are filled up: the same or longer, by less than 6 %.
+
+    It is a multiple of the largest power of two that is no more than 6 % of `length`; there are about 17 to 33 such
+    lengths between a number and its double.
+    """
+    step = 1 << max(0, (length * 3 // 50).bit_length() - 1)
+    return -(-length // step) * step
+
+
+def filled(layout: Layout) -> Layout:
+    """The packed row with tokens behind those of its rows, so that there are few lengths and numbers of documents.
+
+    They are documents of their own, all but the last of one token, and a mask of them is 0.
+    """
+    count = len(layout.tokens)
+    documents = -(1 + sum(1 for _ in layout.paths())) % DOCUMENTS
+    if not documents and filled_length(count) > count:
+        documents = DOCUMENTS
+    added = filled_length(count + documents) - count
+    if not documents:
+        return layout
+    begins = range(count, count + documents)
+    segments = [Segment(begin, end) for begin, end in itertools.pairwise((*begins, count + added))]
+    return dataclasses.replace(
+        layout,
+        tokens=np.append(layout.tokens, np.zeros(added, np.int64)),
+        shared_by=np.append(layout.shared_by, np.zeros(added, np.int64)),
+        segments=[*layout.segments, *segments],
+        added=added,
+    )
 
 
 def starts_and_lengths(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

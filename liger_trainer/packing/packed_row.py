@@ -20,7 +20,7 @@ from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
 from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
-from liger_trainer.packing.layout import Layout, groups_of, layout_of, parts_of, starts_and_lengths
+from liger_trainer.packing.layout import Layout, filled, groups_of, layout_of, parts_of, starts_and_lengths
 
 _Result = TypeVar("_Result")
 
@@ -114,6 +114,7 @@ def packed_rows(
     most: int | None = None,
     agreed: Callable[[int, torch.device], int] = lambda rows, device: rows,
     one_level: bool = False,
+    fills: bool = False,
 ) -> list[PackedRow] | None:
     """The batch as packed rows; None if padding is between tokens, which windows could not skip.
 
@@ -126,6 +127,7 @@ def packed_rows(
         agreed: Where there is a `most`, called with their number, returns how many to make; those too many score no
             token.
         one_level: Whether no shared beginning may continue another, as layers with a state need it.
+        fills: Whether packed rows are filled up, so that there are few shapes.
     """
     mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask.ne(0).long()
     ids, mask, labels = torch.stack([batch.input_ids, mask, batch.labels.to(mask.device)]).cpu().numpy()
@@ -139,7 +141,8 @@ def packed_rows(
     if most is not None:
         parts = parts_of(groups, lengths, most) or [[]]
         parts += [[]] * (agreed(len(parts), batch.input_ids.device) - len(parts))
-    return [_packed_row(batch, layout_of(part, starts, lengths, ids.shape[1]), labels) for part in parts]
+    layouts = [layout_of(part, starts, lengths, ids.shape[1]) for part in parts]
+    return [_packed_row(batch, filled(layout) if fills else layout, labels) for layout in layouts]
 
 
 def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:

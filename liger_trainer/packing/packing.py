@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from liger_trainer.attention.interface import has_our_attention
 from liger_trainer.callbacks.logged import is_distributed
 from liger_trainer.head.lm_head import sharding_of, version_of
+from liger_trainer.head.step import current_step
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.packing.packed_row import PackedRow, Padded, packed_rows
@@ -88,11 +89,12 @@ class Packing:
         tensors = [*batch[:3], labels if given_labels is None else given_labels]
         # Rows made in inference mode have no backward, and in-place changes of its tensors are not counted.
         one_level = bool(mixers)  # a layer with a state continues a beginning that continues none
-        key: list[Any] = [share, one_level, torch.is_inference_mode_enabled()]
+        fills = current_step().fills
+        key: list[Any] = [share, one_level, fills, torch.is_inference_mode_enabled()]
         for each in tensors:
             key += id(each), 0 if each is None else version_of(each)
         if self._last is None or self._last[0] != key or None in key:
-            rows = packed_rows(batch, share, self.most, functools.partial(self._agreed, model), one_level)
+            rows = packed_rows(batch, share, self.most, functools.partial(self._agreed, model), one_level, fills)
             if rows is None:
                 self.leave(model, "a row has padding between its tokens")
                 return None
@@ -101,7 +103,7 @@ class Packing:
         if torch.is_grad_enabled():
             for row in rows:
                 self.trained += int(row.layout.shared_by.sum())
-                self.executed += len(row.layout.tokens)
+                self.executed += len(row.layout.tokens) - row.layout.added
                 self.levels = max(self.levels, row.layout.levels)
         # Attention of rows of one length is faster in the batch.
         saves = len(rows) > 1 or len(rows[0].layout.tokens) < batch.input_ids.numel()

@@ -413,9 +413,9 @@ class LigerTrainerMixin(
                 terms = around.enter_context(added_terms(self._tuner_of_terms, without_labels))
             if return_outputs:  # TRL's trainers warn about it
                 around.enter_context(warnings_of_the_caller())
-            around.enter_context(running(step))
+            around.enter_context(running(replace(step, fills=training and self._graphs is not None)))
             if training and self._graphs is not None:
-                around.enter_context(self._graphs.attached(self.model_wrapped))
+                around.enter_context(self._from_graphs(self._graphs))
             result = super().compute_loss(model, inputs, return_outputs, items)
         if training and self._sp_size > 1:
             result = of_one_rank(result, self._sp_size)

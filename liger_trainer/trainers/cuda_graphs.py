@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from liger_trainer.configs.flags import activation_memory_of, cuda_graphs_of
 from liger_trainer.graphs.capture import Captures, CudaCaptures
@@ -13,11 +15,15 @@ from liger_trainer.graphs.captured import CapturedLayers
 from liger_trainer.packing.packing import draws_beside_dropout
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
 
+_OTHERS = ("ref_model", "teacher_model")
+"""TRL's models beside the one that is trained, of which a loss runs the forward."""
+
 
 class CudaGraphsMixin(ActivationMemoryMixin):
     """Comes before a Trainer: the layers of its model run from CUDA graphs, where `cuda_graphs` asks for that."""
 
-    _graphs: CapturedLayers | None = None
+    model_wrapped: Any  # this is the Trainer's
+    _graphs: CapturedLayers | None = None  # of the model that is trained
 
     def _prepare_cuda_graphs(self) -> None:
         """To be called once the trainer is built.
@@ -30,7 +36,8 @@ class CudaGraphsMixin(ActivationMemoryMixin):
             return
         obstacle = _obstacle(self)
         if not obstacle:
-            self._graphs = CapturedLayers(self._captures())
+            captures = self._captures()
+            self._graphs, self._others = CapturedLayers(captures), {name: CapturedLayers(captures) for name in _OTHERS}
         elif wanted:
             raise ValueError(f"`cuda_graphs` is true, but {obstacle}. Set it to 'auto' or to false.")
         else:
@@ -38,6 +45,15 @@ class CudaGraphsMixin(ActivationMemoryMixin):
 
     def _captures(self) -> Captures:
         return CudaCaptures(self.args.device)
+
+    @contextlib.contextmanager
+    def _from_graphs(self, graphs: CapturedLayers) -> Iterator[None]:
+        """In the context of a loss, the layers of its models run from graphs: `graphs` are those of the trained one."""
+        with graphs.attached(self.model_wrapped), contextlib.ExitStack() as around:
+            for name, of_other in self._others.items():
+                if isinstance(other := getattr(self, name, None), nn.Module):
+                    around.enter_context(of_other.attached(other))
+            yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; see [`~transformers.Trainer.training_step`]."""

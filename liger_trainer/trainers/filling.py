@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from liger_trainer.packing.layout import filled_length
+
 _PADDING = {"attention_mask": 0, "labels": -100, "completion_mask": 0}
 """What marks padding in the tensors of a batch that have a number for each token, beside the ids."""
 _OF_PACKED = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
@@ -23,16 +25,6 @@ _OF_PACKED = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_le
 _ID = 0
 """Of the tokens that are added; any will do, as no loss of tokens sees them."""
 _KEY = "liger_trainer_filled"
-
-
-def filled_length(length: int) -> int:
-    """The length to which rows of `length` tokens are filled up: the same or longer, by less than 6 %.
-
-    It is a multiple of the largest power of two that is no more than 6 % of `length`; there are about 17 to 33 such
-    lengths between a number and its double.
-    """
-    step = 1 << max(0, (length * 3 // 50).bit_length() - 1)
-    return -(-length // step) * step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,9 @@ def test_layers_of_the_kernels_against_float64(name, dtype, bound, device):
     x = leaf(20, 160, dtype=dtype, device=device)
     weights = [on(packed(name, *shape), device) for shape in ((136, 160), (24, 160))]
     layers = [
-        LoRALayer(weights[0], leaf(136, device=device, dtype=dtype), [adapter(136, 160, dtype=torch.float32, device=device)]),
+        LoRALayer(
+            weights[0], leaf(136, device=device, dtype=dtype), [adapter(136, 160, dtype=torch.float32, device=device)]
+        ),
         LoRALayer(weights[1]),
     ]
     wide = x.detach().double().requires_grad_()
