@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from liger_trainer.graphs.layers import Buffers, ForwardPass, LayerGraphs, NotCa
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
 
 _CHECKPOINTED = "gradient_checkpointing"
-_ATTRIBUTES = (_CHECKPOINTED, OF_TRANSFORMERS, "training")
+_ATTRIBUTES = (_CHECKPOINTED, OF_TRANSFORMERS, "forward")
 _AT = 3  # a kind of call is captured when it comes this often
 _MOST = 16  # kinds of calls of a layer that have graphs at a time
 _COUNTED = 512  # kinds of calls of a layer that are counted
@@ -85,6 +85,7 @@ class CapturedLayers:
         self._captures = captures
         self._model: weakref.ref[nn.Module] | None = None
         self._replaced: dict[nn.Module, Replaced] = {}
+        self._without_gradients: dict[nn.Module, Callable] = {}
         self._of: dict[str, KnownCalls] = {}
         self._shared: weakref.WeakValueDictionary[Hashable, Buffers] = weakref.WeakValueDictionary()
         self._held: weakref.WeakSet[Held] = weakref.WeakSet()
@@ -92,7 +93,6 @@ class CapturedLayers:
         self._pass = ForwardPass()
         self._in_pass: set[str] = set()
         self._may_keep = True
-        self._evaluated: set[nn.Module] = set()
         self._said: tuple[int, Counter[str]] | None = None
 
     @property
@@ -124,17 +124,17 @@ class CapturedLayers:
             self._model, self._of = weakref.ref(model), {}
             layers = [(name, layer) for layer, (name, kind) in layers_of(model).items() if kind == OF_TRANSFORMERS]
             self._replaced = {layer: Replaced(name, _plain, self._run) for name, layer in layers}
+            self._without_gradients = {layer: self._forward_of(name, layer) for name, layer in layers}
         self._pass, self._in_pass = ForwardPass(), set()  # first, so that the last one is free if nothing else holds it
         self._may_keep = not any(each.open for each in self._passes)
         self._passes.add(self._pass)
         before = [(layer, {name: vars(layer).get(name) for name in _ATTRIBUTES}) for layer in self._replaced]
-        self._evaluated = {layer for layer in self._replaced if not layer.training}
         for layer, replaced in self._replaced.items():
-            checkpointed = layer.gradient_checkpointing and layer.training
+            checkpointed = bool(layer.gradient_checkpointing)
             replaced.checkpoint = getattr(layer, OF_TRANSFORMERS) if checkpointed else _plain
             setattr(layer, OF_TRANSFORMERS, replaced)
             setattr(layer, _CHECKPOINTED, True)
-            layer.training = True  # else transformers calls no checkpoint; `_run` calls the layer as it was
+            layer.forward = self._without_gradients[layer]
         try:
             yield
         finally:
@@ -142,13 +142,26 @@ class CapturedLayers:
                 for name, value in values.items():
                     delattr(layer, name) if value is None else setattr(layer, name, value)
 
+    def _forward_of(self, name: str, layer: nn.Module) -> Callable:
+        """A forward of `layer`, for which transformers calls no checkpoint where there are no gradients."""
+        forward = layer.forward
+
+        def called(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return self._run(name, _plain, functools.partial(called, layer, **kwargs), *args)
+
+        return run
+
     def _run(self, name: str, checkpoint: Checkpoint, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        with _evaluating(function, self._evaluated):
-            found = None if kwargs else self._found(name, checkpoint, function, args)
-            if found is None:
-                return checkpoint(function, *args, **kwargs)
-            graphs, sources = found
-            return graphs.run(args[0], sources, self._pass)
+        found = None if kwargs else self._found(name, checkpoint, function, args)
+        if found is None:
+            return checkpoint(function, *args, **kwargs)
+        graphs, sources = found
+        return graphs.run(args[0], sources, self._pass)
 
     def _found(
         self, name: str, checkpoint: Checkpoint, function: Any, args: Sequence[Any]
@@ -232,20 +245,6 @@ class CapturedLayers:
         if buffers is None:
             buffers = self._shared[key] = Buffers(hidden, parameters)
         return buffers
-
-
-@contextlib.contextmanager
-def _evaluating(function: Any, evaluated: Collection[nn.Module]) -> Iterator[None]:
-    """In the context, the layer that `function` calls is evaluated if it is one of those."""
-    layer: Any = function.args[0] if isinstance(function, functools.partial) and function.args else None
-    if layer not in evaluated:
-        yield
-        return
-    layer.training = False
-    try:
-        yield
-    finally:
-        layer.training = True
 
 
 def _plain(function: Callable, *args: Any) -> Any:

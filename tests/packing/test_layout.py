@@ -8,7 +8,15 @@ import torch
 
 from liger_trainer.kernels.attention.attention import attention_reference
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
-from liger_trainer.packing.layout import Group, groups_of, layout_of, parts_of, starts_and_lengths
+from liger_trainer.packing.layout import (
+    DOCUMENTS,
+    Group,
+    filled_length,
+    groups_of,
+    layout_of,
+    parts_of,
+    starts_and_lengths,
+)
 from liger_trainer.packing.packed_row import packed_rows
 from liger_trainer.trainers.fused_forward import TokenStatistics, _scattered
 from tests.packing.batches import Rows, random_rows, rows_of_tokens
@@ -156,10 +164,11 @@ def test_no_level_takes_keys(rows, window):
         assert counts[0] == sum(len(tokens) for _, tokens in whole - inner)
 
 
+@pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("window", [0, 4])
-def test_attention_of_every_row_and_its_gradients_are_those_of_the_row_alone(rows, window):
+def test_attention_of_every_row_and_its_gradients_are_those_of_the_row_alone(rows, window, fills):
     """In float64, with sinks and soft-caps."""
-    (row,) = packed_rows(rows.padded(), True)
+    (row,) = packed_rows(rows.padded(), True, fills=fills)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -275,16 +284,37 @@ def test_parts_have_at_most_so_many_tokens(rows, most):
     assert len(parts) <= 1 or most < 1000
 
 
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (1, 0), (3, 0), (0, 3)])
+def test_filled_rows_have_few_shapes_and_their_tokens_see_the_same(rows, window, chunk):
+    (row,), (filled,) = (packed_rows(rows.padded(), True, fills=fills) for fills in (False, True))
+    count, added = len(row.layout.tokens), filled.layout.added
+    assert filled.layout.places.tolist() == row.layout.places.tolist()
+    assert filled_length(count + added) == count + added <= filled_length(count + DOCUMENTS)
+    assert not filled.inputs["attention_mask"][0, count:].any()
+    assert filled.plan(0, 0).offsets.numel() % DOCUMENTS == 0
+    plan = filled.plan(window, chunk)
+    mask = dense(plan, 1, count + added, torch.device("cpu"))[0, 0]
+    assert torch.equal(mask[:count, :count], dense(row.plan(window, chunk), 1, count, torch.device("cpu"))[0, 0])
+    assert not mask[:count, count:].any()
+    assert not mask[count:, :count].any()
+    assert mask.any(1).all()
+    if plan.keys is not None:
+        copied = plan.keys.copies.index.numel() - count - added
+        assert copied == filled_length(copied)
+        assert plan.keys.longest == max(np.diff(plan.keys.offsets.tolist()))
+
+
+@pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("most", [None, 7])
 @pytest.mark.parametrize("share", [True, False])
-def test_statistics_are_back_at_the_labels_of_their_tokens(rows, share, most):
+def test_statistics_are_back_at_the_labels_of_their_tokens(rows, share, most, fills):
     """Of a model whose statistics are a number for each beginning of a row and label."""
     numbers: dict[tuple, float] = {}
     expected = np.zeros(rows.ids.shape)
     for row, column in zip(*np.nonzero((rows.labels != -100) & rows.mask)):
         key = (*beginning(rows, row, column), rows.labels[row, column])
         expected[row, column] = numbers.setdefault(key, 1.0 + len(numbers))
-    made = packed_rows(rows.padded(), share, most)
+    made = packed_rows(rows.padded(), share, most, fills=fills)
     values = []
     for each in made:
         tokens = each.layout.tokens[each.scored.tokens.index.numpy()]

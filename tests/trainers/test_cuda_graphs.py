@@ -2,7 +2,9 @@
 
 import pytest
 from datasets import Dataset
+from peft import LoraConfig
 
+from liger_trainer.packing import packed_row
 from liger_trainer.trainers import cuda_graphs
 from liger_trainer.trainers.base import LigerTrainerMixin
 from tests.graphs.recorded import RecordedCaptures
@@ -62,7 +64,9 @@ def pairs_of_one_length(rows=16):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_trainers_of_trl(kind, checkpointing, tmp_path, folders):
+def test_trainers_of_trl(kind, checkpointing, tmp_path, folders, monkeypatch):
+    """Bit for bit, with packed rows as they are."""
+    monkeypatch.setattr(packed_row, "filled", lambda layout: layout)
     options = {"gradient_checkpointing": checkpointing, "max_steps": 6}
     if kind == "DPO":
         options["data"] = pairs_of_one_length
@@ -73,6 +77,30 @@ def test_trainers_of_trl(kind, checkpointing, tmp_path, folders):
         trainers[-1].train()
     assert_same(*trainers)
     assert trainers[0]._graphs.captured == 2
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO", "RLOO"])
+def test_packed_rows_are_filled_up(kind, adapted, tmp_path, folders):
+    """Rows that share prompts, of other lengths in each batch, run from the graphs of a few; so does a reference."""
+    options = {"learning_rate": 1e-3, "max_steps": 12, "per_device_train_batch_size": 4}
+    if adapted:
+        options["peft_config"] = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    losses = []
+    for switch in ("true", False):
+        trainer = build(
+            kind, True, tmp_path, folders["llama"], own={"cuda_graphs": switch, "padding_free": True}, **options
+        )
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        if switch:
+            graphs = trainer._graphs
+            assert graphs.captured == 2, graphs.reasons
+            assert trainer._others["ref_model"].captured == (2 if kind in ("DPO", "KTO") and not adapted else 0)
+            # KTO runs the policy without gradients too, and both share their shapes.
+            states = max(len(each) for known in graphs._of.values() for each in known.graphs.values())
+            assert states == (2 if kind == "KTO" and adapted else 1)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_what_is_refused(tmp_path):

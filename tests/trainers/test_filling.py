@@ -6,7 +6,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from liger_trainer.trainers.filling import FillingCollator, filled_length, take_filled, without_filling
+from liger_trainer.packing.layout import filled_length
+from liger_trainer.trainers.filling import FillingCollator, take_filled, without_filling
 from tests.trainers.builders import causal, sft
 from tests.trainers.test_activation_memory import lora
 from tests.trainers.test_cuda_graphs import recorded  # noqa: F401
