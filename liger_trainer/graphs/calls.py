@@ -90,6 +90,9 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
             key.append((type(leaf), leaf))
         else:
             return None
+    # Which of the tensors are the same one: a graph has one copy of these.
+    tensors = [id(tensor) for tensor, _ in tensors_of(leaves)]
+    key.append(tuple(map(tensors.index, tensors)))
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
     key += [autocast, torch.get_autocast_dtype(kind) if autocast else None]

@@ -21,8 +21,11 @@ Run = Callable[[], None]
 class Captures(Protocol):
     """How the launches of a function are captured."""
 
-    def __call__(self, run: Run) -> Run:
-        """Captures the launches of `run`, and returns what launches them again."""
+    def __call__(self, run: Run, keeps: bool = False) -> Run:
+        """Captures the launches of `run`, and returns what launches them again.
+
+        What they compute may be read until others run that were captured with the same `keeps`.
+        """
 
     def tried(self) -> contextlib.AbstractContextManager[None]:
         """Where `run` is called once before: what it allocates for good, such as workspaces, is then in no graph.
@@ -41,10 +44,10 @@ class Captures(Protocol):
 
 
 class CudaCaptures:
-    """Captures CUDA graphs that share one pool of memory.
+    """Captures CUDA graphs that share two pools of memory: for those that keep something, and for the others.
 
-    What a graph has freed again at its end, the next one may use. So nothing that a graph computes may be read once
-    another has run, unless it was still held when the other was captured.
+    What a graph has freed again at its end, the next one of the pool may use. So nothing that a graph computes may be
+    read once another of its pool has run, unless it was still held when the other was captured.
 
     Args:
         device: Where the launches run.
@@ -54,9 +57,9 @@ class CudaCaptures:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._something = torch.empty(1, device=device)
-        self._pool, self._first = self._new_pool()
+        self._pools = {keeps: self._new_pool() for keeps in (False, True)}
 
-    def __call__(self, run: Run) -> Run:
+    def __call__(self, run: Run, keeps: bool = False) -> Run:
         """Captures the launches of `run`.
 
         Raises:
@@ -65,24 +68,24 @@ class CudaCaptures:
         graph = torch.cuda.CUDAGraph()
         with self.beside(), _without_collection():
             # Other threads, such as one that pins the memory of batches, may call CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pools[keeps][0], capture_error_mode="thread_local")
             try:
                 run()
                 graph.capture_end()
             except BaseException:
-                self._recover(graph)
+                self._recover(graph, keeps)
                 raise
         return graph.replay
 
-    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _recover(self, graph: torch.cuda.CUDAGraph, keeps: bool) -> None:
         """Ends a capture that has failed."""
         try:
             graph.capture_end()
         except RuntimeError:
             # It has failed because of CUDA, and torch leaves its allocator and generator capturing. A capture that
             # succeeds ends the generator's.
-            end_allocations(self._stream.device_index, self._pool)
-            self._pool, self._first = self._new_pool()
+            end_allocations(self._stream.device_index, self._pools[keeps][0])
+            self._pools[keeps] = self._new_pool()
 
     def _new_pool(self) -> tuple[Any, torch.cuda.CUDAGraph]:
         """A pool, and a graph that uses it: torch lets no other begin in a pool that none uses any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -68,6 +69,12 @@ class KnownCalls:
         while len(self.graphs) > _MOST:
             self.graphs.popitem(last=False)
 
+    def forget_kept(self) -> None:
+        """Drops the graphs that keep what a backward needs."""
+        for key in [key for key, states in self.graphs.items() if any(each.keeps for each in states)]:
+            del self.graphs[key]
+        self.counts.clear()
+
     def drop(self, obstacle: str) -> None:
         """Drops all graphs; the layer gets no others."""
         self.obstacle = obstacle
@@ -90,7 +97,8 @@ class CapturedLayers:
         self._shared: weakref.WeakValueDictionary[Hashable, Buffers] = weakref.WeakValueDictionary()
         self._held: weakref.WeakSet[Held] = weakref.WeakSet()
         self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
-        self._pass = ForwardPass()
+        self._numbers = itertools.count()
+        self._pass = ForwardPass(next(self._numbers))
         self._in_pass: set[str] = set()
         self._may_keep = True
         self._said: tuple[int, Counter[str]] | None = None
@@ -125,7 +133,8 @@ class CapturedLayers:
             layers = [(name, layer) for layer, (name, kind) in layers_of(model).items() if kind == OF_TRANSFORMERS]
             self._replaced = {layer: Replaced(name, _plain, self._run) for name, layer in layers}
             self._without_gradients = {layer: self._forward_of(name, layer) for name, layer in layers}
-        self._pass, self._in_pass = ForwardPass(), set()  # first, so that the last one is free if nothing else holds it
+        # First, so that the last one is free if nothing else holds it.
+        self._pass, self._in_pass = ForwardPass(next(self._numbers)), set()
         self._may_keep = not any(each.open for each in self._passes)
         self._passes.add(self._pass)
         before = [(layer, {name: vars(layer).get(name) for name in _ATTRIBUTES}) for layer in self._replaced]
@@ -188,7 +197,7 @@ class CapturedLayers:
                 known.add(key, graphs)
         if graphs is not None and graphs.failure:
             known.drop(graphs.failure)
-        if graphs is None or known.obstacle:
+        if graphs is None or known.obstacle or (keeps and not self._pass.takes(graphs.captured_in)):
             return None
         if keeps:
             self._in_pass.add(name)
@@ -211,12 +220,18 @@ class CapturedLayers:
         if obstacle := state.obstacle():
             known.drop(obstacle)
             return None
+        if keeps and not self._pass.takes(self._pass.number):
+            # Layers before this one have run from graphs of an earlier forward; all are captured anew, in one.
+            for each in self._of.values():
+                each.forget_kept()
+            self._may_keep = False
+            return None
         held = [self._copy_of(tensor, capacity) for tensor, capacity in tensors_of(arguments.leaves)]
         called = functools.partial(functools.partial, _called, function.func, layer)
         run = _under_autocast(hidden.device.type, called(*fixed(arguments, held, hidden)))
         given = _under_autocast(hidden.device.type, called(args[1:], function.keywords))
         buffers = self._buffers_for(hidden, trained)
-        graphs = LayerGraphs(self._captures, run, state, buffers, held, hidden.requires_grad, keeps)
+        graphs = LayerGraphs(self._captures, run, state, buffers, held, hidden.requires_grad, keeps, self._pass.number)
         try:
             graphs.prepare(hidden, [tensor for tensor, _ in tensors_of(arguments.leaves)], given)
         except NotCaptured as error:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import COPIES_OF_MANY
@@ -59,6 +60,7 @@ class LayerGraphs:
         held: Copies of its other tensors.
         needs_input: Whether the input has a gradient.
         keeps: Whether the forward keeps what the backward needs, which computes it again otherwise.
+        captured_in: The number of the forward of the model in which they are captured.
 
     Attributes:
         failure: Why the backward could not be captured; empty while it is not known to fail.
@@ -73,9 +75,12 @@ class LayerGraphs:
         held: Sequence[Held],
         needs_input: bool,
         keeps: bool,
+        captured_in: int,
     ) -> None:
         self._captures, self._layer, self.state, self.keeps = captures, layer, state, keeps
+        self.captured_in = captured_in
         self.buffers, self._held, self._needs_input = buffers, held, needs_input
+        self._differentiated = torch.is_grad_enabled()
         self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None  # input and result with a graph of autograd
         self._used: list[bool] = []  # which gradients exist: of the input, then of the parameters
         self._replay_forward: Run | None = None
@@ -162,7 +167,8 @@ class LayerGraphs:
             gradient: The gradient of the result.
         """
         if hidden is not None:
-            self._take(hidden, sources)
+            self.buffers.hidden.copy_(hidden)
+        self._hold(sources)
         self.buffers.gradient.copy_(gradient)
         if self._replay_backward is None:
             return self._first_backward(random)
@@ -183,9 +189,9 @@ class LayerGraphs:
                 replay = self._captured(self._write_gradients)
             with self._drawing_from(random):
                 replay()
-            found = self._written()
-            if not _are_close(found, expected, functools.partial(self._own_gradients, random, self._captures.beside)):
-                raise NotCaptured("the gradients of its graph were others")
+            again = functools.partial(self._own_gradients, random, self._captures.beside)
+            if reason := _further(self._written(), expected, again):
+                raise NotCaptured(f"the gradients of its graph were others: {reason}")
         except NotCaptured as error:
             self.failure = str(error)
         else:
@@ -194,7 +200,7 @@ class LayerGraphs:
 
     def _captured(self, run: Run) -> Run:
         try:
-            return self._captures(run)
+            return self._captures(run, self.keeps)
         except RuntimeError as error:
             raise _not_captured(error) from error
 
@@ -213,6 +219,9 @@ class LayerGraphs:
 
     def _take(self, hidden: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
         self.buffers.hidden.copy_(hidden)
+        self._hold(sources)
+
+    def _hold(self, sources: Sequence[torch.Tensor]) -> None:
         for held, source in zip(self._held, sources):
             held.hold(source)
 
@@ -223,12 +232,13 @@ class LayerGraphs:
     # What is captured
 
     def _write_result(self) -> None:
-        if self.keeps:
-            # Of a copy, because other layers write to the buffer before the backward reads it.
-            self._recorded = self._recording(self.buffers.hidden.clone())
-            self.buffers.result.copy_(self._recorded[1].detach())
+        if not self._differentiated:
+            self.buffers.result.copy_(self._layer(self.buffers.hidden))
             return
-        self.buffers.result.copy_(self._layer(self.buffers.hidden))
+        # Of a copy if it is kept, because other layers write to the buffer before the backward reads it.
+        hidden = self.buffers.hidden.clone() if self.keeps else self.buffers.hidden
+        self._recorded = self._recording(hidden, checkpointed=not self.keeps)
+        self.buffers.result.copy_(self._recorded[1].detach())
 
     def _write_gradients(self) -> None:
         recorded, self._recorded = self._recorded or self._recording(self.buffers.hidden), None
@@ -242,11 +252,17 @@ class LayerGraphs:
         with self._drawing_from(random), run():
             return self._gradients(*self._recording(self.buffers.hidden))
 
-    def _recording(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A leaf with the values of `hidden`, and the layer's result of it."""
+    def _recording(self, hidden: torch.Tensor, checkpointed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """A leaf with the memory of `hidden`, and the layer's result of it.
+
+        Of a checkpoint, the backward computes no more again than it needs, so not the last product.
+        """
         with torch.enable_grad(), self.state.with_own_leaves():
-            leaf = hidden.detach().requires_grad_(self._needs_input)
-            return leaf, self._layer(leaf)
+            # `data`: other layers write to a buffer until the backward writes the same numbers to it again.
+            leaf = hidden.data.requires_grad_(self._needs_input)
+            if not checkpointed:
+                return leaf, self._layer(leaf)
+            return leaf, checkpoint(self._layer, leaf, use_reentrant=False, preserve_rng_state=False)
 
     def _gradients(self, leaf: torch.Tensor, result: torch.Tensor) -> list[torch.Tensor | None]:
         with self.state.with_own_leaves() as leaves:
@@ -256,10 +272,21 @@ class LayerGraphs:
 
 
 class ForwardPass:
-    """One forward of the model, with graphs that keep what the backward needs: theirs are not free yet."""
+    """One forward of the model, with graphs that keep what the backward needs: theirs are not free yet.
 
-    def __init__(self) -> None:
+    They were captured in one forward, in this order. Where others ran between, what they keep would be overwritten.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.open: set[LayerGraphs] = set()
+        self._captured_in: int | None = None
+
+    def takes(self, captured_in: int) -> bool:
+        """Whether graphs that keep something may run if they were captured in that forward."""
+        if self._captured_in is None:
+            self._captured_in = captured_in
+        return self._captured_in == captured_in
 
 
 class _Replayed(torch.autograd.Function):
@@ -299,23 +326,24 @@ def _not_captured(error: RuntimeError) -> NotCaptured:
     return NotCaptured(f"its launches cannot be captured: {str(error).partition(chr(10))[0]}")
 
 
-def _are_close(
+def _further(
     found: Sequence[torch.Tensor | None],
     expected: Sequence[torch.Tensor | None],
     again: Callable[[], Sequence[torch.Tensor | None]],
-) -> bool:
-    """Whether gradients are the same, bit for bit where those of the layer are each time.
+) -> str:
+    """How much further gradients are from those of the layer than these are from each other; empty if no further.
 
-    Some backwards add in an order that changes from call to call, such as that of torch's flash attention.
+    Some backwards add in an order that changes from call to call, such as that of torch's flash attention. Where the
+    layer's gradients are the same each time, those of its graph have to be, bit for bit.
     """
     if [each is None for each in found] != [each is None for each in expected]:
-        return False
-    error = _largest_difference(found, expected)
+        return "other parameters have one"
+    error, noise = _largest_difference(found, expected), 0.0
     for _ in range(_REPEATS if error else 0):
-        noise = _largest_difference(again(), expected)
-        if noise:
-            return error <= _NOISE * noise
-    return not error
+        noise = max(noise, _largest_difference(again(), expected))
+        if error <= _NOISE * noise < math.inf:
+            return ""
+    return f"{error:.1e} off, where repetitions of the layer's are {noise:.1e} apart" if error else ""
 
 
 def _largest_difference(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> float:

@@ -38,7 +38,7 @@ class RecordedCaptures:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, run: Callable[[], None], keeps: bool = False) -> Callable[[], None]:
         self.count += 1
         recorder = _Recorder()
         with recorder:
