@@ -8,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 
 from liger_trainer.graphs.capture import CudaCaptures
 from liger_trainer.graphs.captured import CapturedLayers
-from liger_trainer.graphs.layers import _are_close
 from liger_trainer.patching.apply import apply_liger_kernel
 from tests.tiny_models import TINY_MODELS
 
@@ -49,26 +48,41 @@ def batches():
             yield {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
+@pytest.fixture
+def deterministic():
+    """torch's flash attention adds in any order otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+ROUNDING = 2e-2
+"""How far bf16 gradients of four layers may be apart, relative to their norm, where a sum is split in another way."""
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_those_without_graphs(name, lora, checkpointed):
+    """Bit for bit of whole rows; with documents, attention splits sums by how many there are, and a graph has more."""
     model = build(name, lora, checkpointed)
+    other = copy.deepcopy(model)
     captured = CapturedLayers(CudaCaptures(torch.device("cuda", torch.cuda.current_device())))
-    others = [copy.deepcopy(model) for _ in range(2)]
     for batch in batches():
-        for each in (model, *others):
-            each.zero_grad()
+        model.zero_grad()
+        other.zero_grad()
         with captured.attached(model):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
-        for other in others:
-            expected = other(**batch, use_cache=False).loss
-            expected.backward()
-            assert torch.equal(loss, expected)
-        for (place, one), *two in zip(model.named_parameters(), *(each.parameters() for each in others), strict=True):
-            gradients = [each.grad for each in (one, *two)]
-            assert _are_close(gradients[:1], gradients[1:2], lambda second=gradients[2]: [second]), place
+        expected = other(**batch, use_cache=False).loss
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for (place, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert (one.grad is None) == (two.grad is None), place
+            if one.grad is not None and not torch.equal(one.grad, two.grad):
+                assert len(batch) > 2, place
+                assert (one.grad - two.grad).norm() <= ROUNDING * two.grad.norm(), place
     assert captured.captured == 4, captured.reasons
 
 
