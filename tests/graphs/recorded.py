@@ -25,26 +25,49 @@ class _Recorder(_NeverWaiting):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
+        self._made: dict[int, torch.Tensor] = {}
+
+    def spoil(self) -> None:
+        """Writes NaN to all that is computed here, as a graph does that got the same memory."""
+        for each in self._made.values():
+            each.data.fill_(torch.nan)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = super().__torch_dispatch__(operator, types, args, kwargs)
+        given = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
+        for each in _tensors(result):
+            place = each.untyped_storage().data_ptr()
+            if place not in given and each.is_floating_point():
+                self._made[place] = each
         self.calls.append((operator, args, kwargs or {}, result))
         return result
 
 
 class RecordedCaptures:
-    """Captures operators as a CUDA graph captures launches: replayed, each reads and writes where it did."""
+    """Captures operators as a CUDA graph captures launches: replayed, each reads and writes where it did.
+
+    Graphs that keep something get the memory of those that another forward has captured.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.operators: list[list[str]] = []  # the names of those of each graph
+        self._kept: list[tuple[int, _Recorder]] = []
 
     def __call__(self, run: Callable[[], None], keeps: bool = False) -> Callable[[], None]:
         self.count += 1
         recorder = _Recorder()
         with recorder:
             run()
+        self.operators.append([operator.overloadpacket.__name__ for operator, *_ in recorder.calls])
+        forward = getattr(getattr(run, "__self__", None), "captured_in", 0)
+        if keeps:
+            self._kept.append((forward, recorder))
 
         def replay() -> None:
+            for other, each in self._kept if keeps else ():
+                if other != forward:
+                    each.spoil()
             with torch.no_grad():
                 for operator, args, kwargs, result in recorder.calls:
                     args, kwargs = tree_map(_memory, (args, kwargs))
@@ -63,6 +86,10 @@ class RecordedCaptures:
 
     def set_random_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 def _memory(value: Any) -> Any:

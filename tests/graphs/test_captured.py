@@ -382,3 +382,81 @@ def test_rows_of_other_documents_share_a_graph(checkpointed, in_plan):
         assert_same(model, other)
     kinds = [len(known.graphs) for known in captured._of.values()]
     assert kinds == [1, 1]  # the longest documents are 9 to 16 tokens, and 4 once
+
+
+class Squaring(GradientCheckpointingLayer):
+    """A layer with two products."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+
+    def forward(self, hidden):
+        return self.last(self.first(hidden).square())
+
+
+def test_a_backward_computes_no_more_again_than_it_needs():
+    """One product again and four of gradients; not the last one of the forward."""
+    layer, captures = Squaring().train(), RecordedCaptures()
+    captured = CapturedLayers(captures)
+    for _ in range(3):
+        with captured.attached(layer):
+            layer(torch.ones(1, 3, 8, requires_grad=True)).sum().backward()
+    assert [operators.count("mm") for operators in captures.operators] == [2, 5]
+
+
+class Scaling(GradientCheckpointingLayer):
+    """A layer whose backward reads two tensors that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8))
+
+    def forward(self, hidden, scale, shift):
+        return hidden * scale + (self.weight * hidden).sin() * shift
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_tensors_that_were_the_same_and_are_others_later(checkpointed):
+    """Two layers, or two arguments of one, had the same tensor when they were captured."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Scaling(), Scaling()).train()
+    for layer in model:
+        layer.gradient_checkpointing = checkpointed
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    for number in range(16):
+        hidden, *given = torch.randn(5, 2, 3, 8)
+        scales = [given[0]] * 4 if number < 4 else ([given[0], given[1]] * 2 if number < 8 else given)
+        for each, graphs in ((model, captured), (other, None)):
+            with graphs.attached(each) if graphs else contextlib.nullcontext():
+                result = each[1](each[0](hidden, *scales[:2]), *scales[2:])
+            result.square().sum().backward()
+        assert_same(model, other)
+    assert captured.captured == 2
+
+
+def test_forwards_without_gradients_have_graphs_of_their_own():
+    """With adapters and without them, as KTO calls its policy and its reference."""
+    model = tiny(True)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    for number in range(5):
+        batch = ids(number)
+        for alone in (False, True):
+            results = []
+            for each, graphs in ((model, captured), (other, None)):
+                with (
+                    torch.no_grad(),
+                    graphs.attached(each) if graphs else contextlib.nullcontext(),
+                    each.disable_adapter() if alone else contextlib.nullcontext(),
+                ):
+                    results.append(each(input_ids=batch, use_cache=False).logits)
+            assert torch.equal(*results)
+        assert torch.equal(step(model, batch, captured), step(other, batch))
+        assert_same(model, other)
+    states = [[len(each) for each in known.graphs.values()] for known in captured._of.values()]
+    assert states == [[2, 1]] * 3

@@ -304,6 +304,14 @@ def test_filled_rows_have_few_shapes_and_their_tokens_see_the_same(rows, window,
         assert plan.keys.longest == max(np.diff(plan.keys.offsets.tolist()))
 
 
+def test_the_copied_keys_of_a_filled_row_are_one_of_a_few_numbers():
+    prompt = [*range(1, 61)]
+    (row,) = packed_rows(rows_of_tokens(*([*prompt, 61 + n] for n in range(4))).padded(), True, fills=True)
+    tokens, keys = len(row.layout.tokens), row.plan(0, 0).keys
+    assert filled_length(180) == keys.copies.index.numel() - tokens == 184
+    assert not (keys.copies.index[180:184] - (tokens - 1)).any()  # in the last document, before its own tokens
+
+
 @pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("most", [None, 7])
 @pytest.mark.parametrize("share", [True, False])

@@ -21,14 +21,14 @@ from transformers.models.lfm2 import modeling_lfm2
 
 from liger_trainer.attention.interface import NAME
 from liger_trainer.kernels.documents import documents_of
-from liger_trainer.packing import packed_row
+from liger_trainer.packing import packed_row, proof
 from liger_trainer.packing.layout import Layout
 from liger_trainer.packing.packed_row import PackedRow
 from liger_trainer.packing.proof import TOLERANCE, prove_packing, small_config
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import unbind_forward
 from liger_trainer.patching.recurrent import proof as proof_of_mixers
-from liger_trainer.patching.trial import Trial
+from liger_trainer.patching.trial import Agreement, Trial
 from liger_trainer.recipe.model import published_config
 from liger_trainer.trainers.choose_packing import choose_packing
 from tests.attention.families import TAKEN, build
@@ -365,3 +365,16 @@ def test_the_random_numbers_of_a_run_and_its_model_stay():
     assert prove_packing(model).equal
     assert torch.equal(torch.rand(2), expected)
     assert (model.config.to_dict(), model.config._attn_implementation) == before
+
+
+@pytest.mark.parametrize(("errors", "calls"), [([5e-4, 1e-6], 2), ([5e-4] * 3, 3), ([1e-2], 1), ([1e-6], 1)])
+def test_a_gradient_that_cancels_is_drawn_again(errors, calls):
+    left, model = iter(errors), build("llama")
+    model.config._attn_implementation = NAME
+
+    def compared(model):
+        error = next(left)
+        return Agreement(error, reason="other values" if error > TOLERANCE else "")
+
+    assert proof._proved(model, compared).equal == (errors[-1] <= TOLERANCE)
+    assert len(errors) - len([*left]) == calls
