@@ -58,7 +58,7 @@ class Model:
     sinks: bool = False  # a learned number a head in the attention's softmax
     tied: bool = False  # of a Llama or a hybrid: whether the head is the embedding; Gemma's always is
     mixer: Mixer | None = None  # of a hybrid
-    known: str = ""  # id or family of a hybrid, whose configuration the recipes know
+    known: str = ""  # an id whose configuration the recipes know, or a type of model
 
     @property
     def first_with_experts(self) -> int:
@@ -105,6 +105,39 @@ MODELS = {
         # are measured with it, as the harder case.
         Model("gemma3-4b", "Gemma3 4B", 2560, 10240, 262208, 34, 8, 4, 256, **_GEMMA),
         Model("gemma3-27b", "Gemma3 27B", 5376, 21504, 262208, 62, 32, 16, 128, **_GEMMA),
+        # Configurations that the recipes know, or transformers' own.
+        Model(
+            *("qwen3-0.6b", "Qwen3-0.6B", 1024, 3072, 151936, 28, 16, 8, 128),
+            qk_norm=True,
+            tied=True,
+            known="Qwen/Qwen3-0.6B",
+        ),
+        Model(
+            *("smollm2-135m", "SmolLM2-135M", 576, 1536, 49152, 30, 9, 3, 64),
+            tied=True,
+            known="HuggingFaceTB/SmolLM2-135M-Instruct",
+        ),
+        Model(
+            *("glm-4.7-flash", "GLM-4.7-Flash", 2048, 10240, 154880, 47, 20, 1, 64, 64, 4, 1536),
+            routed_scale=1.8,
+            dense_layers=1,
+            latent_attention=True,
+            known="unsloth/GLM-4.7-Flash-FP8-Dynamic",
+        ),
+        Model(
+            *("gemma4-text", "Gemma 4 text", 2304, 9216, 262144, 30, 8, 4, 256),
+            qk_norm=True,
+            sliding_window=512,
+            tied=True,
+            known="gemma4_text",
+        ),
+        Model(
+            *("gemma4-e2b", "Gemma 4 E2B", 1536, 6144, 262144, 35, 8, 1, 256),
+            qk_norm=True,
+            sliding_window=512,
+            tied=True,
+            known="google/gemma-4-E2B-it",
+        ),
         # Hybrids.
         Model(
             *("tiny-qwen3.5", "Tiny Qwen3.5", 32, 64, 512, 2, 4, 2, 16),
@@ -166,8 +199,8 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     """The published configuration of a model's shapes."""
     from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-    if model.mixer is not None:
-        return _hybrid_config(model, layers or model.layers)
+    if model.known:
+        return _known_config(model, layers or model.layers)
     sizes: dict[str, Any] = {
         "vocab_size": model.vocab,
         "hidden_size": model.hidden,
@@ -190,19 +223,24 @@ def model_config(model: Model, layers: int = 0) -> PretrainedConfig:
     return LlamaConfig(**sizes, max_position_embeddings=8192, rope_parameters=rope, tie_word_embeddings=model.tied)
 
 
-def _hybrid_config(model: Model, layers: int) -> PretrainedConfig:
-    """The first `layers` of the configuration that the recipes know, so that the kinds of layers keep their order."""
+def _known_config(model: Model, layers: int) -> PretrainedConfig:
+    """The first `layers` of a configuration that is known, so that the kinds of layers keep their order."""
     from transformers import AutoConfig
 
     if layers > model.layers:
         raise UserError(f"`--layers` is {layers}, but {model.name} has {model.layers} layers; ask for at most as many.")
-    values = PUBLISHED.get(model.known) or {"model_type": model.known, **FAMILIES[model.known]}
+    values = PUBLISHED.get(model.known) or {"model_type": model.known, **FAMILIES.get(model.known, {})}
     if "text_config" in values:
         values = {"model_type": f"{values['model_type']}_text", **values["text_config"]}
-    values = {**values, "vocab_size": model.vocab, "tie_word_embeddings": model.tied, "use_cache": False}
+    values = {name: value for name, value in values.items() if name != "quantization_config"}
+    values |= {"vocab_size": model.vocab, "tie_word_embeddings": model.tied, "use_cache": False}
     config = AutoConfig.for_model(**values)
-    config.layer_types = config.layer_types[:layers]
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if getattr(config, kinds, None):
+            setattr(config, kinds, getattr(config, kinds)[:layers])
     config.num_hidden_layers = layers
+    if getattr(config, "num_kv_shared_layers", None):  # the last ones of the model
+        config.num_kv_shared_layers = max(0, layers - (model.layers - config.num_kv_shared_layers))
     return config
 
 

@@ -474,11 +474,11 @@ def test_configurations(name):
     assert model.config.tie_word_embeddings is (shape.tied or name.startswith("gemma"))
     layer = model.model.layers[first]
     attention = layer.mixer if hasattr(layer, "mixer") else layer.self_attn
-    if shape.latent_attention:  # of each head 64 numbers are rotated and 128 are not; the keys' 64 are shared by all
-        assert attention.q_b_proj.weight.shape[0] == shape.heads * (shape.head_dim + 128)
+    if shape.latent_attention:  # of each head 64 numbers are rotated and the others not; the keys' 64 are shared by all
+        assert attention.q_b_proj.weight.shape[0] == shape.heads * (shape.head_dim + model.config.qk_nope_head_dim)
         assert attention.kv_a_proj_with_mqa.weight.shape == (shape.kv_heads * shape.head_dim + 512, shape.hidden)
     else:
-        gates = 2 if shape.known.startswith(("Qwen", "qwen")) else 1  # of the attention's output
+        gates = 2 if shape.mixer and shape.known.startswith(("Qwen", "qwen")) else 1  # of the attention's output
         assert attention.q_proj.weight.shape == (gates * shape.heads * shape.head_dim, shape.hidden)
         assert attention.k_proj.weight.shape == (shape.kv_heads * shape.head_dim, shape.hidden)
     norm = attention._modules.get("q_norm") or attention._modules.get("q_layernorm")  # OLMoE's is of all heads together
