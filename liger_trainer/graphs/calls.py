@@ -13,12 +13,13 @@ from torch import nn
 
 from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE
+from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE, MODULE_CONTENTS
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies
 
 tree_flatten, tree_unflatten, dispatch_modes, function_modes, saved_hooks = require(CALLS_OF_LAYERS)
 require(CHANGED_IN_PLACE)
+require(MODULE_CONTENTS)
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 _DOCUMENTS = 32  # the offsets of a packed row are filled up to a multiple
