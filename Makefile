@@ -2,7 +2,7 @@
 # make quickstart_dpo, make quickstart_grpo: the same, and a small model aligned with preferences or rewards
 # make test:       environment, installation, lint, types, documentation, and the tests that see every planted fault: 10 minutes
 # make test-all:   the same, and every other test: all matrices, all of the interpreter
-# make long:       the tests that take minutes each, such as all families of transformers
+# make long:       the tests that take minutes each, such as all families of transformers and kernels for every card
 # make models:     the table of docs/models.md, from the installed transformers
 # make docs:       the documentation in site/, strictly: a dead link or anchor is an error
 # make peers:      Liger's own unit tests on our names (docs/liger.md), on the CPU or a GPU

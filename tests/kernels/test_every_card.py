@@ -239,6 +239,7 @@ def test_wide_heads_are_ours_where_they_fit(card):
     assert ("query_gradients_kernel" in names) == (CARDS[card][1] >= 99)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*OPERATORS, *VARIANTS])
 def test_every_operator_compiles_for_turing(name):
     """With small arguments, but every option; bf16, which some of them ask for, is emulated."""
