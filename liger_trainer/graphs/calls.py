@@ -279,8 +279,6 @@ class LayerState:
         for tensor in self._tensors:
             if type(tensor) not in (torch.Tensor, nn.Parameter):
                 return f"a weight is a {type(tensor).__name__}"
-            if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
-                return f"a weight is stored in {tensor.dtype}"
             if tensor._backward_hooks:
                 return "a parameter has a hook"
         return ""

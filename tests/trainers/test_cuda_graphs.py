@@ -1,13 +1,16 @@
 """`cuda_graphs` in every trainer: no bit of a training changes, and where it cannot run it is refused by name."""
 
 import pytest
+import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
+from liger_trainer import load_packed
 from liger_trainer.packing import packed_row
 from liger_trainer.trainers import cuda_graphs
 from liger_trainer.trainers.base import LigerTrainerMixin
 from tests.graphs.recorded import RecordedCaptures
+from tests.packed_checkpoints import write_dense, write_mixture
 from tests.trainers.builders import causal
 from tests.trainers.parity import KINDS, build
 from tests.trainers.test_activation_memory import assert_same, lora
@@ -77,6 +80,21 @@ def test_trainers_of_trl(kind, checkpointing, tmp_path, folders, monkeypatch):
         trainers[-1].train()
     assert_same(*trainers)
     assert trainers[0]._graphs.captured == 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("write", [write_dense, write_mixture])
+def test_a_packed_base(write, checkpointing, tmp_path):
+    """The codes of its layers are decoded in the graphs; experts whose rows the host counts run without."""
+    write(tmp_path / "packed", "fp8 blocks")
+
+    def make():
+        torch.manual_seed(0)
+        model = load_packed(str(tmp_path / "packed"), dtype=torch.float32)
+        return get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+
+    trainer = both(lambda **options: causal(tmp_path, make(), **options), gradient_checkpointing=checkpointing)
+    assert trainer._graphs.captured == (2 if write is write_dense else 0), trainer._graphs.reasons
 
 
 @pytest.mark.parametrize("adapted", [False, True])
