@@ -1,9 +1,9 @@
-"""Merged weights in the FP8 blocks that their base was published in, and how much of the adapters' change that leaves.
+"""Merged weights in the FP8 blocks or rows that their base was published in, and how much of the change that leaves.
 
-A block keeps its published scale, with which a weight that did not change keeps its code, unless the scale that its
-largest merged weight asks for rounds the block with less error. Neighbouring codes of e4m3 are 6 to 12 % apart: a
-smaller change of a weight is rounded away, or to a larger one. So this is measured, over the weights that changed: with
-D the change that the adapters make, and G the one that is left,
+A block, or a row, keeps its published scale, with which a weight that did not change keeps its code, unless the scale
+that its largest merged weight asks for rounds the block with less error. Neighbouring codes of e4m3 are 6 to 12 %
+apart: a smaller change of a weight is rounded away, or to a larger one. So this is measured, over the weights that
+changed: with D the change that the adapters make, and G the one that is left,
 
 ::
 
@@ -26,6 +26,7 @@ from liger_trainer.errors import UserError
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.kernels.lowbit.formats import BlockFp8Weight
 from liger_trainer.packed.experts import packed_stacks
+from liger_trainer.packed.loading import method_of
 from liger_trainer.packed.modules import PackedLinear
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -60,7 +61,8 @@ def check_form(to: str, settings: Any, given: str) -> None:
     """Refuses to merge into the format `to` where the base, named `given`, was published with other `settings`.
 
     Raises:
-        UserError: Unless `to` is ``"fp8"`` and the base is in transformers' FP8 blocks.
+        UserError: Unless `to` is ``"fp8"`` and the base is in transformers' FP8 blocks, or compressed-tensors' FP8 with
+            a scale a block or row, whose activations, if they are quantised, have no scales of their own in the files.
     """
     if to in _FOUR_BITS:
         raise UserError(
@@ -70,13 +72,28 @@ def check_form(to: str, settings: Any, given: str) -> None:
     if to != "fp8":
         raise UserError(f"`--to` is {to!r}; it may be 'fp8', or left out, which merges into 16 bits.")
     named = settings if isinstance(settings, Mapping) or settings is None else settings.to_dict()
-    method = None if named is None else named.get("quant_method")
-    if named is None or method != "fp8" or not named.get("weight_block_size"):
-        form = "without quantisation" if named is None else f"in another format ({method})"
+    if named is None or not _has_blocks(named):
+        form = "without quantisation" if named is None else f"in another format ({named.get('quant_method')})"
         raise UserError(
-            f"`--to fp8` writes the FP8 blocks that a base was published in (`quant_method` fp8 with a "
-            f"`weight_block_size`), and {given} was published {form}. Leave `--to` out, which merges into 16 bits."
+            f"`--to fp8` writes the FP8 that a base was published in: blocks (`quant_method` fp8 with a "
+            f"`weight_block_size`), or compressed-tensors with a scale a row or block, and {given} was published "
+            f"{form}. Leave `--to` out, which merges into 16 bits."
         )
+
+
+def _has_blocks(settings: Mapping[str, Any]) -> bool:
+    if settings.get("quant_method") == "fp8":
+        return bool(settings.get("weight_block_size"))
+    groups = (settings.get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups]
+    inputs = [group.get("input_activations") or {"dynamic": True} for group in groups]
+    return bool(
+        settings.get("quant_method") == "compressed-tensors"
+        and groups
+        and all((each.get("num_bits"), each.get("type")) == (8, "float") for each in weights)
+        and all(each.get("strategy") in ("channel", "block") for each in weights)
+        and all(each.get("dynamic") for each in inputs)
+    )
 
 
 @torch.no_grad()
@@ -111,7 +128,7 @@ def _rounded(tiles: torch.Tensor, scaled: BlockFp8Weight) -> tuple[torch.Tensor,
 
 
 @torch.no_grad()
-def quantise_again(merged: Any, packed: nn.Module) -> tuple[dict[str, torch.Tensor], Survival]:
+def quantise_again(merged: Any, packed: Any) -> tuple[dict[str, torch.Tensor], Survival]:
     """The weights of `merged` that are packed in its base, in the base's blocks, and what is left of their change.
 
     Args:
@@ -122,7 +139,8 @@ def quantise_again(merged: Any, packed: nn.Module) -> tuple[dict[str, torch.Tens
         Codes and scales, by their names in the checkpoint; and the numbers.
     """
     dtype: Any = packed.dtype
-    published: dict[str, torch.Tensor] = {}
+    scale = "_scale_inv" if method_of(packed.config) == "fp8" else "_scale"
+    published = dict(_other_tensors(packed))
     sums: dict[str, tuple[float, float, float]] = {}
     for name, weight in packed_weights(packed):
         parameter = merged.get_parameter(name)
@@ -132,7 +150,7 @@ def quantise_again(merged: Any, packed: nn.Module) -> tuple[dict[str, torch.Tens
             change, left = parameter.data - before, decode(weight, dtype).float() - before
             sums[name] = (_dot(left, change), _dot(change, change), _dot(left - change, left - change))
         parameter.data = decode(weight, dtype)
-        published |= _named(merged, name, weight)
+        published |= _named(merged, name, weight, scale)
     total = tuple(sum(column) for column in zip(*sums.values(), strict=True)) or (0.0, 0.0, 0.0)
     return published, Survival(_kept(*total), {name: _kept(*each) for name, each in sums.items()})
 
@@ -146,13 +164,21 @@ def packed_weights(packed: nn.Module) -> Iterator[tuple[str, BlockFp8Weight]]:
             yield f"{path}.{leaf}", stack.weight  # type: ignore[misc]
 
 
-def _named(model: Any, name: str, weight: BlockFp8Weight) -> dict[str, torch.Tensor]:
+def _other_tensors(packed: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the checkpoint has of packed layers beside codes and scales, by its names there."""
+    for path, module in packed.named_modules():
+        for own, name, tensor in module.published() if isinstance(module, PackedLinear) else ():
+            if own not in BlockFp8Weight._fields:
+                yield f"{path}.{name}", tensor
+
+
+def _named(model: Any, name: str, weight: BlockFp8Weight, scale: str) -> dict[str, torch.Tensor]:
     """Codes and scales by their published names; those of a stack taken apart, as transformers writes a checkpoint."""
     revert_weight_conversion = require(PUBLISHED_NAMES)[0]
     codes = weight.codes.view(torch.float8_e4m3fn)
     found = {key: part.clone() for key, part in revert_weight_conversion(model, {name: codes}).items()}
     for key, part in revert_weight_conversion(model, {name: weight.typed_scales}).items():
-        found[f"{key}_scale_inv"] = part.clone()  # files take no shared memory
+        found[f"{key}{scale}"] = part.clone()  # files take no shared memory
     return found
 
 

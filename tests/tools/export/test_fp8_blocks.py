@@ -162,6 +162,59 @@ def numbers(survival, before, merged, new, changed):
     assert survival.layers[survival.worst].share == min(each.share for each in survival.layers.values())
 
 
+@pytest.mark.parametrize("size", [0.01, 0.3])
+@pytest.mark.parametrize(
+    ("write", "lora"),
+    [
+        (lambda folder: write_dense(folder, "fp8 rows"), {"target_modules": ["down_proj", "q_proj"]}),
+        (
+            lambda folder: write_mixture(folder, "fp8 rows"),
+            {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
+        ),
+    ],
+    ids=["dense", "mixture"],
+)
+def test_a_scale_a_row(write, lora, size, tmp_path):
+    """As compressed-tensors has it, with the other tensors of linear layers as they were."""
+    write(tmp_path / "base")
+    before, merged = saved_run(tmp_path, size, **lora)
+    proof = merge(find_run(str(tmp_path / "run")), tmp_path / "out", say=lambda line: None, to="fp8")
+    old, new = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "out"))
+    assert new.keys() == {key for key in old if not (".experts." in key and key.endswith("input_scale"))}
+    before, merged = published(before), published(merged)
+    kept = rows = 0
+    for key, weight in merged.items():
+        name = f"{key}_scale"
+        if name not in new:
+            assert torch.equal(new[key], weight.to(torch.bfloat16)), key
+            continue
+        assert (new[key].dtype, new[name].dtype, new[name].shape) == (CODES.dtype, torch.bfloat16, (len(weight), 1))
+        if torch.equal(before[key], weight):
+            assert torch.equal(new[key].view(torch.uint8), old[key].view(torch.uint8)), key
+            assert torch.equal(new[name], old[name]), key
+            continue
+        asked = (weight.abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
+        (value, tie, error), *others = (rounded_rows(weight, each) for each in (new[name], old[name], asked))
+        found = new[key].float().double() * new[name].double()
+        assert torch.equal(found[~tie], value[~tie]), key
+        assert tie.float().mean() < 0.01
+        assert (error <= torch.minimum(*(each for *_, each in others)) * (1 + 1e-4)).all(), "the better of both scales"
+        kept, rows = kept + int((new[name] == old[name]).sum()), rows + len(weight)
+    assert rows
+    assert kept > rows // 2 if size < 0.1 else kept < rows
+    assert 0 < proof.survival.model.share <= 1.2
+
+
+def rounded_rows(weight, scale):
+    """As `nearest`, of rows with a scale each."""
+    values, target = VALUES[~VALUES.isnan()].unique(), weight.double() / scale.double()
+    place = torch.searchsorted(values, target.clamp(-448, 448)).clamp(1, len(values) - 1)
+    below, above = values[place - 1], values[place]
+    found = torch.where((target - below).abs() <= (above - target).abs(), below, above) * scale.double()
+    tie = ((target - below) - (above - target)).abs() < 1e-5 * target.abs()
+    return found, tie, (found - weight.double()).square().sum(1, keepdim=True)
+
+
 @pytest.mark.parametrize(("size", "share", "error"), [(0.01, 0.38, 0.86), (0.03, 0.80, 0.62), (0.1, 0.99, 0.26)])
 def test_what_the_guide_says_of_gaussian_weights(size, share, error):
     weight = torch.randn(1024, 1024) * 0.02
@@ -226,11 +279,21 @@ def test_the_command_to_fp8(tmp_path, capsys):
     assert "exists and is not an empty folder" in refused(capsys, run, "--to", "fp8")
 
 
+def write_fixed_scales(folder):
+    """With scales of activations that were measured on the base."""
+    write_dense(folder, "fp8 rows")
+    config = json.loads((folder / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
         (write_mxfp4, r"base' was published in another format \(mxfp4\)\. Leave `--to` out, which merges into 16 bits"),
-        (lambda folder: write_dense(folder, "fp8 rows"), r"published in another format \(compressed-tensors\)"),
+        (lambda folder: write_dense(folder, "int4"), r"published in another format \(compressed-tensors\)"),
+        pytest.param(write_fixed_scales, r"published in another format \(compressed-tensors\)", id="fixed_scales"),
         (lambda folder: write_dense(folder, "fp8 tensor"), r"published in another format \(fp8\)"),
     ],
 )
