@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ class Longest(NamedTuple):
 
 _OF_DOCUMENTS = {"cu_seq_lens_q": Offsets, "cu_seq_lens_k": Offsets, "max_length_q": Longest, "max_length_k": Longest}
 """Arguments of layers of which a graph takes other values."""
-_LEAVES = (AttentionPlan, Offsets, Longest)
+_LEAVES = (AttentionPlan, Offsets, Longest, list, dict, deque)
+"""What is looked at as a whole. A layer may write to a container, and a graph would not."""
 
 
 class Arguments(NamedTuple):
@@ -52,12 +54,14 @@ class Arguments(NamedTuple):
     Attributes:
         key: The parts that are the same in all calls that one graph can serve.
         leaves: Tensors, plans, what a layer is told of documents, and constants, in the order of `spec`.
-        spec: How they are nested.
+        spec: How they are nested, those by place before those by name.
+        names: The names of the latter.
     """
 
     key: Hashable
     leaves: list[Any]
     spec: Any
+    names: tuple[str, ...]
 
 
 def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
@@ -68,9 +72,9 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
         args: The positional arguments after them.
         kwargs: The others.
     """
-    marked = {name: _marked(name, value) for name, value in kwargs.items()}
-    leaves, spec = tree_flatten((list(args), marked), is_leaf=lambda value: isinstance(value, _LEAVES))
-    key: list[Hashable] = [spec, hidden.shape, hidden.stride(), hidden.dtype, hidden.requires_grad]
+    marked = tuple(_marked(name, value) for name, value in kwargs.items())
+    leaves, spec = tree_flatten((tuple(args), marked), is_leaf=lambda value: isinstance(value, _LEAVES))
+    key: list[Hashable] = [spec, *kwargs, hidden.shape, hidden.stride(), hidden.dtype, hidden.requires_grad]
     for leaf in leaves:
         if type(leaf) is AttentionPlan:
             if leaf.bits is not None or leaf.spread or (leaf.keys is not None and leaf.keys.copies is None):
@@ -98,7 +102,7 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
     autocast = torch.is_autocast_enabled(kind)
     key += [autocast, torch.get_autocast_dtype(kind) if autocast else None]
     key += [torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]
-    return Arguments(tuple(key), leaves, spec)
+    return Arguments(tuple(key), leaves, spec, tuple(kwargs))
 
 
 def is_watched() -> bool:
@@ -185,7 +189,7 @@ def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int | None]]:
     return found
 
 
-def fixed(arguments: Arguments, held: Sequence[Held], hidden: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
+def fixed(arguments: Arguments, held: Sequence[Held], hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments after the hidden states, with copies in the place of all tensors."""
     copies = iter(held)
     leaves: list[Any] = []
@@ -203,8 +207,8 @@ def fixed(arguments: Arguments, held: Sequence[Held], hidden: torch.Tensor) -> t
             leaves.append(leaf._replace(offsets=offsets, longest=_longest(leaf.longest, hidden), keys=keys))
         else:
             leaves.append(leaf)
-    args, kwargs = tree_unflatten(leaves, arguments.spec)
-    return args, kwargs
+    args, values = tree_unflatten(leaves, arguments.spec)
+    return args, dict(zip(arguments.names, values))
 
 
 class LayerState:

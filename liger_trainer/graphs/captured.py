@@ -37,7 +37,14 @@ class KnownCalls:
         self.graphs: OrderedDict[Hashable, list[LayerGraphs]] = OrderedDict()
         self.counts: Counter[Hashable] = Counter()
         self.changes = 0
+        self.unserved = 0
         self.obstacle = ""
+
+    @property
+    def reason(self) -> str:
+        """Why the layer runs without graphs; empty if it has some, or is not known yet."""
+        never = self.unserved >= _AT and not any(self.graphs.values())
+        return self.obstacle or ("it is given something that no graph can hold, such as a cache" if never else "")
 
     def find(self, key: Hashable) -> LayerGraphs | None:
         """The graphs for a kind of call of the layer as it is."""
@@ -106,7 +113,7 @@ class CapturedLayers:
     @property
     def reasons(self) -> Counter[str]:
         """Why layers run without graphs, and how many."""
-        return Counter(known.obstacle for known in self._of.values() if known.obstacle)
+        return Counter(known.reason for known in self._of.values() if known.reason)
 
     @property
     def captured(self) -> int:
@@ -188,6 +195,7 @@ class CapturedLayers:
             return None
         arguments = arguments_of(hidden, args[1:], function.keywords)
         if arguments is None:
+            known.unserved += 1
             return None
         key = (arguments.key, differentiated, keeps)
         graphs = known.find(key)

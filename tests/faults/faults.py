@@ -1171,6 +1171,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a base with measured scales of activations is merged into FP8", "_has_blocks",
          r'each\.get\("dynamic"\)', "True", "tools/export/test_fp8_blocks::test_bases_in_other_formats_are_refused",
          "fixed_scales"),
+        ("a layer from a graph does not write to what it is given", "_LEAVES", r", list, dict, deque", "",
+         "graphs/test_captured::test_what_no_graph_can_hold_is_said"),
         ("layers stay attached to graphs after a loss", "CapturedLayers.attached",
          r"delattr\(layer, name\) if value is None else setattr\(layer, name, value\)", "pass",
          "graphs/test_captured::test_layers_are_as_they_were_outside_of_a_loss"),

@@ -1,5 +1,6 @@
 """Layers that run from graphs have the results of those that do not, bit for bit, and no graph is stale."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -405,6 +406,32 @@ def test_a_backward_computes_no_more_again_than_it_needs():
         with captured.attached(layer):
             layer(torch.ones(1, 3, 8, requires_grad=True)).sum().backward()
     assert [operators.count("mm") for operators in captures.operators] == [2, 5]
+
+
+class Remembering(Squaring):
+    """A layer that writes to what it is given."""
+
+    def forward(self, hidden, states):
+        self.written(states).append(hidden)
+        return super().forward(hidden)
+
+    @staticmethod
+    def written(states):
+        while not hasattr(states, "append"):
+            (states,) = states.values() if isinstance(states, dict) else states
+        return states
+
+
+@pytest.mark.parametrize("make", [list, collections.deque, lambda: {"of": []}, lambda: ([],)])
+def test_what_no_graph_can_hold_is_said(make):
+    layer, captured = Remembering().train(), CapturedLayers(RecordedCaptures())
+    for number in range(4):
+        states = make()
+        with captured.attached(layer):
+            layer(torch.ones(1, 3, 8, requires_grad=True), states).sum().backward()
+        assert len(layer.written(states)) == 2  # in the forward, and again in the backward
+        assert bool(captured.news()) == (number == 2)
+    assert [*captured.reasons] == ["it is given something that no graph can hold, such as a cache"]
 
 
 class Scaling(GradientCheckpointingLayer):
