@@ -163,12 +163,13 @@ class Held:
         """Copies `source`, unless it was the last one to be copied, and is as it was then."""
         if self.holds(source):
             return
-        count = source.numel() if self.tensor.shape != source.shape else None
+        tensor = self.tensor.data  # autograd need not know that what a graph reads is another tensor's
+        count = source.numel() if tensor.shape != source.shape else None
         if count is None:
-            self.tensor.copy_(source)
+            tensor.copy_(source)
         else:
-            self.tensor[:count].copy_(source)
-            self.tensor[count:].copy_(source[-1:].expand(self.tensor.numel() - count))
+            tensor[:count].copy_(source)
+            tensor[count:].copy_(source[-1:].expand(tensor.numel() - count))
         self._source, self._version = weakref.ref(source), source._version
 
     def holds(self, source: torch.Tensor) -> bool:

@@ -385,6 +385,23 @@ def test_rows_of_other_documents_share_a_graph(checkpointed, in_plan):
     assert kinds == [1, 1]  # the longest documents are 9 to 16 tokens, and 4 once
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_that_overflow_prove_nothing(checkpointed):
+    """As with float16, whose scaler begins too high: the step is skipped, and layers are captured in the next."""
+    model = tiny(False, checkpointed)
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(RecordedCaptures())
+    for number in range(6):
+        for each, graphs in ((model, captured), (other, None)):
+            each.zero_grad()
+            with graphs.attached(each) if graphs else contextlib.nullcontext():
+                loss = each(input_ids=ids(number), labels=ids(number), use_cache=False).loss
+            (loss * (torch.inf if number in (2, 3) else 1)).backward()
+        if number not in (2, 3):
+            assert_same(model, other)
+    assert captured.captured == 3, captured.reasons
+
+
 class Squaring(GradientCheckpointingLayer):
     """A layer with two products."""
 
