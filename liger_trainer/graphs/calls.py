@@ -231,7 +231,7 @@ class LayerState:
         self._weights = [*layer.parameters()]
         self._tensors = [*self._weights, *layer.buffers()]
         self._seen, self._places = self._values(), self._pointers()
-        self._leaves = {each: nn.Parameter(each.detach()) for each in self._weights if each.requires_grad}
+        self._leaves = {each: nn.Parameter(each.data) for each in self._weights if each.requires_grad}
 
     @property
     def trained(self) -> list[nn.Parameter]:
