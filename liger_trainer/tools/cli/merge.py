@@ -78,7 +78,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--to",
         metavar="fp8",
-        help="quantise the merged weights again, into the FP8 blocks of the base, and measure what that leaves of the "
+        help="quantise the merged weights again, into the FP8 of the base, and measure what that leaves of the "
         "adapters; default: 16 bits, which loses nothing",
     )
     parser.add_argument("--gguf", choices=TYPES, help="write a GGUF file too, with llama.cpp's converter")

@@ -11,6 +11,8 @@ from liger_trainer.errors import UserError
 from liger_trainer.recipe.file import first_line
 from liger_trainer.trainers.checkpoints.whole import out_of_room
 
+_UNFINISHED = ".unfinished"
+
 
 def default_folder(run: Path, name: str) -> Path:
     """The folder `name` in that of a run; a checkpoint's own folder may be deleted by `save_total_limit`."""
@@ -23,6 +25,9 @@ def default_folder(run: Path, name: str) -> Path:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `folder` at the end of the context, and is removed after an error.
 
+    An empty folder stays the one that it is, such as a link, the working directory or a disk of its own: what was
+    written is moved into it.
+
     Args:
         folder: An empty folder, or one that does not exist.
 
@@ -32,9 +37,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     unfinished = _unfinished(folder)
     try:
         yield unfinished
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
+        if unfinished.parent != folder:
+            unfinished.rename(folder)
+        else:
+            for each in unfinished.iterdir():
+                each.rename(folder / each.name)
     except Exception as error:
         if not out_of_room(error):
             raise
@@ -44,10 +51,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _unfinished(folder: Path) -> Path:
-    """A new folder beside `folder`, in which is written what is not complete."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"`--output_dir` {str(folder)!r} exists and is not an empty folder; give another one.")
-    unfinished = folder.absolute().with_name(f"{folder.absolute().name}.unfinished")
+    """A new folder beside `folder`, or inside if that exists, in which is written what is not complete."""
+    unfinished = folder.absolute().with_name(f"{folder.absolute().name}{_UNFINISHED}")
+    if folder.exists():
+        if not folder.is_dir() or any(each.name != _UNFINISHED for each in folder.iterdir()):
+            raise UserError(f"`--output_dir` {str(folder)!r} exists and is not an empty folder; give another one.")
+        unfinished = folder / _UNFINISHED
     try:
         unfinished.mkdir(parents=True)
     except FileExistsError:

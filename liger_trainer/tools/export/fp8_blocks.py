@@ -73,12 +73,24 @@ def check_form(to: str, settings: Any, given: str) -> None:
         raise UserError(f"`--to` is {to!r}; it may be 'fp8', or left out, which merges into 16 bits.")
     named = settings if isinstance(settings, Mapping) or settings is None else settings.to_dict()
     if named is None or not _has_blocks(named):
-        form = "without quantisation" if named is None else f"in another format ({named.get('quant_method')})"
+        form = "without quantisation" if named is None else f"in another format ({_form(named)})"
         raise UserError(
             f"`--to fp8` writes the FP8 that a base was published in: blocks (`quant_method` fp8 with a "
             f"`weight_block_size`), or compressed-tensors with a scale a row or block, and {given} was published "
             f"{form}. Leave `--to` out, which merges into 16 bits."
         )
+
+
+def _form(settings: Mapping[str, Any]) -> str:
+    """The format that quantisation settings name, with what tells it from others of its method."""
+    named = settings.get("format") or settings.get("quant_algo")
+    groups = (settings.get("config_groups") or {}).values()
+    further = [f"{(group.get('weights') or {}).get('strategy')} scales" for group in groups]
+    if settings.get("quant_method") == "fp8":
+        further = ["a scale a matrix"]
+    if any((group.get("input_activations") or {}).get("dynamic") is False for group in groups):
+        further.append("fixed scales of activations")
+    return ", ".join(map(str, filter(None, (settings.get("quant_method"), named, *dict.fromkeys(further)))))
 
 
 def _has_blocks(settings: Mapping[str, Any]) -> bool:

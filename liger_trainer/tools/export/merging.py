@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +161,11 @@ def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[
     if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
         line += "; the base was quantised for training, and is merged as its dequantised weights"
     say(f"{line}.")
+    trained_on, given = (None if run.quantization is None else run.quantization.config), read_base_config(run)
+    published, found = (_method(each) for each in (trained_on, getattr(given, "quantization_config", None)))
+    if published not in (None, "bitsandbytes", found):
+        form = found or "16 or 32 bits"
+        say(f"The adapters were trained on a base in {published}; {run.base}, in {form}, is another.")
     base = load_model(run, torch.float32)
     tokenizer = load_tokenizer(run)
     if tokenizer is None:
@@ -203,6 +208,13 @@ def _save_in_blocks(merged: Any, run: SavedRun, folder: Path, dtype: torch.dtype
     del merged.config.quantization_config
     (folder / SURVIVAL_FILE).write_text(json.dumps(survival.as_dict(), indent=1), encoding="utf-8")
     return survival
+
+
+def _method(settings: Any) -> str | None:
+    """The `quant_method` of a quantisation's settings."""
+    named = settings if isinstance(settings, Mapping) or settings is None else settings.to_dict()
+    method = None if named is None else named.get("quant_method")
+    return None if method is None else str(getattr(method, "value", method))
 
 
 def _dtype_of(run: SavedRun) -> torch.dtype:

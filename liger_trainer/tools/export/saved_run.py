@@ -106,6 +106,8 @@ def _base_of(adapter: PeftConfig, folder: Path) -> str:
 
 def read_base_config(run: SavedRun) -> PreTrainedConfig:
     """The configuration of the base model, or of the whole model."""
+    if run.adapter is not None and Path(run.base).is_absolute() and not Path(run.base).exists():
+        raise UserError(f"{run.given}: there is no folder {run.base!r}; say where it is now with `--base_model`.")
     config = read_config(run.base, run.given, run.revision, run.trust_remote_code)
     check_weights(run.base, f"{run.given}: {run.base!r}")
     return config

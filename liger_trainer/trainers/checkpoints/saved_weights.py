@@ -293,10 +293,11 @@ class BaseQuantization:
 
 
 def write_base_quantization(model: nn.Module, folder: Path) -> None:
-    """Writes `FILE` into a folder with the adapters of `model`, if its base is quantised.
+    """Writes `FILE` into a folder with the adapters of `model`, if its base is quantised; else removes an earlier one.
 
     The Trainer makes no folder of adapters in a checkpoint that FSDP saves in shards.
     """
+    (folder / FILE).unlink(missing_ok=True)
     if not isinstance(model, PeftModel) or not folder.is_dir():
         return
     base: Any = model.get_base_model()

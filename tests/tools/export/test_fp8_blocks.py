@@ -20,6 +20,7 @@ from liger_trainer.tools.cli import main
 from liger_trainer.tools.export.fp8_blocks import in_blocks
 from liger_trainer.tools.export.merging import SURVIVAL_FILE, merge
 from liger_trainer.tools.export.saved_run import find_run
+from liger_trainer.trainers.checkpoints.saved_weights import FILE
 from tests.low_bit import write_fp8, write_mxfp4
 from tests.packed_checkpoints import write_dense, write_mixture
 from tests.tools.cli.runs import message_of
@@ -253,6 +254,24 @@ def test_the_stock_library_reads_it(tmp_path, monkeypatch):
         assert torch.equal(codes, file[key].view(torch.uint8)), key
 
 
+def test_another_base_is_named(tmp_path):
+    """The same adapters on a base in another format, as the user may mean; the proof compares with this one."""
+    for name in ("fp8 blocks", "int4"):
+        write_dense(tmp_path / name, name)
+    (tmp_path / "fp8 blocks").rename(tmp_path / "base")
+    saved_run(tmp_path, 0.02, target_modules=["q_proj"])
+    config = json.loads((tmp_path / "base" / "config.json").read_text())["quantization_config"]
+    (tmp_path / "run" / FILE).write_text(json.dumps({"config": config, "dtype": "bfloat16"}))
+    lines: list[str] = []
+    merge(find_run(str(tmp_path / "run")), tmp_path / "same", say=lines.append)
+    assert not any("is another" in line for line in lines)
+    merge(find_run(str(tmp_path / "run"), str(tmp_path / "int4")), tmp_path / "other", say=lines.append)
+    assert any("trained on a base in fp8; " in line and "in compressed-tensors, is another" in line for line in lines)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"there is no folder .*base'; say where it is now with `--base_model`"):
+        merge(find_run(str(tmp_path / "run")), tmp_path / "moved_base")
+
+
 def refused(capsys, *arguments):
     capsys.readouterr()
     assert main(["merge", *map(str, arguments)]) == 2
@@ -292,9 +311,12 @@ def write_fixed_scales(folder):
     ("write", "message"),
     [
         (write_mxfp4, r"base' was published in another format \(mxfp4\)\. Leave `--to` out, which merges into 16 bits"),
-        (lambda folder: write_dense(folder, "int4"), r"published in another format \(compressed-tensors\)"),
-        pytest.param(write_fixed_scales, r"published in another format \(compressed-tensors\)", id="fixed_scales"),
-        (lambda folder: write_dense(folder, "fp8 tensor"), r"published in another format \(fp8\)"),
+        (
+            lambda folder: write_dense(folder, "int4"),
+            r"another format \(compressed-tensors, pack-quantized, group scales\)",
+        ),
+        pytest.param(write_fixed_scales, r"channel scales, fixed scales of activations\)", id="fixed_scales"),
+        (lambda folder: write_dense(folder, "fp8 tensor"), r"published in another format \(fp8, a scale a matrix\)"),
     ],
 )
 def test_bases_in_other_formats_are_refused(write, message, tmp_path):

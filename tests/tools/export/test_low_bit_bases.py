@@ -18,7 +18,7 @@ from liger_trainer import load_packed
 from liger_trainer.errors import UserError
 from liger_trainer.tools.export.merging import merge
 from liger_trainer.tools.export.saved_run import find_run, load_model
-from liger_trainer.trainers.checkpoints.saved_weights import write_base_quantization
+from liger_trainer.trainers.checkpoints.saved_weights import FILE, write_base_quantization
 from tests.low_bit import dense, write_fp8, write_mxfp4, write_unscaled
 from tests.packed_checkpoints import FORMATS, write_dense
 from tests.tiny_models import TINY_MODELS
@@ -125,3 +125,11 @@ def test_codes_without_scales_are_refused(tmp_path):
     with pytest.raises(UserError, match="scales were not loaded"):
         merge(find_run(str(tmp_path / "run")), tmp_path / "merged", torch.float32, lambda line: None)
     assert not (tmp_path / "merged").exists()
+
+
+def test_the_quantisation_of_an_earlier_run_is_removed(tmp_path):
+    """As where `--overwrite_output_dir` trains on a base that is not quantised."""
+    (tmp_path / FILE).write_text("{}")
+    model = TINY_MODELS["llama"]()
+    write_base_quantization(get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj"])), tmp_path)
+    assert not [*tmp_path.iterdir()]
