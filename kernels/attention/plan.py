@@ -17,6 +17,10 @@ BLOCK = 512
 """Queries whose mask is built at a time, where a selection is made or read."""
 
 
+FILLED_BOUNDS = 32
+"""Bounds of documents are filled up to a multiple of it where few shapes are to occur, as in CUDA graphs."""
+
+
 class SharedKeys(NamedTuple):
     """The keys of documents that have more of them than queries.
 

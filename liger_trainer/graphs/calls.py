@@ -15,7 +15,7 @@ from torch import nn
 from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE, MODULE_CONTENTS
-from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
+from liger_trainer.kernels.attention.plan import FILLED_BOUNDS, AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies
 
 tree_flatten, tree_unflatten, dispatch_modes, function_modes, saved_hooks = require(CALLS_OF_LAYERS)
@@ -23,7 +23,6 @@ require(CHANGED_IN_PLACE)
 require(MODULE_CONTENTS)
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
-_DOCUMENTS = 32  # the offsets of a packed row are filled up to a multiple
 
 
 class Offsets(NamedTuple):
@@ -121,7 +120,7 @@ def _marked(name: str, value: Any) -> Any:
 
 def _capacity(offsets: torch.Tensor) -> int:
     """How many offsets a graph has: those of a row, and of empty documents at the end."""
-    return offsets.numel() + -offsets.numel() % _DOCUMENTS
+    return offsets.numel() + -offsets.numel() % FILLED_BOUNDS
 
 
 def _longest(tokens: int, hidden: torch.Tensor) -> int:

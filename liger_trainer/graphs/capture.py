@@ -56,7 +56,7 @@ class CudaCaptures:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._something = torch.empty(1, device=device)
+        self._scratch = torch.empty(1, device=device)
         self._pools = {keeps: self._new_pool() for keeps in (False, True)}
 
     def __call__(self, run: Run, keeps: bool = False) -> Run:
@@ -92,7 +92,7 @@ class CudaCaptures:
         pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         with self.beside(), _without_collection():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self._something.zero_()
+            self._scratch.zero_()
             graph.capture_end()
         return pool, graph
 

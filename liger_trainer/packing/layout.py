@@ -33,12 +33,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from liger_trainer.kernels.attention.plan import FILLED_BOUNDS
+
 _LEAST_SAVED = 0.05
 """The least share of the tokens worth sharing, and worth sharing at further levels: fewer, such as a first token that
 all rows have, cost more than they save."""
-
-DOCUMENTS = 32
-"""Bounds of documents, of which a filled row has a multiple."""
 
 _MOST_LEVELS = 40
 """The lengths that the search for the best groups of one level tries; it goes through all pairs of them."""
@@ -163,9 +162,9 @@ def filled(layout: Layout) -> Layout:
     They are documents of their own, all but the last of one token, and a mask of them is 0.
     """
     count = len(layout.tokens)
-    documents = -(1 + sum(1 for _ in layout.paths())) % DOCUMENTS
+    documents = -(1 + sum(1 for _ in layout.paths())) % FILLED_BOUNDS
     if not documents and filled_length(count) > count:
-        documents = DOCUMENTS
+        documents = FILLED_BOUNDS
     added = filled_length(count + documents) - count
     if not documents:
         return layout

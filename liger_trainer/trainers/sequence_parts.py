@@ -184,7 +184,7 @@ def of_one_rank(result: Any, ranks: int) -> Any:
 def heads_of_batch(
     inputs: Mapping[str, Any], ranks: Ranks, device: torch.device
 ) -> tuple[SequenceHeads, dict[str, Any]]:
-    """The whole rows whose parts a batch has.
+    """The whole rows whose parts a batch has; their positions are read on the host, once a micro-batch.
 
     Args:
         inputs: The batch, of S / R columns, with `position_ids` of the whole rows.

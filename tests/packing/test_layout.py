@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from liger_trainer.kernels.attention.attention import attention_reference
-from liger_trainer.kernels.attention.plan import AttentionPlan, dense
+from liger_trainer.kernels.attention.plan import FILLED_BOUNDS, AttentionPlan, dense
 from liger_trainer.packing.layout import (
-    DOCUMENTS,
     Group,
     filled_length,
     groups_of,
@@ -289,9 +288,9 @@ def test_filled_rows_have_few_shapes_and_their_tokens_see_the_same(rows, window,
     (row,), (filled,) = (packed_rows(rows.padded(), True, fills=fills) for fills in (False, True))
     count, added = len(row.layout.tokens), filled.layout.added
     assert filled.layout.places.tolist() == row.layout.places.tolist()
-    assert filled_length(count + added) == count + added <= filled_length(count + DOCUMENTS)
+    assert filled_length(count + added) == count + added <= filled_length(count + FILLED_BOUNDS)
     assert not filled.inputs["attention_mask"][0, count:].any()
-    assert filled.plan(0, 0).offsets.numel() % DOCUMENTS == 0
+    assert filled.plan(0, 0).offsets.numel() % FILLED_BOUNDS == 0
     plan = filled.plan(window, chunk)
     mask = dense(plan, 1, count + added, torch.device("cpu"))[0, 0]
     assert torch.equal(mask[:count, :count], dense(row.plan(window, chunk), 1, count, torch.device("cpu"))[0, 0])

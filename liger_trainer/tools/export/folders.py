@@ -40,7 +40,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         if unfinished.parent != folder:
             unfinished.rename(folder)
         else:
-            for each in unfinished.iterdir():
+            for each in [*unfinished.iterdir()]:
                 each.rename(folder / each.name)
     except Exception as error:
         if not out_of_room(error):

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import PUBLISHED_NAMES
 from liger_trainer.errors import UserError
 from liger_trainer.head.lm_head import trained_rows_of
-from liger_trainer.packed.loading import dequantise, packed_loading
+from liger_trainer.packed.formats import METHODS
+from liger_trainer.packed.loading import dequantise, method_of, packed_loading
 from liger_trainer.recipe.file import first_line
 from liger_trainer.tools.export.folders import new_folder
 from liger_trainer.tools.export.fp8_blocks import Survival, check_form, packed_weights, quantise_again
@@ -158,12 +159,12 @@ def merge(
 def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[str], Any], to: str | None) -> Proof:
     assert run.adapter is not None
     line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {to or _name(dtype)}"
-    if run.quantization is not None or hasattr(read_base_config(run), "quantization_config"):
+    config, trained_on = read_base_config(run), run.quantization
+    if trained_on is not None or hasattr(config, "quantization_config"):
         line += "; the base was quantised for training, and is merged as its dequantised weights"
     say(f"{line}.")
-    trained_on, given = (None if run.quantization is None else run.quantization.config), read_base_config(run)
-    published, found = (_method(each) for each in (trained_on, getattr(given, "quantization_config", None)))
-    if published not in (None, "bitsandbytes", found):
+    published, found = trained_on and trained_on.config and trained_on.config.get("quant_method"), method_of(config)
+    if published in METHODS and published != found:
         form = found or "16 or 32 bits"
         say(f"The adapters were trained on a base in {published}; {run.base}, in {form}, is another.")
     base = load_model(run, torch.float32)
@@ -208,13 +209,6 @@ def _save_in_blocks(merged: Any, run: SavedRun, folder: Path, dtype: torch.dtype
     del merged.config.quantization_config
     (folder / SURVIVAL_FILE).write_text(json.dumps(survival.as_dict(), indent=1), encoding="utf-8")
     return survival
-
-
-def _method(settings: Any) -> str | None:
-    """The `quant_method` of a quantisation's settings."""
-    named = settings if isinstance(settings, Mapping) or settings is None else settings.to_dict()
-    method = None if named is None else named.get("quant_method")
-    return None if method is None else str(getattr(method, "value", method))
 
 
 def _dtype_of(run: SavedRun) -> torch.dtype:
