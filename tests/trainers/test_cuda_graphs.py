@@ -14,6 +14,7 @@ from tests.packed_checkpoints import write_dense, write_mixture
 from tests.trainers.builders import causal
 from tests.trainers.parity import KINDS, build
 from tests.trainers.test_activation_memory import assert_same, lora
+from tests.trainers.test_parity_distillation import build as build_distillation
 from tests.trainers.tiny import WORDS, llama, mixtral
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -118,6 +119,21 @@ def test_packed_rows_are_filled_up(kind, adapted, tmp_path, folders):
             # KTO runs the policy without gradients too, and both share their shapes.
             states = max(len(each) for known in graphs._of.values() for each in known.graphs.values())
             assert states == (2 if kind == "KTO" and adapted else 1)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gkd", "distillation"])
+def test_a_teacher_runs_from_graphs(kind, tmp_path):
+    """Unless it is given a cache, as GKD's is."""
+    losses = []
+    for switch in ("true", False):
+        trainer = build_distillation(kind, True, tmp_path, max_steps=12, liger={"cuda_graphs": switch})
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        if switch:
+            teacher = trainer._others["teacher_model"]
+            assert bool(teacher.captured) == (kind == "distillation"), teacher.reasons
+            assert any("such as a cache" in reason for reason in teacher.reasons) == (kind == "gkd")
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
