@@ -204,5 +204,6 @@ def router_statistics_reference(layers: Sequence[torch.Tensor], mask: torch.Tens
         chosen = x.detach().topk(top_k, dim=-1).indices
         counts = x.new_zeros(x.shape[1]).scatter_add(0, chosen.reshape(-1), weights.repeat_interleave(top_k))
         squares = (weights * x.logsumexp(-1).square()).sum()
-        total = total + torch.cat([counts, weights @ x.softmax(-1), squares[None]])
+        sums = (weights[:, None] * x.softmax(-1)).sum(0)  # no product of matrices, which autocast would round
+        total = total + torch.cat([counts, sums, squares[None]])
     return total

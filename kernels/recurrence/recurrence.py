@@ -170,7 +170,8 @@ def recurrence(
         o, states, _ = _recurrence(converted, documents, scale, delta, final_state)
         o = o.to(v.dtype)
     else:
-        o, states = chunked_recurrence(arguments, scale, delta, resolved(documents, v))
+        with torch.autocast(v.device.type, enabled=False):  # a kernel's products are not cast either
+            o, states = chunked_recurrence(arguments, scale, delta, resolved(documents, v))
     return (o, states) if final_state else o
 
 

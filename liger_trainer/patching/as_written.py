@@ -50,6 +50,11 @@ class Precisions(NamedTuple):
     autocast: bool = True
     fp16: bool = True
 
+    @property
+    def remark(self) -> str:
+        """What the report says of a kernel that is not used everywhere."""
+        return "" if self.autocast else "under autocast its class's own code runs"
+
 
 EVERY_PRECISION = Precisions()
 

@@ -81,7 +81,7 @@ def _prove(module: Any, original: Callable, name: str, probe: Probe) -> Proof:
     if not agreement.equal:
         return refused(agreement.explained("other keys and values than those of latents").reason)
     precisions = probe.precisions(theirs, own, tensors)
-    return Proof(_KERNEL, expanding(original, name, precisions), agreement)
+    return Proof(_KERNEL, expanding(original, name, precisions), agreement, precisions=precisions)
 
 
 def _computation(module: nn.Module, method: Callable, name: str) -> Callable:

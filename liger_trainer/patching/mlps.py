@@ -40,7 +40,7 @@ from liger_trainer.kernels.lora.lora_mlp import lora_down, lora_mlp
 from liger_trainer.kernels.mlp.gated_down import glu, glu_down
 from liger_trainer.kernels.mlp.relu_squared import relu_squared
 from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, is_plain_linear, project, runs_ours
-from liger_trainer.patching.binding import bind_forward, call_like
+from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.fp8 import mode_for
 from liger_trainer.patching.inputs import MLP
 from liger_trainer.patching.lora.operands import adapted_layers
@@ -161,7 +161,8 @@ def _probe_gated_mlp(module: nn.Module, names: tuple[str, ...], probe: Probe, en
             forward = gated_mlp_forward(*options, precisions)
             kernel = variant.kernel + (" on fused gate_up" if fused else "")
             kernel += ("" if recompute else ", product saved") + (", in tiles" if tiled else "")
-            return Proof(kernel, in_tiles(forward, argument) if tiled else forward, agreement, names + variant.reads)
+            forward = in_tiles(forward, argument) if tiled else forward
+            return Proof(kernel, forward, agreement, names + variant.reads, precisions)
         failures.append(agreement)
     children = _other_children(module, names).values()
     others = ", ".join(type(child).__name__ for child in children if not _is_known_activation(child, probe))
@@ -362,30 +363,27 @@ def find_relu_squared_mlp(module: nn.Module, enabled: Callable[[str], bool], pro
     names = next((names for names in _NAMES_OF_TWO if children.issuperset(names)), None)
     if names is None or "gate_proj" in children:
         return None
-    forward, error = probe.once(
-        (identity(module), _biased(module, names)), _probe_relu_squared_mlp, module, names, probe
-    )
-    if forward is None:
+    proof = probe.once((identity(module), _biased(module, names)), _probe_relu_squared_mlp, module, names, probe)
+    if proof is None:
         return None
-    target = type(module).__name__
-    reason = reason_to_leave(module, enabled("relu_squared"))
-    if reason:
-        return Finding("relu_squared", target, module, reason=reason)
-    bind = functools.partial(bind_forward, live=names)
-    return Finding("relu_squared", target, module, "relu_squared", forward, error, bind=bind)
+    if reason := reason_to_leave(module, enabled("relu_squared")):
+        return Finding("relu_squared", type(module).__name__, module, reason=reason)
+    return proved("relu_squared", type(module).__name__, module, proof)
 
 
-def _probe_relu_squared_mlp(module: nn.Module, names: tuple[str, str], probe: Probe) -> tuple[Callable | None, float]:
-    """Our forward and its error; None where the module computes something else."""
+def _probe_relu_squared_mlp(module: nn.Module, names: tuple[str, str], probe: Probe) -> Proof | None:
+    """The proof of our forward; None where the module computes something else."""
     argument = only_argument(module)
     if argument is None or _state_besides(module, names):
-        return None, float("inf")
+        return None
     first, last = {names[0]: 1}, names[1]
     forward = relu_squared_mlp_forward(argument, names)
     original, ours = (_on_projections(module, names, each) for each in (type(module).forward, forward))
     agreement = probe.trial(original, _dummy_tensors(module, first, last, probe), MLP).prove(ours)
     precisions = _precisions_of(module, first, last, forward, probe) if agreement.equal else None
-    return None if precisions is None else relu_squared_mlp_forward(argument, names, precisions), agreement.error
+    if precisions is None:
+        return None
+    return Proof("relu_squared", relu_squared_mlp_forward(argument, names, precisions), agreement, names, precisions)
 
 
 @functools.cache

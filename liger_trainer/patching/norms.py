@@ -166,7 +166,7 @@ def _nearest(
         agreement = trial.everywhere(ours, agreement if trial is on_cpu else trial.compare(ours))
         if agreement.equal:
             mixed, precisions = _dtype_cases(probe, theirs, ours, tensors)
-            return Proof(kernel, make(mixed=mixed, precisions=precisions), agreement, (eps,))
+            return Proof(kernel, make(mixed=mixed, precisions=precisions), agreement, (eps,), precisions)
         failures.append(agreement)
     return no_formula(failures, what) if what else Proof(None, None, failures[0])
 

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
 from liger_trainer.packed.experts import unpacked_class
-from liger_trainer.patching.as_written import Precisions
+from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions
 from liger_trainer.patching.binding import OURS, bound_methods
 from liger_trainer.patching.inputs import Case
 from liger_trainer.patching.side_effects import copies_of_containers
@@ -55,6 +55,7 @@ class Proof(NamedTuple):
     agreement: Agreement  # how the two compare
     # The attributes and children of the module that our forward reads at each call; None for all of them.
     live: tuple[str, ...] | None = ()
+    precisions: Precisions = EVERY_PRECISION  # where the agreement holds as well
 
 
 def refused(reason: str) -> Proof:

@@ -57,11 +57,12 @@ bind_own_code = functools.partial(bind_forward, live=None)
 
 def proved(component: str, target: str, module: nn.Module, proof: Proof) -> Finding:
     """The finding for a candidate that the probe has looked at."""
-    kernel, forward, agreement, live = proof
+    kernel, forward, agreement, live, precisions = proof
     if not agreement.equal:
         kernel = forward = None
     bind = functools.partial(bind_forward, live=live)
-    return Finding(component, target, module, kernel, forward, agreement.error, agreement.reason, bind)
+    reason = agreement.reason or precisions.remark
+    return Finding(component, target, module, kernel, forward, agreement.error, reason, bind)
 
 
 def candidate(component: str, module: nn.Module, is_enabled: bool, prove: Callable[[], Proof]) -> Finding:

@@ -46,7 +46,7 @@ def find_rope(module: nn.Module, enabled: Callable[[str], bool], probe: Probe) -
         if reason:
             yield Finding("rope", target, module, reason=reason)
             continue
-        kernel, rotary, agreement, _ = probe.once(("rope", name, function), prove_rotation, function, probe)
+        kernel, rotary, agreement, *_ = probe.once(("rope", name, function), prove_rotation, function, probe)
         copy = None if rotary is None else forward_calling(patched, name, rotary)
         if copy is None:
             yield Finding("rope", target, module, reason=agreement.reason or HIDDEN_CALL)

@@ -146,7 +146,7 @@ def prove_rotation(function: Callable, probe: Probe) -> Proof:
     arguments = arguments_of(function)
     if takes_one_tensor(arguments):
         pair = _of_pair(function)
-        kernel, ours, agreement, _ = _prove_tables(pair, inspect.signature(pair).parameters, probe)
+        kernel, ours, agreement, *_ = _prove_tables(pair, inspect.signature(pair).parameters, probe)
         return Proof(kernel, None if ours is None else _of_one(function, ours), agreement)
     if len(arguments) == 3 and not any(name in ("cos", "sin") for name in arguments):
         return _prove_complex(function, probe)

@@ -146,12 +146,13 @@ class Trial:
     def under_autocast(self, ours: Computation) -> bool:
         """Whether ours is as close to float32 under autocast as the original; after `compare`."""
         truth, device = self._known[AS_DRAWN, torch.float32], self._tensors[0].device
+        under = functools.partial(torch.autocast, device.type, torch.bfloat16)
         for dtype in (torch.float32, torch.bfloat16):
             tensors = [tensor.to(dtype) for tensor in self._tensors]
             try:
-                with torch.autocast(device.type, torch.bfloat16), plain_torch():
-                    rounded = _run(self._original, tensors, self._constants, AS_DRAWN)
-                    nearby = _run(ours, tensors, self._constants, AS_DRAWN)
+                with plain_torch():
+                    rounded = _run(self._original, tensors, self._constants, AS_DRAWN, under)
+                    nearby = _run(ours, tensors, self._constants, AS_DRAWN, under)
             except Exception:
                 return False
             if not _judge_rounding(0.0, truth, rounded, nearby, len(truth) - len(tensors), self._slack).equal:
@@ -275,10 +276,15 @@ def values_alike(
 
 
 def _run(
-    computation: Computation, tensors: Sequence[torch.Tensor], constants: Sequence[torch.Tensor], case: Case
+    computation: Computation,
+    tensors: Sequence[torch.Tensor],
+    constants: Sequence[torch.Tensor],
+    case: Case,
+    under: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> _Results:
+    """Outputs and gradients; the forward alone runs `under` a context."""
     leaves = [tensor.detach().clone().requires_grad_(case.gradients) for tensor in tensors]
-    with torch.set_grad_enabled(case.gradients):
+    with torch.set_grad_enabled(case.gradients), under():
         result = computation(*leaves, *constants, **({} if case.training else {"training": False}))
     outputs = list(result) if isinstance(result, tuple) else [result]
     if not case.gradients:

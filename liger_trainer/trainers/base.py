@@ -453,7 +453,10 @@ class LigerTrainerMixin(
         if total_norm is None:
             return super()._clip_grad_norm(model)
         # Clips as `clip_grad_norm_` does, without a second walk over the modules or a second computation of the norms.
-        torch.nn.utils.clip_grads_with_norm_(trained, self.args.max_grad_norm, total_norm)
+        # By dtype: with a few weights in fp32, such as routers, torch would clip the others one at a time, in 4 x the time.
+        for dtype in {parameter.grad.dtype for parameter in trained if parameter.grad is not None}:
+            alike = [each for each in trained if each.grad is not None and each.grad.dtype == dtype]
+            torch.nn.utils.clip_grads_with_norm_(alike, self.args.max_grad_norm, total_norm.to(dtype))
         return total_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

@@ -1,9 +1,12 @@
 """What every operator promises: the same bits in every run, kept graphs, inputs left alone, one graph when compiled."""
 
+import contextlib
+
 import pytest
 import torch
 
 from liger_trainer import functional
+from liger_trainer.kernels.runtime import plain_torch
 from tests.operators import OPERATORS
 
 pytestmark = pytest.mark.kernel
@@ -29,6 +32,29 @@ def test_runs_give_the_same_bits_and_leave_their_inputs_alone(operator, dtype, d
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, before, tensors))
     assert not any(result.isnan().any() for result in first)
+
+
+RECURRENCES = ("delta_rule", "state_space", "decayed_attention")  # whose states are fp32, whatever they are given
+
+
+@operators
+@pytest.mark.parametrize("where", [contextlib.nullcontext, plain_torch], ids=["kernels", "plain"])
+def test_autocast_changes_nothing_in_its_own_dtype(operator, where, device, request):
+    """A kernel's sums are no products that autocast could cast; those of plain torch in its place are not cast."""
+    dtypes = [torch.bfloat16]
+    if request.node.callspec.id.split("-")[0].split(",")[0] in RECURRENCES:
+        dtypes.append(torch.float32)
+    for dtype in dtypes:
+        tensors = operator.tensors(device, dtype)
+        needed, results = [tensor for tensor in tensors if tensor.requires_grad], []
+        for enabled in (False, True):
+            with where():
+                with torch.autocast(device, torch.bfloat16, enabled=enabled):  # the backward is outside, as torch asks
+                    outputs = operator.function(*tensors)
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                upstream = [torch.full_like(output, 0.5) for output in outputs]
+                results.append([*outputs, *torch.autograd.grad(outputs, needed, upstream)])
+        assert all(map(torch.equal, *results))
 
 
 @operators

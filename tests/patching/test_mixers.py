@@ -64,6 +64,14 @@ def test_another_draw_is_made_where_the_rounding_under_autocast_is_unlucky(monke
     assert next(draws, None) is None
 
 
+def test_the_report_says_that_a_mixer_is_not_ours_under_autocast(monkeypatch):
+    monkeypatch.setattr(Trial, "under_autocast", lambda *args: False)
+    report = apply_liger_kernel(built("lfm2"), LAYERS)
+    assert {row.reason for row in report if row.component == "short_conv"} == {
+        "under autocast its class's own code runs"
+    }
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2"])
 def test_a_convolution_whose_bias_came_or_went_runs_as_written(name):
     models = built(name).eval(), built(name).eval()

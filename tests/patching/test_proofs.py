@@ -170,6 +170,7 @@ def test_where_another_precision_is_another_formula_the_class_runs(part, kind, c
     original = copy.deepcopy(module)
     (row,) = (row for row in rows_of(module, kind) if row.applied)
     assert row.component == kind
+    assert row.reason == ("under autocast its class's own code runs" if case == "autocast" else "")
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         ours, expected = module(x), original(x)
     assert expected.isfinite().all()

@@ -291,6 +291,31 @@ def test_the_guard_clips_as_torch_does(tmp_path):
         assert torch.equal(parameter.grad, twin.grad)
 
 
+def test_gradients_of_two_dtypes_are_clipped_in_one_pass_each(tmp_path, monkeypatch):
+    """A router in fp32 beside weights in bf16: torch would clip the latter one by one."""
+    torch.manual_seed(0)
+    trainer = build(tmp_path, max_grad_norm=0.5)
+    trainer.model.bfloat16().model.norm.float()
+    trainer.create_optimizer_and_scheduler(1)
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = [parameter.grad.clone() for parameter in trainer.model.parameters()]
+    clipped, clip = [], torch.nn.utils.clip_grads_with_norm_
+
+    def clipping(parameters, *args):
+        clipped.append({(each.grad.dtype, args[1].dtype) for each in parameters})
+        return clip(parameters, *args)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", clipping)
+    norm = trainer._clip_grad_norm(trainer.model)
+    dtypes = (torch.float32, torch.bfloat16)
+    assert sorted(clipped, key=str) == sorted(({(dtype, dtype)} for dtype in dtypes), key=str)
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(before))
+    for parameter, gradient in zip(trainer.model.parameters(), before, strict=True):
+        expected = gradient.float() * 0.5 / norm
+        torch.testing.assert_close(parameter.grad.float(), expected, rtol=2**-7, atol=1e-7)
+
+
 def test_the_parameters_are_counted_once_a_training(tmp_path, monkeypatch):
     calls = []
     count = LlamaForCausalLM.num_parameters

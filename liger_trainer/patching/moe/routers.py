@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from liger_trainer.kernels.moe.router import grouped_topk_sigmoid_routing, topk_softmax_routing
 from liger_trainer.kernels.runtime import TRITON_DEVICES, is_dtensor
-from liger_trainer.patching.as_written import Precisions, runs_ours
+from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions, runs_ours
 from liger_trainer.patching.binding import call_like
 from liger_trainer.patching.inputs import BIASES, CLOSE_SCORES, MODES, ROUTER, crowded
 from liger_trainer.patching.probe import Probe, Proof, dummy_module, full_shape, identity, no_formula, refused
@@ -175,17 +175,13 @@ def _probe_router(module: nn.Module, probe: Probe) -> Proof:
         failures = [agreement for each in verdicts.values() for agreement in each.agreements.values()]
         return no_formula(failures, "none of the known routers")
     formulas = tuple(served[corrected].formula if corrected in served else None for corrected in (False, True))
-    forward = router_forward(
-        type(module).forward,
-        names,
-        formulas,
-        flattens=all(each.flattens for each in served.values()),
-        autocast=all(each.autocast for each in served.values()),
-    )
+    precisions = Precisions(all(each.autocast for each in served.values()))
+    flattens = all(each.flattens for each in served.values())
+    forward = router_forward(type(module).forward, names, formulas, flattens=flattens, precisions=precisions)
     found = [formula for formula in formulas if formula is not None]
     agreement = max((each.agreements[each.formula] for each in served.values()), key=lambda each: each.error)  # type: ignore[index]
     reads = dict.fromkeys(name for formula in found for name in formula.reads)
-    return Proof(found[0].kernel, forward, agreement, (*reads, "bias", _BIAS))
+    return Proof(found[0].kernel, forward, agreement, (*reads, "bias", _BIAS), precisions)
 
 
 def _arguments(forward: Callable) -> tuple[tuple[str, ...], bool]:
@@ -221,7 +217,7 @@ def _verdict(module: nn.Module, probe: Probe, names: tuple[str, ...], corrected:
 
     def ours(formula: RouterFormula, flattens: bool = False) -> Computation:
         formulas = (None, formula) if corrected else (formula, None)
-        return on(router_forward(type(module).forward, names, formulas, flattens=flattens, autocast=True))
+        return on(router_forward(type(module).forward, names, formulas, flattens=flattens))
 
     original = on(type(module).forward)
     for width in (min(size, _WIDTH), size):  # a narrow one takes less time, if its forward takes it
@@ -326,7 +322,7 @@ def router_forward(
     formulas: tuple[RouterFormula | None, ...],
     *,
     flattens: bool,
-    autocast: bool,
+    precisions: Precisions = EVERY_PRECISION,
 ) -> Callable:
     """A forward for one kind of router; the same function for equal arguments.
 
@@ -336,9 +332,8 @@ def router_forward(
         formulas: The formula of the router, called without a correction bias and with one; None where no proof holds.
             A bias of its own is none that it is called with.
         flattens: Whether hidden states may have more than two dimensions; leading ones are flattened to tokens.
-        autocast: Whether autocast may be on.
+        precisions: Where the proof holds.
     """
-    precisions = Precisions(autocast)
 
     def routed(self, hidden_states, formula, correction):
         """What the formula gives; None where its proof does not hold."""

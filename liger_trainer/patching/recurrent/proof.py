@@ -32,7 +32,6 @@ from liger_trainer.patching.recurrent.mixers import (
     is_depthwise,
     mask_name,
     mixer_forward,
-    precisions_of,
     torch_forward,
 )
 from liger_trainer.patching.side_effects import run_part
@@ -101,12 +100,12 @@ def prove(
     best = refused("")
     for _ in range(_DRAWS):
         proof = _proof(module, probe, draw(), (original, theirs), conv, candidates, what, slack, buffers, sizes)
-        if best.forward is None or (proof.forward is not None and precisions_of(proof.forward).autocast):
+        if best.forward is None or (proof.forward is not None and proof.precisions.autocast):
             best = proof
-        if proof.agreement.error > _ROUNDING or (best.forward is not None and precisions_of(best.forward).autocast):
+        if proof.agreement.error > _ROUNDING or (best.forward is not None and best.precisions.autocast):
             break
     half = conv is not None and module.get_submodule(conv).weight.dtype == torch.float16
-    if best.forward is not None and half and not precisions_of(best.forward).fp16:
+    if best.forward is not None and half and not best.precisions.fp16:
         return refused("in float16, large numbers overflow elsewhere than in its class's own forward")
     return best
 
@@ -150,7 +149,8 @@ def _proof(
             native, own = (functools.partial(_with_mask, each, mask) for each in (on(theirs), ours))
             precisions = Precisions(trial.under_autocast(ours), probe.in_float16(native, own, tensors))
             forward = mixer_forward(original, compute, conv, precisions, biased)
-            return Proof(kernel, forward, agreement, tuple(name for name, _ in module.named_children()))
+            live = tuple(name for name, _ in module.named_children())
+            return Proof(kernel, forward, agreement, live, precisions)
         failures.append(agreement)
     return no_formula(failures, what)
 
