@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.graphs.calls import Arguments, Held, LayerState, arguments_of, fixed, is_watched, tensors_of
+from liger_trainer.graphs.calls import Arguments, Held, LayerState, Room, arguments_of, fixed, is_watched, tensors_of
 from liger_trainer.graphs.capture import Captures
 from liger_trainer.graphs.layers import Buffers, ForwardPass, LayerGraphs, NotCaptured
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
@@ -234,7 +234,7 @@ class CapturedLayers:
                 each.forget_kept()
             self._may_keep = False
             return None
-        held = [self._copy_of(tensor, capacity) for tensor, capacity in tensors_of(arguments.leaves)]
+        held = [self._copy_of(tensor, room) for tensor, room in tensors_of(arguments.leaves)]
         called = functools.partial(functools.partial, _called, function.func, layer)
         run = _under_autocast(hidden.device.type, called(*fixed(arguments, held, hidden)))
         given = _under_autocast(hidden.device.type, called(args[1:], function.keywords))
@@ -247,12 +247,11 @@ class CapturedLayers:
             return None
         return graphs
 
-    def _copy_of(self, source: torch.Tensor, capacity: int | None) -> Held:
-        shape = source.shape if capacity is None else (capacity,)
+    def _copy_of(self, source: torch.Tensor, room: Room | None) -> Held:
         for held in self._held:
-            if held.holds(source) and held.tensor.shape == shape:
+            if held.holds(source) and held.room == room:
                 return held
-        held = Held(source, capacity)
+        held = Held(source, room)
         self._held.add(held)
         return held
 

@@ -453,7 +453,7 @@ class LigerTrainerMixin(
         if total_norm is None:
             return super()._clip_grad_norm(model)
         # Clips as `clip_grad_norm_` does, without a second walk over the modules or a second computation of the norms.
-        # By dtype: with a few weights in fp32, such as routers, torch would clip the others one at a time, in 4 x the time.
+        # By dtype: where some weights are in fp32, such as routers, torch would clip the others one by one, and slowly.
         for dtype in {parameter.grad.dtype for parameter in trained if parameter.grad is not None}:
             alike = [each for each in trained if each.grad is not None and each.grad.dtype == dtype]
             torch.nn.utils.clip_grads_with_norm_(alike, self.args.max_grad_norm, total_norm.to(dtype))
