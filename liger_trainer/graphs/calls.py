@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import weakref
-from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections import UserDict, deque
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from liger_trainer.attention.masks import SlicedPlan, sliced
 from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE, MODULE_CONTENTS
@@ -47,6 +49,15 @@ _OF_DOCUMENTS = {"cu_seq_lens_q": Offsets, "cu_seq_lens_k": Offsets, "max_length
 _LEAVES = (AttentionPlan, Documents, Offsets, Longest, list, dict, deque)
 """What is looked at as a whole. A layer may write to a container, and a graph would not."""
 
+_METHODS = (
+    *("__init__", "__copy__", "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__"),
+    *("get", "items", "keys", "pop", "setdefault", "update", "values"),
+)
+
+Store = MutableMapping[str | int, Any]
+"""A dict that a layer is given, such as for keys that layers share: what is in it is given like other arguments, and
+what the layer adds is returned like the hidden states."""
+
 
 class Room(NamedTuple):
     """How large the copy of a tensor is that graphs read, so that they serve tensors with fewer rows.
@@ -70,14 +81,22 @@ class Arguments(NamedTuple):
     Attributes:
         key: The parts that are the same in all calls that one graph can serve.
         leaves: Tensors, plans, what a layer is told of documents, and constants, in the order of `spec`.
-        spec: How they are nested, those by place before those by name.
+        spec: How they are nested, those by place before those by name. Behind them come the leaves of `store`.
         names: The names of the latter.
+        store: The dict among them; None without one.
+        place: Its place in `leaves`, where None is instead.
+        stored: The names in it.
+        spec_of_stored: How its values are nested.
     """
 
     key: Hashable
     leaves: list[Any]
     spec: Any
     names: tuple[str, ...]
+    store: Store | None = None
+    place: int = 0
+    stored: tuple[str | int, ...] = ()
+    spec_of_stored: Any = None
 
 
 def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
@@ -89,13 +108,25 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
         kwargs: The others.
     """
     marked = tuple(_marked(name, value) for name, value in kwargs.items())
-    leaves, spec = tree_flatten((tuple(args), marked), is_leaf=lambda value: isinstance(value, _LEAVES))
+    leaves, spec = tree_flatten((tuple(args), marked), is_leaf=_is_leaf)
     key: list[Hashable] = [spec, *kwargs, hidden.shape, hidden.stride(), hidden.dtype, hidden.requires_grad]
+    store, place, spec_of_stored = None, 0, None
+    for number, leaf in enumerate(leaves):
+        if _is_store(leaf):
+            if store is not None:
+                return None  # maybe the same one, twice
+            store, place = leaf, number
+    if store is not None:
+        values, spec_of_stored = tree_flatten(tuple(store.values()), is_leaf=_is_leaf)
+        key.append((place, type(store), tuple(store), spec_of_stored))
+        leaves[place] = None
+        leaves += values
     for leaf in leaves:
-        if type(leaf) is AttentionPlan:
+        if isinstance(leaf, AttentionPlan):
             if leaf.bits is not None or leaf.spread or (leaf.keys is not None and leaf.keys.copies is None):
                 return None
-            key.append((leaf.window, _longest(leaf.longest, hidden), leaf.whole_rows, _longest_keys(leaf)))
+            key.append((type(leaf), getattr(leaf, "rows", None), leaf.window, leaf.whole_rows))
+            key += [_longest(leaf.longest, hidden), _longest_keys(leaf)]
             key += [room or each.shape for each, room in _tensors_of_plan(leaf)]
         elif type(leaf) is Documents:
             key.append((_roots(leaf), leaf.padding, leaf.tokens))
@@ -107,9 +138,9 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
         elif type(leaf) is Longest:
             key.append(_longest(leaf.tokens, hidden))
         elif type(leaf) is torch.Tensor:
-            if leaf.requires_grad or leaf.is_inference() or leaf.device != hidden.device:
+            if leaf.is_inference() or leaf.device != hidden.device or (leaf is hidden and leaf.requires_grad):
                 return None
-            key.append((leaf.shape, leaf.stride(), leaf.dtype))
+            key.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
         elif type(leaf) in _CONSTANTS:
             key.append((type(leaf), leaf))
         else:
@@ -121,7 +152,7 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
     autocast = torch.is_autocast_enabled(kind)
     key += [autocast, torch.get_autocast_dtype(kind) if autocast else None]
     key += [torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]
-    return Arguments(tuple(key), leaves, spec, tuple(kwargs))
+    return Arguments(tuple(key), leaves, spec, tuple(kwargs), store, place, tuple(store or ()), spec_of_stored)
 
 
 def is_watched() -> bool:
@@ -129,6 +160,21 @@ def is_watched() -> bool:
     return bool(
         dispatch_modes() or function_modes() or saved_hooks(False) or torch._C._are_functorch_transforms_active()
     )
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, _LEAVES)
+
+
+def _is_store(value: Any) -> bool:
+    """Whether `value` is a dict, or a class's that is nothing more, with plain names."""
+    kind = type(value)
+    if kind is not dict:
+        if not isinstance(value, UserDict) or [*vars(value)] != ["data"]:
+            return False
+        if any(getattr(kind, name) is not getattr(UserDict, name) for name in _METHODS):
+            return False
+    return all(type(name) in (str, int) for name in value)
 
 
 def _marked(name: str, value: Any) -> Any:
@@ -196,6 +242,7 @@ class Held:
         self._version = 0
         self.hold(source)
 
+    @torch.no_grad()
     def hold(self, source: torch.Tensor) -> None:
         """Copies `source`, unless it was the last one to be copied, and is as it was then."""
         if self.holds(source):
@@ -209,6 +256,10 @@ class Held:
             rest.copy_((source[-1:] if self._filling is None else self._filling).expand_as(rest))
         self._source, self._version = weakref.ref(source), source._version
 
+    def forget(self) -> None:
+        """Has the next tensor be copied, also if it was the last one to be."""
+        self._source = None
+
     def holds(self, source: torch.Tensor) -> bool:
         """Whether the copy is that of `source`."""
         return self._source is not None and self._source() is source and self._version == source._version
@@ -218,7 +269,7 @@ def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Room | None]]:
     """The tensors among the leaves, those of plans and documents too, each with the room of its copy or None."""
     found: list[tuple[torch.Tensor, Room | None]] = []
     for leaf in leaves:
-        if type(leaf) is AttentionPlan:
+        if isinstance(leaf, AttentionPlan):
             found += _tensors_of_plan(leaf)
         elif type(leaf) is Documents:
             found += _tensors_of_documents(leaf)
@@ -229,29 +280,62 @@ def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Room | None]]:
     return found
 
 
-def fixed(arguments: Arguments, held: Sequence[Held], hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments after the hidden states, with copies in the place of all tensors."""
-    copies = iter(held)
+def fixed(arguments: Arguments, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, filled: bool) -> Arguments:
+    """The arguments of every call of a graph: with `tensors` in the place of theirs, and a dict that is empty.
+
+    Args:
+        arguments: The arguments of one call.
+        tensors: Tensors for those of [`tensors_of`], in the same order.
+        hidden: The hidden states.
+        filled: Whether lengths are those that a graph has; else they are as they were given.
+    """
+    copies = iter(tensors)
     leaves: list[Any] = []
     for leaf in arguments.leaves:
         if isinstance(leaf, (torch.Tensor, Offsets)):
-            leaves.append(next(copies).tensor)
+            leaves.append(next(copies))
         elif isinstance(leaf, Longest):
-            leaves.append(_longest(leaf.tokens, hidden))
+            leaves.append(_longest(leaf.tokens, hidden) if filled else leaf.tokens)
         elif isinstance(leaf, AttentionPlan):
-            offsets = None if leaf.offsets is None else next(copies).tensor
+            offsets = None if leaf.offsets is None else next(copies)
             keys = leaf.keys
             if keys is not None:
-                of_keys, *copied = (next(copies).tensor for _ in range(4))
-                keys = SharedKeys(Copies(*copied), of_keys, _longest_keys(leaf))
-            leaves.append(leaf._replace(offsets=offsets, longest=_longest(leaf.longest, hidden), keys=keys))
+                of_keys, *copied = (next(copies) for _ in range(4))
+                keys = SharedKeys(Copies(*copied), of_keys, _longest_keys(leaf) if filled else keys.longest)
+            longest = _longest(leaf.longest, hidden) if filled else leaf.longest
+            plan = AttentionPlan(*leaf)._replace(offsets=offsets, longest=longest, keys=keys)
+            leaves.append(sliced(plan, *leaf.rows) if isinstance(leaf, SlicedPlan) else plan)
         elif isinstance(leaf, Documents) and leaf.spans is not None:
-            spans, chunks = (next(copies).tensor for _ in range(2))
-            leaves.append(leaf._replace(spans=spans, chunks=chunks, roots=_roots(leaf)))
+            spans, chunks = (next(copies) for _ in range(2))
+            leaves.append(leaf._replace(spans=spans, chunks=chunks, roots=_roots(leaf) if filled else leaf.roots))
         else:
             leaves.append(leaf)
+    store = copy.copy(arguments.store)
+    if store is not None:
+        store.clear()
+    return arguments._replace(leaves=leaves, store=store)
+
+
+def nested(
+    arguments: Arguments, replaced: dict[int, torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any], Store | None]:
+    """The arguments after the hidden states, and the dict among them, to which the layer may write.
+
+    Args:
+        arguments: Those of [`fixed`].
+        replaced: Tensors in the place of some, by the `id` of these.
+    """
+    leaves = [replaced.get(id(leaf), leaf) for leaf in arguments.leaves]
+    # Such a plan builds a mask once, of which another graph cannot know when it is computed.
+    leaves = [sliced(leaf, *leaf.rows) if isinstance(leaf, SlicedPlan) else leaf for leaf in leaves]
+    store = copy.copy(arguments.store)
+    if store is not None:
+        count = arguments.spec.num_leaves
+        store.update(zip(arguments.stored, tree_unflatten(leaves[count:], arguments.spec_of_stored)))
+        leaves[count:] = []
+        leaves[arguments.place] = store
     args, values = tree_unflatten(leaves, arguments.spec)
-    return args, dict(zip(arguments.names, values))
+    return args, dict(zip(arguments.names, values)), store
 
 
 class LayerState:

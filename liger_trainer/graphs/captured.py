@@ -13,9 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.graphs.calls import Arguments, Held, LayerState, Room, arguments_of, fixed, is_watched, tensors_of
+from liger_trainer.graphs.calls import (
+    Arguments,
+    Held,
+    LayerState,
+    Room,
+    arguments_of,
+    fixed,
+    is_watched,
+    nested,
+    tensors_of,
+)
 from liger_trainer.graphs.capture import Captures
-from liger_trainer.graphs.layers import Buffers, ForwardPass, LayerGraphs, NotCaptured
+from liger_trainer.graphs.layers import Buffers, ForwardPass, Layer, LayerGraphs, NotCaptured
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
 
 _CHECKPOINTED = "gradient_checkpointing"
@@ -176,13 +186,16 @@ class CapturedLayers:
         found = None if kwargs else self._found(name, checkpoint, function, args)
         if found is None:
             return checkpoint(function, *args, **kwargs)
-        graphs, sources = found
-        return graphs.run(args[0], sources, self._pass)
+        graphs, arguments = found
+        result, added = graphs.run(args[0], [tensor for tensor, _ in tensors_of(arguments.leaves)], self._pass)
+        if arguments.store is not None:
+            arguments.store.update(added)
+        return result
 
     def _found(
         self, name: str, checkpoint: Checkpoint, function: Any, args: Sequence[Any]
-    ) -> tuple[LayerGraphs, list[torch.Tensor]] | None:
-        """The graphs for a call and the tensors that they read; None if it runs without."""
+    ) -> tuple[LayerGraphs, Arguments] | None:
+        """The graphs for a call, and its arguments; None if it runs without."""
         known = self._of.setdefault(name, KnownCalls())
         hidden = args[0] if args else None
         if known.obstacle or not isinstance(hidden, torch.Tensor) or not isinstance(function, functools.partial):
@@ -209,7 +222,7 @@ class CapturedLayers:
             return None
         if keeps:
             self._in_pass.add(name)
-        return graphs, [tensor for tensor, _ in tensors_of(arguments.leaves)]
+        return graphs, arguments
 
     def _made(
         self,
@@ -222,8 +235,10 @@ class CapturedLayers:
         """New graphs of a layer; None, with the obstacle, if it cannot be captured."""
         (layer,), hidden = function.args, args[0]
         state = LayerState(layer)
-        trained = state.trained if torch.is_grad_enabled() else []
-        if torch.is_grad_enabled() and not trained and not hidden.requires_grad:
+        tensors = tensors_of(arguments.leaves)
+        places = {id(tensor): place for place, (tensor, _) in enumerate(tensors) if tensor.requires_grad}
+        trained, further = (state.trained, [*places.values()]) if torch.is_grad_enabled() else ([], [])
+        if torch.is_grad_enabled() and not trained and not further and not hidden.requires_grad:
             return None
         if obstacle := state.obstacle():
             known.drop(obstacle)
@@ -234,14 +249,19 @@ class CapturedLayers:
                 each.forget_kept()
             self._may_keep = False
             return None
-        held = [self._copy_of(tensor, room) for tensor, room in tensors_of(arguments.leaves)]
-        called = functools.partial(functools.partial, _called, function.func, layer)
-        run = _under_autocast(hidden.device.type, called(*fixed(arguments, held, hidden)))
-        given = _under_autocast(hidden.device.type, called(args[1:], function.keywords))
+        held = [self._copy_of(tensor, room) for tensor, room in tensors]
+        copies = [each.tensor for each in held]
+        # The layer runs once more for the call itself, so it gets the copies, but for documents as they are.
+        as_given = [tensor if room else each for (tensor, room), each in zip(tensors, copies)]
+        run, given = (
+            _under_autocast(hidden.device.type, functools.partial(_called, function.func, layer, each))
+            for each in (fixed(arguments, copies, hidden, True), fixed(arguments, as_given, hidden, False))
+        )
         buffers = self._buffers_for(hidden, trained)
-        graphs = LayerGraphs(self._captures, run, state, buffers, held, hidden.requires_grad, keeps, self._pass.number)
+        needs = hidden.requires_grad
+        graphs = LayerGraphs(self._captures, run, state, buffers, held, further, needs, keeps, self._pass.number)
         try:
-            graphs.prepare(hidden, [tensor for tensor, _ in tensors_of(arguments.leaves)], given)
+            graphs.prepare(hidden, [tensor for tensor, _ in tensors], given)
         except NotCaptured as error:
             known.drop(str(error))
             return None
@@ -275,17 +295,23 @@ def _plain(function: Callable, *args: Any) -> Any:
 
 
 def _called(
-    forward: Callable, layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], hidden: torch.Tensor
-) -> torch.Tensor:
-    return forward(layer, hidden, *args, **kwargs)
+    forward: Callable, layer: nn.Module, arguments: Arguments, hidden: torch.Tensor, replaced: dict[int, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str | int, Any] | None]:
+    args, kwargs, store = nested(arguments, replaced)
+    before = {} if store is None else dict(store)
+    result = forward(layer, hidden, *args, **kwargs)
+    after = {} if store is None else dict(store)
+    added = {name: after.pop(name) for name in [*after] if name not in before}
+    is_as_it_was = after.keys() == before.keys() and all(after[name] is value for name, value in before.items())
+    return result, added if is_as_it_was else None
 
 
-def _under_autocast(kind: str, run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _under_autocast(kind: str, run: Layer) -> Layer:
     """`run` under the autocast of now, wherever it is called; weights that autocast has cast are not kept."""
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def cast(hidden: torch.Tensor) -> torch.Tensor:
+    def cast(hidden: torch.Tensor, replaced: dict[int, torch.Tensor]) -> Any:
         with torch.autocast(kind, dtype, enabled, cache_enabled=False):
-            return run(hidden)
+            return run(hidden, replaced)
 
     return cast

@@ -4,6 +4,9 @@ A checkpointed layer has a graph of its forward and one that computes it again a
 nothing but its input is kept, as without graphs. A layer that is not checkpointed has a graph of each pass, and what
 the forward keeps for the backward stays in the memory of the graphs until then.
 
+What a layer adds to a dict that it is given is a result beside the hidden states, and the tensors that it is given may
+have gradients as these have, such as keys that an earlier layer has put there.
+
 A graph draws random numbers from where the generator stands when it runs. So a forward that is computed again begins
 where it began the first time, and the generator then goes on from where it was.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +25,19 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.compat.private import require
-from liger_trainer.compat.torch import COPIES_OF_MANY
+from liger_trainer.compat.torch import CALLS_OF_LAYERS, COPIES_OF_MANY
 from liger_trainer.graphs.calls import Held, LayerState
 from liger_trainer.graphs.capture import Captures, Run
 
 (copy_all,) = require(COPIES_OF_MANY)
+tree_flatten, tree_unflatten, *_ = require(CALLS_OF_LAYERS)
+
+Layer = Callable[[torch.Tensor, dict[int, torch.Tensor]], tuple[torch.Tensor, dict[str | int, Any] | None]]
+"""Takes hidden states, and tensors in the place of some of its fixed ones, by the `id` of these.
+
+Returns hidden states of the same shape, and what the layer adds to the dict that it is given; None if it changes that
+in another way.
+"""
 
 _NOISE = 4.0  # how far from the layer's gradients those of a graph may be, in differences between two of the layer's
 _REPEATS = 4  # of the layer's gradients, at most, until they differ by as much
@@ -48,6 +59,21 @@ class Buffers:
     def __init__(self, hidden: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
         self.hidden, self.result, self.gradient, self.hidden_gradient = (torch.empty_like(hidden) for _ in range(4))
         self.parameter_gradients = [torch.empty_like(parameter) for parameter in parameters]
+        self._others: dict[Hashable, torch.Tensor] = {}
+
+    def others(self, of: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Tensors like these, the same ones for all layers whose tensors `of` something are alike; None for None.
+
+        They are laid out as these too: where it is reduced later, another layout is added up in another order.
+        """
+        found: list[torch.Tensor | None] = []
+        for place, each in enumerate(tensors):
+            if each is not None:
+                key = (of, place, each.shape, each.stride(), each.dtype)
+                if key not in self._others:
+                    self._others[key] = torch.empty_like(each)
+            found.append(None if each is None else self._others[key])
+        return found
 
 
 class LayerGraphs:
@@ -55,35 +81,43 @@ class LayerGraphs:
 
     Args:
         captures: Captures launches.
-        layer: Takes hidden states, and returns hidden states of the same shape; all other arguments are fixed.
+        layer: The layer, whose other arguments are the copies.
         state: The layer as it is.
         buffers: Tensors that the layer reads and writes.
         held: Copies of its other tensors.
+        further: The places of those that have a gradient, each tensor once.
         needs_input: Whether the input has a gradient.
         keeps: Whether the forward keeps what the backward needs, which computes it again otherwise.
         captured_in: The number of the forward of the model in which they are captured.
 
     Attributes:
         failure: Why the backward could not be captured; empty while it is not known to fail.
+        spec: How what the layer returns is nested.
     """
 
     def __init__(
         self,
         captures: Captures,
-        layer: Callable[[torch.Tensor], torch.Tensor],
+        layer: Layer,
         state: LayerState,
         buffers: Buffers,
         held: Sequence[Held],
+        further: Sequence[int],
         needs_input: bool,
         keeps: bool,
         captured_in: int,
     ) -> None:
         self._captures, self._layer, self.state, self.keeps = captures, layer, state, keeps
         self.captured_in = captured_in
-        self.buffers, self._held, self._needs_input = buffers, held, needs_input
+        self.buffers, self._held, self.further, self._needs_input = buffers, held, further, needs_input
+        self._results = [buffers.result]
+        self.differentiable: list[bool] = []  # which of the results are
+        self._given: list[torch.Tensor | None] = []  # the gradients of the results
+        self._further_gradients: list[torch.Tensor | None] = []
+        self.spec: Any = None
         self._differentiated = torch.is_grad_enabled()
-        self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None  # input and result with a graph of autograd
-        self._used: list[bool] = []  # which gradients exist: of the input, then of the parameters
+        self._recorded: _Recording | None = None
+        self._used: list[bool] = []  # which gradients exist: of the input, of further tensors, then of the parameters
         self._replay_forward: Run | None = None
         self._replay_backward: Run | None = None
         self._draws = False  # random numbers
@@ -91,86 +125,112 @@ class LayerGraphs:
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether the backward has to be given the input of the forward."""
-        return not self.keeps or self._replay_backward is None
+        """Whether the backward has to be given the input of the forward.
 
-    def run(self, hidden: torch.Tensor, sources: Sequence[torch.Tensor], forward_pass: ForwardPass) -> torch.Tensor:
-        """The layer's result, which autograd differentiates by the graph of the backward.
+        It may run without its graph where it is given gradients of several results.
+        """
+        return not self.keeps or self._replay_backward is None or len(self._results) > 1
+
+    def run(
+        self, hidden: torch.Tensor, sources: Sequence[torch.Tensor], forward_pass: ForwardPass
+    ) -> tuple[torch.Tensor, dict[str | int, Any]]:
+        """The layer's result, which autograd differentiates by the graph of the backward, and what it adds to its dict.
 
         Args:
             hidden: The hidden states, (B, S, H).
             sources: The other tensors of the call.
             forward_pass: This forward of the model.
         """
-        if not torch.is_grad_enabled():
-            return self.forward(hidden, sources)[0]
-        return _Replayed.apply(self, sources, forward_pass, hidden, *self.state.trained)
+        if torch.is_grad_enabled():
+            further = [sources[place] for place in self.further]
+            results = _Replayed.apply(self, sources, forward_pass, hidden, *further, *self.state.trained)
+        else:
+            results = self.forward(hidden, sources)[0]
+        return tree_unflatten([*results], self.spec)
 
     @torch.no_grad()
-    def prepare(
-        self,
-        hidden: torch.Tensor,
-        sources: Sequence[torch.Tensor],
-        given: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Captures the forward, and compares its result with the layer's.
+    def prepare(self, hidden: torch.Tensor, sources: Sequence[torch.Tensor], given: Layer) -> None:
+        """Captures the forward, and compares its results with the layer's.
 
         Args:
             hidden: The hidden states of a call, (B, S, H).
             sources: Its other tensors.
-            given: The layer with the other arguments as they were given.
+            given: The layer with the documents as they were given, and copies of other tensors.
 
         Raises:
             NotCaptured: if it cannot be captured, or has another result.
         """
         self._take(hidden, sources)
+        read = [self.buffers.hidden, *(held.tensor for held in self._held)]
+        versions = [each._version for each in read]
         before = self._captures.random_state()
         try:
             with self._captures.tried():
-                expected = given(self.buffers.hidden)
+                expected, added = given(self.buffers.hidden, {})
         except RuntimeError as error:
             raise _not_captured(error) from error
         self._draws = not torch.equal(self._captures.random_state(), before)
         if self._draws:
             self._captures.set_random_state(before)  # for the call itself
+        if versions != [each._version for each in read]:
+            for held in self._held:
+                held.forget()
+            raise NotCaptured("it changes a tensor that it is given")
         if not isinstance(expected, torch.Tensor) or (expected.shape, expected.dtype) != (hidden.shape, hidden.dtype):
             raise NotCaptured("it returns something else than hidden states")
+        results, self.spec = tree_flatten((expected, added))
+        if not _are_new(results[1:], [*read, expected]):
+            raise NotCaptured("it changes what is in a dict, or adds something else than new tensors")
+        self._results += self.buffers.others("results", results[1:])  # type: ignore[arg-type]  # none is None
         with self._drawing_from(before):
-            self._replay_forward = self._captured(self._write_result)
+            self._replay_forward = self._captured(self._write_results)
+        if self._recorded is not None:
+            leaves, found = self._recorded
+            if any(_uses(leaf, found) > 1 for leaf in leaves[1:]):
+                raise NotCaptured("it uses a tensor twice whose gradient is summed up over layers")
+            self.differentiable = [each.requires_grad for each in found]
         with self._drawing_from(before):
             self._replay_forward()
-        if not torch.equal(self.buffers.result, expected):
+        if not all(map(torch.equal, self._results, results)):
             raise NotCaptured("the result of its graph was another")
 
     def forward(
         self, hidden: torch.Tensor, sources: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's result, and where the generator stood before; None if the layer draws no random numbers."""
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The layer's results, and where the generator stood before; None if the layer draws no random numbers."""
         assert self._replay_forward is not None
         self._take(hidden, sources)
         before = self._captures.random_state() if self._draws else None
         self._replay_forward()
-        return self.buffers.result.clone(), before
+        return [each.clone() for each in self._results], before
 
     def backward(
         self,
         hidden: torch.Tensor | None,
         sources: Sequence[torch.Tensor],
         random: torch.Tensor | None,
-        gradient: torch.Tensor,
+        gradients: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """The gradients of the input and of the trained parameters; None for those that the layer does not use.
+        """The gradients of the input, of further tensors and of the trained parameters; None for those without use.
 
         Args:
             hidden: The input of the forward, where `needs_hidden` asked for it.
             sources: The other tensors of its call.
             random: Where the generator stood before the forward, as that has returned it.
-            gradient: The gradient of the result.
+            gradients: Those of the results; None for those that nothing has used.
         """
         if hidden is not None:
             self.buffers.hidden.copy_(hidden)
         self._hold(sources)
-        self.buffers.gradient.copy_(gradient)
+        first, *others = gradients
+        self.buffers.gradient.zero_() if first is None else self.buffers.gradient.copy_(first)
+        if self._replay_backward is None:
+            self._given = [self.buffers.gradient, *self.buffers.others("gradients of results", others)]
+        if [*map(_layout, others)] != [*map(_layout, self._given[1:])]:
+            return self._own_gradients(random, self._captures.beside, [self.buffers.gradient, *others])
+        for buffer, gradient in zip(self._given[1:], others):
+            if buffer is not None and gradient is not None:
+                buffer.copy_(gradient)
         if self._replay_backward is None:
             return self._first_backward(random)
         with self._drawing_from(None if self.keeps else random):
@@ -185,6 +245,7 @@ class LayerGraphs:
         except RuntimeError as error:
             self.failure = str(_not_captured(error))
             return self._own_gradients(random, self._captures.beside)
+        self._further_gradients = self.buffers.others("gradients", expected[1 : 1 + len(self.further)])
         if not all(each is None or each.isfinite().all() for each in expected):
             return expected  # of a loss that was scaled too far: nothing can be compared, and the next is the first
         try:
@@ -243,19 +304,19 @@ class LayerGraphs:
             held.hold(source)
 
     def _written(self) -> list[torch.Tensor | None]:
-        written = [self.buffers.hidden_gradient, *self.buffers.parameter_gradients]
+        written = [self.buffers.hidden_gradient, *self._further_gradients, *self.buffers.parameter_gradients]
         return [tensor if used else None for tensor, used in zip(written, self._used)]
 
     # What is captured
 
-    def _write_result(self) -> None:
+    def _write_results(self) -> None:
         if not self._differentiated:
-            self.buffers.result.copy_(self._layer(self.buffers.hidden))
+            copy_all(self._results, self._called(self.buffers.hidden))
             return
         # Of a copy if it is kept, because other layers write to the buffer before the backward reads it.
         hidden = self.buffers.hidden.clone() if self.keeps else self.buffers.hidden
         self._recorded = self._recording(hidden, checkpointed=not self.keeps)
-        self.buffers.result.copy_(self._recorded[1].detach())
+        copy_all(self._results, [each.detach() for each in self._recorded[1]])
 
     def _write_gradients(self) -> None:
         recorded, self._recorded = self._recorded or self._recording(self.buffers.hidden), None
@@ -264,28 +325,48 @@ class LayerGraphs:
         copy_all([each for each in self._written() if each is not None], [each for each in found if each is not None])
 
     def _own_gradients(
-        self, random: torch.Tensor | None, run: Callable[[], contextlib.AbstractContextManager[None]]
+        self,
+        random: torch.Tensor | None,
+        run: Callable[[], contextlib.AbstractContextManager[None]],
+        given: Sequence[torch.Tensor | None] | None = None,
     ) -> list[torch.Tensor | None]:
         with self._drawing_from(random), run():
-            return self._gradients(*self._recording(self.buffers.hidden))
+            return self._gradients(*self._recording(self.buffers.hidden), given)
 
-    def _recording(self, hidden: torch.Tensor, checkpointed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """A leaf with the memory of `hidden`, and the layer's result of it.
+    def _recording(self, hidden: torch.Tensor, checkpointed: bool = False) -> _Recording:
+        """The layer's results of leaves with the memory of `hidden` and of the copies.
 
         Of a checkpoint, the backward computes no more again than it needs, so not the last product.
         """
         with torch.enable_grad(), self.state.with_own_leaves():
             # `data`: other layers write to a buffer until the backward writes the same numbers to it again.
             leaf = hidden.data.requires_grad_(self._needs_input)
+            further = [self._held[place].tensor.data.requires_grad_() for place in self.further]
             if not checkpointed:
-                return leaf, self._layer(leaf)
-            return leaf, checkpoint(self._layer, leaf, use_reentrant=False, preserve_rng_state=False)
+                return [leaf, *further], self._called(leaf, *further)
+            results = checkpoint(self._called, leaf, *further, use_reentrant=False, preserve_rng_state=False)
+            return [leaf, *further], results
 
-    def _gradients(self, leaf: torch.Tensor, result: torch.Tensor) -> list[torch.Tensor | None]:
-        with self.state.with_own_leaves() as leaves:
-            wanted = [*([leaf] if self._needs_input else []), *leaves]
-            found = torch.autograd.grad([result], wanted, [self.buffers.gradient], allow_unused=True)
+    def _called(self, hidden: torch.Tensor, *further: torch.Tensor) -> list[torch.Tensor]:
+        replaced = {id(self._held[place].tensor): each for place, each in zip(self.further, further)}
+        return tree_flatten(self._layer(hidden, replaced))[0]
+
+    def _gradients(
+        self,
+        leaves: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor | None] | None = None,
+    ) -> list[torch.Tensor | None]:
+        pairs = [(one, other) for one, other in zip(results, given or self._given) if other is not None]
+        outputs, gradients = map(list, zip(*pairs))
+        with self.state.with_own_leaves() as parameters:
+            wanted = [*(leaf for leaf in leaves if leaf.requires_grad), *parameters]
+            found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         return [*found] if self._needs_input else [None, *found]
+
+
+_Recording = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""The input and further tensors that have a gradient, and the layer's results with a graph of autograd."""
 
 
 class ForwardPass:
@@ -314,20 +395,22 @@ class _Replayed(torch.autograd.Function):
         sources: Sequence[torch.Tensor],
         forward_pass: ForwardPass,
         hidden: torch.Tensor,
-        *parameters: nn.Parameter,
-    ) -> torch.Tensor:
+        *further: torch.Tensor,  # tensors of `sources`, then parameters
+    ) -> tuple[torch.Tensor, ...]:
         ctx.graphs, ctx.sources, ctx.forward_pass = graphs, sources, forward_pass
         ctx.again = graphs.needs_hidden
-        if ctx.again:
-            ctx.save_for_backward(hidden)
+        # Those of the sources too, so that autograd sees where one is changed in place before the backward reads it.
+        ctx.save_for_backward(*further[: len(graphs.further)], *([hidden] if ctx.again else []))
         if graphs.keeps:
             forward_pass.open.add(graphs)
-        result, ctx.random = graphs.forward(hidden, sources)
-        return result
+        results, ctx.random = graphs.forward(hidden, sources)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(each for each, may in zip(results, graphs.differentiable) if not may))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         graphs: LayerGraphs = ctx.graphs
         if graphs.keeps and graphs not in ctx.forward_pass.open:
             raise RuntimeError(
@@ -335,8 +418,38 @@ class _Replayed(torch.autograd.Function):
                 "to false."
             )
         ctx.forward_pass.open.discard(graphs)
-        (hidden,) = ctx.saved_tensors if ctx.again else (None,)
-        return None, None, None, *graphs.backward(hidden, ctx.sources, ctx.random, gradient)
+        saved = ctx.saved_tensors
+        return None, None, None, *graphs.backward(saved[-1] if ctx.again else None, ctx.sources, ctx.random, gradients)
+
+
+def _layout(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tensor.stride()
+
+
+def _are_new(added: Sequence[Any], others: Sequence[torch.Tensor]) -> bool:
+    """Whether what a layer adds to its dict are tensors that copies can stand for.
+
+    Gradients of one that is there under another name too are summed up with those of the other, in another order.
+    """
+    if not all(type(each) is torch.Tensor and torch.empty_like(each).stride() == each.stride() for each in added):
+        return False
+    return len({*map(id, added), *map(id, others)}) == len(added) + len({*map(id, others)})
+
+
+def _uses(leaf: torch.Tensor, results: Sequence[torch.Tensor]) -> int:
+    """How often `leaf` is used on the way to the results.
+
+    Autograd adds up the gradients of all uses of a tensor, one after the other, and a graph those of its layer first.
+    """
+    nodes = [result.grad_fn for result in results if result.grad_fn is not None]
+    seen, uses = {*nodes}, 0
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            uses += getattr(node, "variable", None) is leaf
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return uses
 
 
 def _not_captured(error: RuntimeError) -> NotCaptured:

@@ -46,8 +46,8 @@ def in_graph(documents):
     """The documents that a graph of a layer is given."""
     hidden = torch.ones(1, 140, 4)
     arguments = arguments_of(hidden, (), {"documents": documents})
-    held = [Held(*each) for each in tensors_of(arguments.leaves)]
-    return arguments.key, fixed(arguments, held, hidden)[1]["documents"]
+    copies = [Held(*each).tensor for each in tensors_of(arguments.leaves)]
+    return arguments.key, fixed(arguments, copies, hidden, True).leaves[0]
 
 
 def test_tables_are_filled_with_documents_and_chunks_without_tokens():
