@@ -1164,7 +1164,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("forwards without gradients run without graphs", "CapturedLayers._forward_of",
          r"torch\.is_grad_enabled\(\)", "True",
          "graphs/test_captured::test_forwards_without_gradients_have_graphs_of_their_own"),
-        ("packed rows are not filled up for graphs", "Packing.rows", r"current_step\(\)\.fills", "False",
+        ("packed rows are not filled up for graphs", "Packing.rows", r"current_step\(\)\.fills_below", "0",
          "trainers/test_cuda_graphs::test_packed_rows_are_filled_up"),
         ("tokens of a filled row see each other", "filled", r"itertools\.pairwise\(\(\*begins, count \+ added\)\)",
          "[(count, count + added)]",
