@@ -25,6 +25,7 @@ _MOST = 16  # kinds of calls of a layer that have graphs at a time
 _COUNTED = 512  # kinds of calls of a layer that are counted
 _STATES = 2  # of a layer, for which a kind of call has graphs: with its adapters on, and off for a reference
 _CHANGES = 3  # how often graphs of a state are dropped for those of another
+_APART = 512  # forwards of the model, at least, between two times at which all graphs are dropped for their memory
 
 
 class KnownCalls:
@@ -82,6 +83,11 @@ class KnownCalls:
             del self.graphs[key]
         self.counts.clear()
 
+    def forget(self) -> None:
+        """Drops all graphs; those of kinds that still come are captured anew."""
+        self.graphs.clear()
+        self.counts.clear()
+
     def drop(self, obstacle: str) -> None:
         """Drops all graphs; the layer gets no others."""
         self.obstacle = obstacle
@@ -102,13 +108,17 @@ class CapturedLayers:
         self._without_gradients: dict[nn.Module, Callable] = {}
         self._of: dict[str, KnownCalls] = {}
         self._shared: weakref.WeakValueDictionary[Hashable, Buffers] = weakref.WeakValueDictionary()
+        self._gradients: weakref.WeakValueDictionary[Hashable, torch.Tensor] = weakref.WeakValueDictionary()
         self._held: weakref.WeakSet[Held] = weakref.WeakSet()
         self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._numbers = itertools.count()
         self._pass = ForwardPass(next(self._numbers))
         self._in_pass: set[str] = set()
         self._may_keep = True
-        self._said: tuple[int, Counter[str]] | None = None
+        self._renewals = captures.renewals
+        self._renewed_in = 0  # the number of a forward
+        self._is_full = False  # a kind of call has no graphs, because these would take too much memory
+        self._said: tuple[int, Counter[str], bool] | None = None
 
     @property
     def reasons(self) -> Counter[str]:
@@ -121,16 +131,20 @@ class CapturedLayers:
         return sum(any(known.graphs.values()) for known in self._of.values())
 
     def news(self) -> str | None:
-        """A line about the layers that run from graphs, where their number or a reason has changed; else None.
+        """A line about the layers that run from graphs, where that or a reason has changed; else None.
 
         To be called after a backward.
         """
-        now = self.captured, self.reasons
+        now = self.captured, self.reasons, self._is_full
         if now == self._said or not (self.captured or self.reasons):
             return None
         self._said = now
+        full = (
+            f"graphs have the {self._captures.limit / 2**30:.1f} GiB that they may take; batches of other shapes wait"
+        )
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
-        return "; ".join([line, *(f"{count} do not: {reason}" for reason, count in self.reasons.items())]) + "."
+        others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
+        return "; ".join([line, *others, *([full] if self._is_full else [])]) + "."
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -144,6 +158,7 @@ class CapturedLayers:
         self._pass, self._in_pass = ForwardPass(next(self._numbers)), set()
         self._may_keep = not any(each.open for each in self._passes)
         self._passes.add(self._pass)
+        self._renew()
         before = [(layer, {name: vars(layer).get(name) for name in _ATTRIBUTES}) for layer in self._replaced]
         for layer, replaced in self._replaced.items():
             checkpointed = bool(layer.gradient_checkpointing)
@@ -157,6 +172,24 @@ class CapturedLayers:
             for layer, values in before:
                 for name, value in values.items():
                     delattr(layer, name) if value is None else setattr(layer, name, value)
+
+    def _renew(self) -> None:
+        """Drops all graphs where they have taken too much memory, or another model's have.
+
+        They share it, so it comes back with the last one of them. Those that are used are captured anew first.
+        """
+        if self._is_full and self._pass.number - self._renewed_in >= _APART:
+            self._captures.renew()
+        if self._captures.renewals != self._renewals:
+            self._renewals, self._renewed_in, self._is_full = self._captures.renewals, self._pass.number, False
+            for known in self._of.values():
+                known.forget()
+
+    def _taken(self) -> int:
+        """Bytes that graphs take, and what they read and write."""
+        tensors = [*self._gradients.values(), *(held.tensor for held in self._held)]
+        own = sum(each.nbytes for each in tensors) + sum(buffers.nbytes for buffers in self._shared.values())
+        return self._captures.taken + own
 
     def _forward_of(self, name: str, layer: nn.Module) -> Callable:
         """A forward of `layer`, for which transformers calls no checkpoint where there are no gradients."""
@@ -223,6 +256,9 @@ class CapturedLayers:
         keeps: bool,
     ) -> LayerGraphs | None:
         """New graphs of a layer; None, with the obstacle, if it cannot be captured."""
+        self._is_full = self._is_full or self._taken() > self._captures.limit
+        if self._is_full:
+            return None
         (layer,), hidden = function.args, args[0]
         state = LayerState(layer)
         tensors = tensors_of(arguments.leaves)
@@ -276,8 +312,16 @@ class CapturedLayers:
         )
         buffers = self._shared.get(key)
         if buffers is None:
-            buffers = self._shared[key] = Buffers(hidden, parameters)
+            buffers = self._shared[key] = Buffers(hidden, [*map(self._gradient_of, range(len(parameters)), parameters)])
         return buffers
+
+    def _gradient_of(self, place: int, parameter: nn.Parameter) -> torch.Tensor:
+        """What the gradient of a parameter is written to, at whatever kind of call."""
+        key = (place, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+        found = self._gradients.get(key)
+        if found is None:
+            found = self._gradients[key] = torch.empty_like(parameter.data)
+        return found
 
 
 def _plain(function: Callable, *args: Any) -> Any:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -53,13 +52,18 @@ class Buffers:
 
     Args:
         hidden: An input, (B, S, H).
-        parameters: The trained parameters of a layer.
+        parameter_gradients: Tensors for the gradients of the trained parameters of a layer.
     """
 
-    def __init__(self, hidden: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, hidden: torch.Tensor, parameter_gradients: list[torch.Tensor]) -> None:
         self.hidden, self.result, self.gradient, self.hidden_gradient = (torch.empty_like(hidden) for _ in range(4))
-        self.parameter_gradients = [torch.empty_like(parameter) for parameter in parameters]
+        self.parameter_gradients = parameter_gradients
         self._others: dict[Hashable, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these tensors, but for gradients of parameters."""
+        return 4 * self.hidden.nbytes + sum(each.nbytes for each in self._others.values())
 
     def others(self, of: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Tensors like these, the same ones for all layers whose tensors `of` something are alike; None for None.

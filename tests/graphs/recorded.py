@@ -47,15 +47,22 @@ class RecordedCaptures:
     """Captures operators as a CUDA graph captures launches: replayed, each reads and writes where it did.
 
     Graphs that keep something get the memory of those that another forward has captured.
+
+    Args:
+        limit: Bytes that graphs may take.
+        each: Bytes that each takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = 2**40, each: int = 0) -> None:
+        self.limit, self._each = limit, each
+        self.taken = self.renewals = 0
         self.count = 0
         self.operators: list[list[str]] = []  # the names of those of each graph
         self._kept: list[tuple[int, _Recorder]] = []
 
     def __call__(self, run: Callable[[], None], keeps: bool = False) -> Callable[[], None]:
         self.count += 1
+        self.taken += self._each
         recorder = _Recorder()
         with recorder:
             run()
@@ -74,6 +81,9 @@ class RecordedCaptures:
                     _write(result, operator(*args, **kwargs))
 
         return replay
+
+    def renew(self) -> None:
+        self.taken, self.renewals = 0, self.renewals + 1
 
     def tried(self) -> contextlib.AbstractContextManager[Any]:
         return _NeverWaiting()
