@@ -15,8 +15,9 @@ from liger_trainer.compat.torch import FAILED_CAPTURES
 
 (end_allocations,) = require(FAILED_CAPTURES)
 
-# How many times as long as the host the device takes, at least, where it is the one that is waited for: otherwise it has
-# run a launch before the next one comes, and takes as long as the host.
+_SHARE = 4  # of the device's memory, a part for graphs. A step that keeps more in its layers does not wait for Python
+# How many times as long as the host the device takes, at least, where it is the one that is waited for: otherwise it
+# has run a launch before the next one comes, and takes as long as the host.
 _BUSY = 1.2
 
 Run = Callable[[], None]
@@ -24,13 +25,26 @@ Run = Callable[[], None]
 
 
 class Captures(Protocol):
-    """How the launches of a function are captured."""
+    """How the launches of a function are captured.
+
+    Attributes:
+        taken: Bytes that the graphs have for themselves.
+        limit: Bytes that they are to take at most.
+        renewals: How often `renew` was called; graphs from before are not to run any more.
+    """
+
+    taken: int
+    limit: int
+    renewals: int
 
     def __call__(self, run: Run, keeps: bool = False) -> Run:
         """Captures the launches of `run`, and returns what launches them again.
 
         What they compute may be read until others run that were captured with the same `keeps`.
         """
+
+    def renew(self) -> None:
+        """Gives memory back: that of a graph once it is dropped, with all others that were captured before."""
 
     def tried(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         """Where `run` is called once before: what it allocates for good, such as workspaces, is then in no graph.
@@ -63,6 +77,16 @@ class CudaCaptures:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._scratch = torch.empty(1, device=device)
+        self.limit = torch.cuda.get_device_properties(device).total_memory // _SHARE
+        self.renewals = -1
+        self.renew()
+
+    def renew(self) -> None:
+        """Has graphs from now on share two new pools.
+
+        Torch keeps the memory of a pool until no graph uses it, so the graphs of before all have to be dropped.
+        """
+        self.taken, self.renewals = 0, self.renewals + 1
         self._pools = {keeps: self._new_pool() for keeps in (False, True)}
 
     def __call__(self, run: Run, keeps: bool = False) -> Run:
@@ -72,7 +96,7 @@ class CudaCaptures:
             RuntimeError: if `run` waits for the device, or does something else that no graph can hold.
         """
         graph = torch.cuda.CUDAGraph()
-        with self.beside(), _without_collection():
+        with self._counted(), self.beside(), _without_collection():
             # Other threads, such as one that pins the memory of batches, may call CUDA meanwhile.
             graph.capture_begin(pool=self._pools[keeps][0], capture_error_mode="thread_local")
             try:
@@ -96,11 +120,20 @@ class CudaCaptures:
     def _new_pool(self) -> tuple[Any, torch.cuda.CUDAGraph]:
         """A pool, and a graph that uses it: torch lets no other begin in a pool that none uses any more."""
         pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        with self.beside(), _without_collection():
+        with self._counted(), self.beside(), _without_collection():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             self._scratch.zero_()
             graph.capture_end()
         return pool, graph
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts by how much the memory of the pools grows: a capture allocates from them alone."""
+        before = torch.cuda.memory_reserved(self._device)
+        try:
+            yield
+        finally:
+            self.taken += max(0, torch.cuda.memory_reserved(self._device) - before)
 
     @contextlib.contextmanager
     def tried(self) -> Iterator[Callable[[], bool]]:

@@ -25,7 +25,7 @@ from liger_trainer.graphs.calls import (
     tensors_of,
 )
 from liger_trainer.graphs.capture import Captures
-from liger_trainer.graphs.layers import Buffers, ForwardPass, Layer, LayerGraphs, NotCaptured
+from liger_trainer.graphs.layers import Buffers, ForwardPass, GainsNothing, Layer, LayerGraphs, NotCaptured
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
 
 _CHECKPOINTED = "gradient_checkpointing"
@@ -35,6 +35,7 @@ _MOST = 16  # kinds of calls of a layer that have graphs at a time
 _COUNTED = 512  # kinds of calls of a layer that are counted
 _STATES = 2  # of a layer, for which a kind of call has graphs: with its adapters on, and off for a reference
 _CHANGES = 3  # how often graphs of a state are dropped for those of another
+_APART = 512  # forwards of the model, at least, between two times at which all graphs are dropped for their memory
 
 
 class KnownCalls:
@@ -92,6 +93,11 @@ class KnownCalls:
             del self.graphs[key]
         self.counts.clear()
 
+    def forget(self) -> None:
+        """Drops all graphs; those of kinds that still come are captured anew."""
+        self.graphs.clear()
+        self.counts.clear()
+
     def drop(self, obstacle: str) -> None:
         """Drops all graphs; the layer gets no others."""
         self.obstacle = obstacle
@@ -103,22 +109,31 @@ class CapturedLayers:
 
     Args:
         captures: Captures launches.
+        only_if_faster: Whether calls that keep the device busy run without, which gain nothing.
+
+    Attributes:
+        busy_from: The fewest tokens of such a call, int64 (1,). Processes that collate batches share its memory.
     """
 
-    def __init__(self, captures: Captures) -> None:
-        self._captures = captures
+    def __init__(self, captures: Captures, only_if_faster: bool = False) -> None:
+        self._captures, self._only_if_faster = captures, only_if_faster
+        self.busy_from = torch.full((1,), torch.iinfo(torch.int64).max).share_memory_()
         self._model: weakref.ref[nn.Module] | None = None
         self._replaced: dict[nn.Module, Replaced] = {}
         self._without_gradients: dict[nn.Module, Callable] = {}
         self._of: dict[str, KnownCalls] = {}
         self._shared: weakref.WeakValueDictionary[Hashable, Buffers] = weakref.WeakValueDictionary()
+        self._gradients: weakref.WeakValueDictionary[Hashable, torch.Tensor] = weakref.WeakValueDictionary()
         self._held: weakref.WeakSet[Held] = weakref.WeakSet()
         self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._numbers = itertools.count()
         self._pass = ForwardPass(next(self._numbers))
         self._in_pass: set[str] = set()
         self._may_keep = True
-        self._said: tuple[int, Counter[str]] | None = None
+        self._renewals = captures.renewals
+        self._renewed_in = 0  # the number of a forward
+        self._is_full = False  # a kind of call has no graphs, because these would take too much memory
+        self._said: tuple[int, Counter[str], bool, int] | None = None
 
     @property
     def reasons(self) -> Counter[str]:
@@ -131,16 +146,23 @@ class CapturedLayers:
         return sum(any(known.graphs.values()) for known in self._of.values())
 
     def news(self) -> str | None:
-        """A line about the layers that run from graphs, where their number or a reason has changed; else None.
+        """A line about the layers that run from graphs, where that or a reason has changed; else None.
 
         To be called after a backward.
         """
-        now = self.captured, self.reasons
-        if now == self._said or not (self.captured or self.reasons):
+        busy_from = int(self.busy_from)
+        is_busy = busy_from < torch.iinfo(torch.int64).max
+        now = self.captured, self.reasons, self._is_full, busy_from
+        if now == self._said or not (self.captured or self.reasons or is_busy):
             return None
         self._said = now
+        full = (
+            f"graphs have the {self._captures.limit / 2**30:.1f} GiB that they may take; batches of other shapes wait"
+        )
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
-        return "; ".join([line, *(f"{count} do not: {reason}" for reason, count in self.reasons.items())]) + "."
+        others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
+        busy = f"batches of {busy_from} tokens or more keep the device busy without"
+        return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if is_busy else [])]) + "."
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -154,6 +176,7 @@ class CapturedLayers:
         self._pass, self._in_pass = ForwardPass(next(self._numbers)), set()
         self._may_keep = not any(each.open for each in self._passes)
         self._passes.add(self._pass)
+        self._renew()
         before = [(layer, {name: vars(layer).get(name) for name in _ATTRIBUTES}) for layer in self._replaced]
         for layer, replaced in self._replaced.items():
             checkpointed = bool(layer.gradient_checkpointing)
@@ -167,6 +190,24 @@ class CapturedLayers:
             for layer, values in before:
                 for name, value in values.items():
                     delattr(layer, name) if value is None else setattr(layer, name, value)
+
+    def _renew(self) -> None:
+        """Drops all graphs where they have taken too much memory, or another model's have.
+
+        They share it, so it comes back with the last one of them. Those that are used are captured anew first.
+        """
+        if self._is_full and self._pass.number - self._renewed_in >= _APART:
+            self._captures.renew()
+        if self._captures.renewals != self._renewals:
+            self._renewals, self._renewed_in, self._is_full = self._captures.renewals, self._pass.number, False
+            for known in self._of.values():
+                known.forget()
+
+    def _taken(self) -> int:
+        """Bytes that graphs take, and what they read and write."""
+        tensors = [*self._gradients.values(), *(held.tensor for held in self._held)]
+        own = sum(each.nbytes for each in tensors) + sum(buffers.nbytes for buffers in self._shared.values())
+        return self._captures.taken + own
 
     def _forward_of(self, name: str, layer: nn.Module) -> Callable:
         """A forward of `layer`, for which transformers calls no checkpoint where there are no gradients."""
@@ -206,6 +247,8 @@ class CapturedLayers:
             return None
         if torch.compiler.is_compiling() or is_watched() or is_reentrant(checkpoint):
             return None
+        if hidden.shape[:-1].numel() >= int(self.busy_from):
+            return None
         arguments = arguments_of(hidden, args[1:], function.keywords)
         if arguments is None:
             known.unserved += 1
@@ -233,6 +276,9 @@ class CapturedLayers:
         keeps: bool,
     ) -> LayerGraphs | None:
         """New graphs of a layer; None, with the obstacle, if it cannot be captured."""
+        self._is_full = self._is_full or self._taken() > self._captures.limit
+        if self._is_full:
+            return None
         (layer,), hidden = function.args, args[0]
         state = LayerState(layer)
         tensors = tensors_of(arguments.leaves)
@@ -261,9 +307,12 @@ class CapturedLayers:
         needs = hidden.requires_grad
         graphs = LayerGraphs(self._captures, run, state, buffers, held, further, needs, keeps, self._pass.number)
         try:
-            graphs.prepare(hidden, [tensor for tensor, _ in tensors], given)
+            graphs.prepare(hidden, [tensor for tensor, _ in tensors], given, self._only_if_faster)
         except NotCaptured as error:
             known.drop(str(error))
+            return None
+        except GainsNothing:
+            self.busy_from.fill_(hidden.shape[:-1].numel())
             return None
         return graphs
 
@@ -285,8 +334,16 @@ class CapturedLayers:
         )
         buffers = self._shared.get(key)
         if buffers is None:
-            buffers = self._shared[key] = Buffers(hidden, parameters)
+            buffers = self._shared[key] = Buffers(hidden, [*map(self._gradient_of, range(len(parameters)), parameters)])
         return buffers
+
+    def _gradient_of(self, place: int, parameter: nn.Parameter) -> torch.Tensor:
+        """What the gradient of a parameter is written to, at whatever kind of call."""
+        key = (place, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+        found = self._gradients.get(key)
+        if found is None:
+            found = self._gradients[key] = torch.empty_like(parameter.data)
+        return found
 
 
 def _plain(function: Callable, *args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,8 +37,8 @@ class CudaGraphsMixin(ActivationMemoryMixin):
             return
         obstacle = _obstacle(self)
         if not obstacle:
-            captures = self._captures()
-            self._graphs, self._others = CapturedLayers(captures), {name: CapturedLayers(captures) for name in _OTHERS}
+            make = functools.partial(CapturedLayers, self._captures(), only_if_faster=wanted is None)
+            self._graphs, self._others = make(), {name: make() for name in _OTHERS}
         elif wanted:
             raise ValueError(f"`cuda_graphs` is true, but {obstacle}. Set it to 'auto' or to false.")
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,15 +47,23 @@ class RecordedCaptures:
     """Captures operators as a CUDA graph captures launches: replayed, each reads and writes where it did.
 
     Graphs that keep something get the memory of those that another forward has captured.
+
+    Args:
+        limit: Bytes that graphs may take.
+        each: Bytes that each takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = 2**40, each: int = 0) -> None:
+        self.limit, self._each = limit, each
+        self.taken = self.renewals = 0
         self.count = 0
+        self.is_busy = False
         self.operators: list[list[str]] = []  # the names of those of each graph
         self._kept: list[tuple[int, _Recorder]] = []
 
     def __call__(self, run: Callable[[], None], keeps: bool = False) -> Callable[[], None]:
         self.count += 1
+        self.taken += self._each
         recorder = _Recorder()
         with recorder:
             run()
@@ -75,8 +83,13 @@ class RecordedCaptures:
 
         return replay
 
-    def tried(self) -> contextlib.AbstractContextManager[Any]:
-        return _NeverWaiting()
+    def renew(self) -> None:
+        self.taken, self.renewals = 0, self.renewals + 1
+
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[Callable[[], bool]]:
+        with _NeverWaiting():
+            yield lambda: self.is_busy
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

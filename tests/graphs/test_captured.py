@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -506,3 +507,91 @@ def test_forwards_without_gradients_have_graphs_of_their_own():
         assert_same(model, other)
     states = [[len(each) for each in known.graphs.values()] for known in captured._of.values()]
     assert states == [[2, 1]] * 3
+
+
+MIB = 2**20
+
+
+def lengths_in_turn(number):
+    """Batches of one length, then of another one alone."""
+    return ids(number, length=5 if number < 6 else 7)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_graphs_that_fill_their_memory_make_room_for_those_that_are_used(checkpointed, monkeypatch):
+    monkeypatch.setattr("liger_trainer.graphs.captured._APART", 16)
+    model = tiny(False, checkpointed)
+    other = copy.deepcopy(model)
+    captures = RecordedCaptures(limit=5 * MIB, each=MIB)
+    captured = CapturedLayers(captures)
+    assert_same_steps(model, other, captured, map(lengths_in_turn, range(6)))
+    assert captured.news() == "cuda_graphs: 3 of 3 layers run from graphs."
+    assert_same_steps(model, other, captured, map(lengths_in_turn, range(6, 15)))
+    assert captures.count == 6
+    line = "3 of 3 layers run from graphs; graphs have the 0.0 GiB that they may take; batches of other shapes wait."
+    assert captured.news() == f"cuda_graphs: {line}"
+    kept = weakref.ref(next(iter(captured._of["model.layers.0"].graphs.values()))[0])
+    assert_same_steps(model, other, captured, map(lengths_in_turn, range(15, 20)))
+    gc.collect()
+    assert kept() is None
+    assert (captures.count, captures.renewals, captured.captured) == (12, 1, 3)
+    assert captures.taken == 6 * MIB
+    assert captured.news() == "cuda_graphs: 3 of 3 layers run from graphs."
+
+
+def test_graphs_of_two_models_make_room_for_each_other(monkeypatch):
+    """They share their memory, so that those of a reference go too."""
+    monkeypatch.setattr("liger_trainer.graphs.captured._APART", 8)
+    model, reference = tiny(), tiny()
+    captures = RecordedCaptures(limit=8 * MIB, each=MIB)
+    captured, of_reference = CapturedLayers(captures), CapturedLayers(captures)
+    for number in range(16):
+        step(model, lengths_in_turn(number), captured)
+        with torch.no_grad(), of_reference.attached(reference):
+            reference(input_ids=ids(number), use_cache=False)
+        assert captures.taken <= 9 * MIB
+        if captures.renewals:
+            break
+    with captured.attached(model):
+        pass
+    assert captures.renewals == 1
+    assert (captured.captured, of_reference.captured) == (0, 0)
+
+
+def test_graphs_count_what_they_read_and_write():
+    model, captures = tiny(), RecordedCaptures(limit=2**12)
+    captured = CapturedLayers(captures)
+    for number in range(12):
+        step(model, ids(number, length=5 + number % 2), captured)
+    assert captures.count == 2  # of the first layer
+    assert captured._is_full
+
+
+def test_gradients_of_parameters_have_one_buffer_for_all_lengths():
+    model, captured = tiny(), CapturedLayers(RecordedCaptures())
+    for number in range(6):
+        step(model, ids(number, length=5 + number % 2), captured)
+    kinds = [graphs for known in captured._of.values() for (graphs,) in known.graphs.values()]
+    assert len(kinds) == 6
+    assert len({id(gradient) for graphs in kinds for gradient in graphs.buffers.parameter_gradients}) == 9
+
+
+@pytest.mark.parametrize("only_if_faster", [False, True])
+def test_calls_that_keep_the_device_busy_run_without(only_if_faster):
+    model = tiny()
+    other = copy.deepcopy(model)
+    captures = RecordedCaptures()
+    captured = CapturedLayers(captures, only_if_faster)
+    assert_same_steps(model, other, captured, (ids(number) for number in range(4)))
+    assert captured.captured == 3
+    captures.is_busy = True  # with longer batches
+    assert_same_steps(model, other, captured, (ids(number, length=9) for number in range(4)))
+    kinds = {len(known.graphs) for known in captured._of.values()}
+    assert kinds == ({1} if only_if_faster else {2})
+    captures.is_busy = False
+    assert_same_steps(model, other, captured, (ids(number, length=10) for number in range(4)))  # is longer still
+    assert_same_steps(model, other, captured, (ids(number, length=8) for number in range(4)))
+    kinds = {len(known.graphs) for known in captured._of.values()}
+    assert kinds == ({2} if only_if_faster else {4})
+    busy = "batches of 18 tokens or more keep the device busy without"
+    assert (busy in captured.news()) == only_if_faster

@@ -64,8 +64,13 @@ def test_gemmas_whose_last_layers_share_keys(name, kind, lora, checkpointed, mon
         ids = given.pop("input_ids")
         return each(input_ids=(ids + number * (ids > 1)) % 128, use_cache=False, **given).loss
 
+    def run_twice(each, number):
+        """Rows of which another order comes before the backward. A router of Gemma 3n is used twice in each layer: of
+        two forwards, autograd adds up its gradients one by one, and graphs those of a layer first."""
+        return run(each, number) - 0.3 * run(each, number + 1)
+
     captured = CapturedLayers(RecordedCaptures())
-    both(model, captured, run)
+    both(model, captured, run_twice if (name, kind) == ("E2B", "right-padded") else run)
     assert captured.captured == 6, captured.reasons
     assert not captured.reasons
 
