@@ -983,6 +983,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "packed/test_loading::test_other_models_load_as_always"),
         ("stacks with outputs first are multiplied as the module declares them", "ExpertsFormula._sum",
          r" and not packed_stacks\(experts\)", "", "packed/test_adapters::test_experts", "mxfp4"),
+        ("PEFT takes packed experts apart", "PackedExperts.__delattr__", r"if name in self\._packed:", "if False:",
+         "packed/test_adapters::test_peft_alone_says_what_to_do_and_leaves_the_model_whole"),
         ("packed experts multiply by placeholders", "_read", r"= stack\.decoded\(\)", "= stack.placeholder()",
          "packed/test_loading::test_experts_stay_packed"),
         ("a base without adapters stays packed", "keeps_packed", r"adapted and not", "not",
