@@ -87,7 +87,7 @@ def test_every_process_draws_the_same_weights():
             [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True,
             check=True, cwd=Path(__file__).parents[2],
         ).stdout
-        for seed in "123"
+        for seed in "12"
     }  # fmt: skip
     assert len(said) == 1
 
