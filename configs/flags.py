@@ -226,6 +226,7 @@ class KernelFlags:
             with warnings_of_the_caller(), optim_of_transformers(self):
                 _start_group_of_cpus(self)
                 parent.__post_init__()
+            _check_device_of_graphs(self)
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""
@@ -334,6 +335,15 @@ def packed_base_of(args: Any) -> bool | None:
 def cuda_graphs_of(args: Any) -> bool | None:
     """Whether layers run from CUDA graphs; None for ``"auto"``, and False for Hugging Face's own arguments."""
     return _switch("cuda_graphs", getattr(args, "cuda_graphs", False))
+
+
+def _check_device_of_graphs(args: Any) -> None:
+    """Refuses `cuda_graphs` where nothing can run from graphs, before a model is loaded."""
+    if cuda_graphs_of(args) and args.device.type != "cuda":
+        raise ValueError(
+            f"`cuda_graphs` is true, but training is on {args.device.type}, which has no CUDA graphs. Set it to 'auto' "
+            "or to false."
+        )
 
 
 def _switch(name: str, given: Any) -> bool | None:
