@@ -99,8 +99,8 @@ class KernelFlags:
             computing them again: bytes, a string such as `"20GiB"`, or `"auto"` for what the GPU has left. `0` keeps
             none, as does the default. Loss and gradients keep their bits.
         cuda_graphs (`str` or `bool`, *optional*, defaults to `"auto"`):
-            Whether decoder layers run from CUDA graphs in training. `"auto"` uses them where that is possible, and where
-            a step is too short for the host; `True` wherever it is possible, and is an error elsewhere.
+            Whether decoder layers run from CUDA graphs in training. `"auto"` uses them where that is possible and a
+            step is too short for the host; `True` wherever it is possible, and is an error elsewhere.
         optim (`str`, *optional*, defaults to `"adamw_torch_fused"`):
             The optimizer: `"liger_adamw"` for [`LigerAdamW`], which trains weights in bf16 as fp32 weights, or one of
             transformers' `OptimizerNames`. With `"liger_adamw"`, `optim_args` may set its `states`, `master` and `seed`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -149,7 +150,9 @@ class CudaCaptures:
             return begin.elapsed_time(end) > _BUSY * 1e3 * launching
 
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode is called a prototype; a capture says what it does not see
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with self.beside():
                 begin.record()

@@ -176,14 +176,15 @@ class LayerGraphs:
         read = [self.buffers.hidden, *(held.tensor for held in self._held)]
         versions = [each._version for each in read]
         before = self._captures.random_state()
-        try:
-            with self._captures.tried() as was_busy:
-                expected, added = given(self.buffers.hidden, {})
-        except RuntimeError as error:
-            raise _not_captured(error) from error
-        self._draws = not torch.equal(self._captures.random_state(), before)
-        if self._draws:
-            self._captures.set_random_state(before)  # for the call itself
+        for _ in range(2 if only_if_faster else 1):  # the first one allocates, for which the host takes longer
+            try:
+                with self._captures.tried() as was_busy:
+                    expected, added = given(self.buffers.hidden, {})
+            except RuntimeError as error:
+                raise _not_captured(error) from error
+            self._draws = not torch.equal(self._captures.random_state(), before)
+            if self._draws:
+                self._captures.set_random_state(before)  # for the call itself
         if versions != [each._version for each in read]:
             for held in self._held:
                 held.forget()

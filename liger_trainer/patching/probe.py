@@ -43,6 +43,7 @@ HOOKS = (
 # Attributes that say nothing of what a module computes.
 _OF_EVERY_MODULE = {*nn.Module().__dict__, "forward", "_is_hf_initialized"}
 _PLAIN = (bool, int, float, str, type(None))
+_THREADS = 4
 
 _Result = TypeVar("_Result")
 
@@ -142,13 +143,28 @@ class Probe:
 
 
 @contextlib.contextmanager
+def few_threads() -> Iterator[None]:
+    """In the context, torch's operators on the CPU run in four threads at most.
+
+    The tensors of a proof are small, and the many threads of a large machine would wait for each other.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, _THREADS))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def neutral(device: torch.device) -> Iterator[None]:
-    """The state of a fresh process, whatever the caller's: device, dtype, modes, float32 products as such.
+    """The state of a fresh process, whatever the caller's: device, dtype, modes, float32 products as such; few threads.
 
     Nothing that is drawn inside changes what the caller draws next.
     """
     dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(few_threads())
         for kind in {"cpu", device.type}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.inference_mode(False))

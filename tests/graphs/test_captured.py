@@ -595,3 +595,22 @@ def test_calls_that_keep_the_device_busy_run_without(only_if_faster):
     assert kinds == ({2} if only_if_faster else {4})
     busy = "batches of 18 tokens or more keep the device busy without"
     assert (busy in captured.news()) == only_if_faster
+
+
+def test_the_first_trial_is_not_timed():
+    """It allocates, so the host takes longer than the device."""
+
+    class Allocating(RecordedCaptures):
+        trials = 0
+
+        @contextlib.contextmanager
+        def tried(self):
+            self.trials += 1
+            with super().tried():
+                yield lambda: self.trials > 1
+
+    model = tiny(lora=True)
+    captured = CapturedLayers(Allocating(), only_if_faster=True)
+    assert_same_steps(model, copy.deepcopy(model), captured, map(ids, range(4)))
+    assert captured.captured == 0
+    assert int(captured.busy_from) == 14

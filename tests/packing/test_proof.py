@@ -27,6 +27,7 @@ from liger_trainer.packing.packed_row import PackedRow
 from liger_trainer.packing.proof import TOLERANCE, prove_packing, small_config
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import unbind_forward
+from liger_trainer.patching.probe import Probe
 from liger_trainer.patching.recurrent import proof as proof_of_mixers
 from liger_trainer.patching.trial import Agreement, Trial
 from liger_trainer.recipe.model import published_config
@@ -34,7 +35,7 @@ from liger_trainer.trainers.choose_packing import choose_packing
 from tests.attention.families import TAKEN, build
 from tests.kernels.document_places import places
 from tests.patching.comparisons import LAYERS
-from tests.tiny_models import COMMON
+from tests.tiny_models import COMMON, TINY_MODELS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -378,3 +379,23 @@ def test_a_gradient_that_cancels_is_drawn_again(errors, calls):
 
     assert proof._proved(model, compared).equal == (errors[-1] <= TOLERANCE)
     assert len(errors) - len([*left]) == calls
+
+
+def test_a_proof_runs_in_few_threads(monkeypatch):
+    """Many threads of a large machine wait for each other, where tensors are small."""
+    seen, before = [], torch.get_num_threads()
+    compared = proof._compared_tokens
+    monkeypatch.setattr(
+        proof, "_compared_tokens", lambda model: seen.append(torch.get_num_threads()) or compared(model)
+    )
+    torch.set_num_threads(6)
+    try:
+        model = TINY_MODELS["llama"]()
+        apply_liger_kernel(model)
+        assert proof.prove_packing(model).equal
+        with Probe(torch.device("cpu")).isolated():
+            seen.append(torch.get_num_threads())
+        assert seen == [4, 4]
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(before)
