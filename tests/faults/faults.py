@@ -1204,7 +1204,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("graphs keep what their layer was given when they were captured", "fixed", r"store\.clear\(\)", "pass",
          "graphs/test_shared_states::test_what_a_graph_was_given_is_not_kept"),
         ("graphs have the mask of the rows that they were captured with", "nested", r"leaves = \[sliced.*", "pass",
-         "graphs/test_shared_states::test_gemmas_whose_last_layers_share_keys", "E2B and right-padded"),
+         "graphs/test_shared_states::test_gemmas_whose_last_layers_share_keys", "E2B and left-padded"),
         ("graphs take any memory", "CapturedLayers._made", r"self\._taken\(\) > self\._captures\.limit", "False",
          "graphs/test_captured::test_graphs_that_fill_their_memory_make_room_for_those_that_are_used"),
         ("graphs that fill their memory keep it", "CapturedLayers._renew", r"self\._captures\.renew\(\)", "pass",
