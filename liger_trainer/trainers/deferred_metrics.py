@@ -19,8 +19,8 @@ _MOST = 256  # micro-batches whose numbers wait to be read, each in a block of t
 class DeferredNumber(torch.Tensor):
     """A number on the device, 0-d, which code that wants a Python number takes as one.
 
-    What that code divides by, or compares with 0, is a count: it is said to be above 0 without a look at it, and what is
-    divided by a count of 0 is 0, as in the code that looks.
+    What that code divides by, or compares with 0, is a count: it is said to be above 0 without a look at it, and a
+    number divided by a count of 0 is 0, as in the code that looks.
     """
 
     def item(self) -> Any:
