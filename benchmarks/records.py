@@ -37,6 +37,9 @@ UNSHARED = "liger_trainer unshared"
 FP8_BASE = "liger_trainer fp8 base"
 """The provider that stores the base of adapters in fp8."""
 
+PACKED_BASES = ("fp8_blocks", "fp8_rows", "mxfp4", "int4")
+"""Published formats in which a base of adapters stays packed."""
+
 OPTIMIZER_STEP = "adamw"
 """The operation of the records of `optimizer_step`."""
 
@@ -152,7 +155,7 @@ class Work:
     lora: int = 0  # rank of adapters on all linear layers; 0 to train all weights
     gpus: int = 1  # processes, one per GPU
     accelerate_config: str = ""  # file for `accelerate launch`, in a record its name; empty for one process without it
-    quantize: str = ""  # "nf4" for a base that bitsandbytes has quantised, doubly; empty for bf16
+    quantize: str = ""  # "nf4" for a base that bitsandbytes has quantised, doubly, or one of `PACKED_BASES`; else bf16
     documents: int = 0  # tokens of each document packed into the rows; 0 for rows of one document
     padding: float = 0.0  # share of a step's tokens that is padding, on the right, which do not count; 0 for none
     labelled: float = 1.0  # share of each document's tokens, the last ones, that has a label

@@ -171,7 +171,7 @@ def causal_lm(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     if setup.lora is not None:
         with torch.device(model.device):  # random values for the many adapters of experts take long on a CPU
             model = get_peft_model(model, setup.lora)
-    if ours and setup.task.quantize and MODELS[setup.task.model].experts:  # nobody else trains adapters on them
+    if ours and setup.task.quantize == "nf4" and MODELS[setup.task.model].experts:  # where only ours trains adapters
         quantize_experts(model, setup.task.quantize)
     return trainer(model, config(**settings), train_dataset=setup.dataset, callbacks=setup.callbacks)
 

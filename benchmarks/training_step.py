@@ -29,7 +29,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from liger_trainer.benchmarks.device import Device
 from liger_trainer.benchmarks.models import MODELS, model_config
-from liger_trainer.benchmarks.records import DEFAULT_OPTIM
+from liger_trainer.benchmarks.packed_base import pack_randomly
+from liger_trainer.benchmarks.records import DEFAULT_OPTIM, PACKED_BASES
 from liger_trainer.benchmarks.registry import BenchmarkError, load_provider_file
 from liger_trainer.benchmarks.training import Task
 from liger_trainer.benchmarks.training_providers import Setup, find_training_provider
@@ -142,16 +143,9 @@ def run(task: Task, provider: str) -> dict[str, Any]:
     if device.type != "cpu" and task.accelerate_config:
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device)
-    with torch.device(device):
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-        config = model_config(MODELS[task.model], task.layers)
-        kind: Any = AutoModelForCausalLM
-        if task.trainer == "reward":
-            kind, config.num_labels = AutoModelForSequenceClassification, 1
-        model = kind.from_config(config, dtype=getattr(torch, task.dtype))
-    if task.quantize:
-        model = quantise(model, task.quantize, compress_statistics=True)
+    elif device.type != "cpu" and device.index is None:  # where the Trainer finds the model of `from_pretrained`
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    model = _model(task, device)
     # The formula counts neither a frozen model nor a reference model.
     flops = flops_per_token(model) if task.trainer in ("causal_lm", "sft") and not task.lora else None
     steps = Steps(device, task.warmup)
@@ -176,6 +170,22 @@ def run(task: Task, provider: str) -> dict[str, Any]:
         "losses": [round(entry["loss"], 4) for entry in logged if "loss" in entry],
         "kept_gibibytes": kept[-1] if kept else None,
     }
+
+
+def _model(task: Task, device: torch.device) -> Any:
+    """The task's model with random weights, quantised if the task has it so."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config, dtype = model_config(MODELS[task.model], task.layers), getattr(torch, task.dtype)
+    kind: Any = AutoModelForCausalLM
+    if task.trainer == "reward":
+        kind, config.num_labels = AutoModelForSequenceClassification, 1
+    packed = task.quantize in PACKED_BASES
+    with torch.device("meta") if packed else device:
+        model = kind.from_config(config, dtype=dtype)
+    if packed:
+        return pack_randomly(task.model, task.quantize, model, device)
+    return quantise(model, task.quantize, compress_statistics=True) if task.quantize else model
 
 
 def training_arguments(task: Task, device: torch.device, folder: str) -> dict[str, Any]:

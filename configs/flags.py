@@ -98,9 +98,9 @@ class KernelFlags:
             With gradient checkpointing, memory for results that the layers keep for the backward pass instead of
             computing them again: bytes, a string such as `"20GiB"`, or `"auto"` for what the GPU has left. `0` keeps
             none, as does the default. Loss and gradients keep their bits.
-        cuda_graphs (`str` or `bool`, *optional*, defaults to `"false"`):
-            Whether decoder layers run from CUDA graphs in training, where a step is too short for the host. Loss and
-            gradients keep their bits. `"auto"` uses them where that is possible, and `True` is an error elsewhere.
+        cuda_graphs (`str` or `bool`, *optional*, defaults to `"auto"`):
+            Whether decoder layers run from CUDA graphs in training. `"auto"` uses them where that is possible, and where
+            a step is too short for the host; `True` wherever it is possible, and is an error elsewhere.
         optim (`str`, *optional*, defaults to `"adamw_torch_fused"`):
             The optimizer: `"liger_adamw"` for [`LigerAdamW`], which trains weights in bf16 as fp32 weights, or one of
             transformers' `OptimizerNames`. With `"liger_adamw"`, `optim_args` may set its `states`, `master` and `seed`
@@ -184,7 +184,7 @@ class KernelFlags:
         },
     )
     cuda_graphs: Switch = field(
-        default="false",
+        default="auto",
         metadata={
             "help": "Whether decoder layers run from CUDA graphs in training: 'true', 'false', or 'auto' for wherever "
             "that is possible."
@@ -226,6 +226,7 @@ class KernelFlags:
             with warnings_of_the_caller(), optim_of_transformers(self):
                 _start_group_of_cpus(self)
                 parent.__post_init__()
+            _check_device_of_graphs(self)
 
     def kernel_config(self) -> KernelConfig:
         """The validated [`KernelConfig`]; `logits_memory` inside `liger_kernel_config` wins over the field."""
@@ -334,6 +335,15 @@ def packed_base_of(args: Any) -> bool | None:
 def cuda_graphs_of(args: Any) -> bool | None:
     """Whether layers run from CUDA graphs; None for ``"auto"``, and False for Hugging Face's own arguments."""
     return _switch("cuda_graphs", getattr(args, "cuda_graphs", False))
+
+
+def _check_device_of_graphs(args: Any) -> None:
+    """Refuses `cuda_graphs` where nothing can run from graphs, before a model is loaded."""
+    if cuda_graphs_of(args) and args.device.type != "cuda":
+        raise ValueError(
+            f"`cuda_graphs` is true, but training is on {args.device.type}, which has no CUDA graphs. Set it to 'auto' "
+            "or to false."
+        )
 
 
 def _switch(name: str, given: Any) -> bool | None:

@@ -132,7 +132,7 @@ def _check_places(length: list[int], first: list[int], parent: list[int], tokens
         raise ValueError(f"`parents` must be numbers of the {len(parent)} documents, or -1 for none.")
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # without a bound: a CUDA graph goes on to read the tables that it was captured with
 def _rows(batch: int, length: int, device: torch.device) -> Documents:
     return documents_of([length] * batch, device=device)
 

@@ -260,7 +260,7 @@ OPERATORS: dict[str, Operator] = {
         "delta_rule",
     ),
     "state_space": Operator(
-        lambda x, dt, A, B, C, D: ops.state_space(x, dt, -A.square(), B, C, D=D),
+        lambda x, dt, A, B, C, D: ops.state_space(x, dt, -(A * A), B, C, D=D),
         (leaf(1, 5, 2, 16), leaf(1, 5, 2), leaf(2), leaf(1, 5, 1, 16), leaf(1, 5, 1, 16), leaf(2)),
         "state_space",
     ),

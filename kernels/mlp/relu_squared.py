@@ -121,7 +121,10 @@ def relu_squared(x: torch.Tensor, *, inplace_backward: bool = False) -> torch.Te
     """
     if inplace_backward and is_expanded(x):
         raise ValueError("`inplace_backward=True` writes a gradient over `x`, but it is expanded.")
-    return _relu_squared(x, inplace_backward) if use_triton(x) else F.relu(x).square()
+    if use_triton(x):
+        return _relu_squared(x, inplace_backward)
+    positive = F.relu(x)
+    return positive * positive  # of `square`, autocast would return fp32
 
 
 relu_squared_reference = reference_of(relu_squared, "use_triton")

@@ -19,6 +19,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE, MODULE_CONTENTS
 from liger_trainer.kernels.attention.plan import FILLED_BOUNDS, AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies
+from liger_trainer.kernels.documents import Documents
 
 tree_flatten, tree_unflatten, dispatch_modes, function_modes, saved_hooks = require(CALLS_OF_LAYERS)
 require(CHANGED_IN_PLACE)
@@ -45,7 +46,7 @@ class Longest(NamedTuple):
 
 _OF_DOCUMENTS = {"cu_seq_lens_q": Offsets, "cu_seq_lens_k": Offsets, "max_length_q": Longest, "max_length_k": Longest}
 """Arguments of layers of which a graph takes other values."""
-_LEAVES = (AttentionPlan, Offsets, Longest, list, dict, deque)
+_LEAVES = (AttentionPlan, Documents, Offsets, Longest, list, dict, deque)
 """What is looked at as a whole. A layer may write to a container, and a graph would not."""
 
 _METHODS = (
@@ -56,6 +57,22 @@ _METHODS = (
 Store = MutableMapping[str | int, Any]
 """A dict that a layer is given, such as for keys that layers share: what is in it is given like other arguments, and
 what the layer adds is returned like the hidden states."""
+
+
+class Room(NamedTuple):
+    """How large the copy of a tensor is that graphs read, so that they serve tensors with fewer rows.
+
+    Attributes:
+        rows: The rows of the copy.
+        filling: A row behind those of the tensor; None for its last one again.
+    """
+
+    rows: int
+    filling: tuple[int, ...] | None = None
+
+
+_NO_DOCUMENT, _NO_CHUNK = (0, 0, -1, 0, 0, 0), (0, 0, 0)
+"""Rows of the tables of `Documents`: no tokens, no parent, no children."""
 
 
 class Arguments(NamedTuple):
@@ -110,11 +127,14 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
                 return None
             key.append((type(leaf), getattr(leaf, "rows", None), leaf.window, leaf.whole_rows))
             key += [_longest(leaf.longest, hidden), _longest_keys(leaf)]
-            key += [capacity or each.shape for each, capacity in _tensors_of_plan(leaf)]
+            key += [room or each.shape for each, room in _tensors_of_plan(leaf)]
+        elif type(leaf) is Documents:
+            key.append((_roots(leaf), leaf.padding, leaf.tokens))
+            key += [room or each.shape for each, room in _tensors_of_documents(leaf)]
         elif type(leaf) is Offsets:
             if leaf.starts.is_inference() or leaf.starts.device != hidden.device:
                 return None
-            key.append((_capacity(leaf.starts), leaf.starts.dtype))
+            key.append((_room_of(leaf.starts), leaf.starts.dtype))
         elif type(leaf) is Longest:
             key.append(_longest(leaf.tokens, hidden))
         elif type(leaf) is torch.Tensor:
@@ -164,9 +184,9 @@ def _marked(name: str, value: Any) -> Any:
     return Longest(value) if kind is Longest and type(value) is int else value
 
 
-def _capacity(offsets: torch.Tensor) -> int:
-    """How many offsets a graph has: those of a row, and of empty documents at the end."""
-    return offsets.numel() + -offsets.numel() % FILLED_BOUNDS
+def _room_of(table: torch.Tensor, filling: tuple[int, ...] | None = None) -> Room:
+    """Room for the documents of a row and some empty ones; None for that of offsets, which repeat their last one."""
+    return Room(len(table) + -len(table) % FILLED_BOUNDS, filling)
 
 
 def _longest(tokens: int, hidden: torch.Tensor) -> int:
@@ -178,14 +198,30 @@ def _longest_keys(plan: AttentionPlan) -> int:
     return 0 if plan.keys is None else 1 << (plan.keys.longest - 1).bit_length()
 
 
-def _tensors_of_plan(plan: AttentionPlan) -> list[tuple[torch.Tensor, int | None]]:
-    """The tensors of a plan, and the elements of the copies that graphs have; None for as many."""
+def _tensors_of_plan(plan: AttentionPlan) -> list[tuple[torch.Tensor, Room | None]]:
+    """The tensors of a plan, and the room of the copies that graphs have; None for as many rows."""
     if plan.keys is None:
-        return [] if plan.offsets is None else [(plan.offsets, _capacity(plan.offsets))]
+        return [] if plan.offsets is None else [(plan.offsets, _room_of(plan.offsets))]
     # No document that has keys may be empty, so a graph holds for rows of as many documents.
     assert plan.offsets is not None
     assert plan.keys.copies is not None
     return [(each, None) for each in (plan.offsets, plan.keys.offsets, *plan.keys.copies)]
+
+
+def _tensors_of_documents(documents: Documents) -> list[tuple[torch.Tensor, Room | None]]:
+    """The same of the documents of layers with a state; none comes between those with a parent and those without."""
+    if documents.spans is None or documents.chunks is None:
+        return []
+    forked = documents.roots < len(documents.spans)
+    room = None if forked else _room_of(documents.spans, _NO_DOCUMENT)
+    return [(documents.spans, room), (documents.chunks, _room_of(documents.chunks, _NO_CHUNK))]
+
+
+def _roots(documents: Documents) -> int:
+    """How many documents have no parent, with the empty ones of a graph."""
+    tables = _tensors_of_documents(documents)
+    room = tables[0][1] if tables else None
+    return documents.roots if room is None else room.rows
 
 
 class Held:
@@ -194,12 +230,14 @@ class Held:
     Layers that are given the same tensor share one copy.
 
     Args:
-        source: The tensor. Offsets of documents are filled up to `capacity` by empty documents.
-        capacity: The elements of the copy; None for those of `source`.
+        source: The tensor.
+        room: What the copy has beside its rows; None for nothing.
     """
 
-    def __init__(self, source: torch.Tensor, capacity: int | None = None) -> None:
-        self.tensor = torch.empty_like(source) if capacity is None else source.new_empty(capacity)
+    def __init__(self, source: torch.Tensor, room: Room | None = None) -> None:
+        self.room = room
+        self.tensor = torch.empty_like(source) if room is None else source.new_empty(room.rows, *source.shape[1:])
+        self._filling = None if room is None or room.filling is None else source.new_tensor(room.filling)
         self._source: weakref.ref[torch.Tensor] | None = None
         self._version = 0
         self.hold(source)
@@ -210,12 +248,12 @@ class Held:
         if self.holds(source):
             return
         tensor = self.tensor.data  # autograd need not know that what a graph reads is another tensor's
-        count = source.numel() if tensor.shape != source.shape else None
-        if count is None:
+        if tensor.shape == source.shape:
             tensor.copy_(source)
         else:
-            tensor[:count].copy_(source)
-            tensor[count:].copy_(source[-1:].expand(tensor.numel() - count))
+            rest = tensor[len(source) :]
+            tensor[: len(source)].copy_(source)
+            rest.copy_((source[-1:] if self._filling is None else self._filling).expand_as(rest))
         self._source, self._version = weakref.ref(source), source._version
 
     def forget(self) -> None:
@@ -227,14 +265,16 @@ class Held:
         return self._source is not None and self._source() is source and self._version == source._version
 
 
-def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int | None]]:
-    """The tensors among the leaves, those of plans too, each with the elements that its copy needs or None."""
-    found: list[tuple[torch.Tensor, int | None]] = []
+def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Room | None]]:
+    """The tensors among the leaves, those of plans and documents too, each with the room of its copy or None."""
+    found: list[tuple[torch.Tensor, Room | None]] = []
     for leaf in leaves:
         if isinstance(leaf, AttentionPlan):
             found += _tensors_of_plan(leaf)
+        elif type(leaf) is Documents:
+            found += _tensors_of_documents(leaf)
         elif type(leaf) is Offsets:
-            found.append((leaf.starts, _capacity(leaf.starts)))
+            found.append((leaf.starts, _room_of(leaf.starts)))
         elif isinstance(leaf, torch.Tensor):
             found.append((leaf, None))
     return found
@@ -265,6 +305,9 @@ def fixed(arguments: Arguments, tensors: Sequence[torch.Tensor], hidden: torch.T
             longest = _longest(leaf.longest, hidden) if filled else leaf.longest
             plan = AttentionPlan(*leaf)._replace(offsets=offsets, longest=longest, keys=keys)
             leaves.append(sliced(plan, *leaf.rows) if isinstance(leaf, SlicedPlan) else plan)
+        elif isinstance(leaf, Documents) and leaf.spans is not None:
+            spans, chunks = (next(copies) for _ in range(2))
+            leaves.append(leaf._replace(spans=spans, chunks=chunks, roots=_roots(leaf) if filled else leaf.roots))
         else:
             leaves.append(leaf)
     store = copy.copy(arguments.store)

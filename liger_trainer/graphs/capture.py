@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -15,6 +16,9 @@ from liger_trainer.compat.torch import FAILED_CAPTURES
 (end_allocations,) = require(FAILED_CAPTURES)
 
 _SHARE = 4  # of the device's memory, a part for graphs. A step that keeps more in its layers does not wait for Python
+# How many times as long as the host the device takes, at least, where it is the one that is waited for: otherwise it
+# has run a launch before the next one comes, and takes as long as the host.
+_BUSY = 1.2
 
 Run = Callable[[], None]
 """Reads and writes tensors that stay where they are, and returns nothing."""
@@ -42,10 +46,11 @@ class Captures(Protocol):
     def renew(self) -> None:
         """Gives memory back: that of a graph once it is dropped, with all others that were captured before."""
 
-    def tried(self) -> contextlib.AbstractContextManager[None]:
+    def tried(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         """Where `run` is called once before: what it allocates for good, such as workspaces, is then in no graph.
 
-        If the host waits for the device there, the context raises a RuntimeError.
+        If the host waits for the device there, the context raises a RuntimeError. It yields what says afterwards
+        whether the device was busy for longer than the host launched, so that a graph would gain nothing.
         """
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
@@ -131,16 +136,27 @@ class CudaCaptures:
             self.taken += max(0, torch.cuda.memory_reserved(self._device) - before)
 
     @contextlib.contextmanager
-    def tried(self) -> Iterator[None]:
+    def tried(self) -> Iterator[Callable[[], bool]]:
         """`beside`, where waiting for the device is an error.
 
         A capture says so too, but afterwards torch has to be mended.
         """
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        launching = 0.0
+
+        def was_busy() -> bool:
+            end.synchronize()
+            return begin.elapsed_time(end) > _BUSY * 1e3 * launching
+
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
             with self.beside():
-                yield
+                begin.record()
+                started = time.perf_counter()
+                yield was_busy
+                launching = time.perf_counter() - started
+                end.record()
         finally:
             torch.cuda.set_sync_debug_mode(before)
 

@@ -13,9 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.graphs.calls import Arguments, Held, LayerState, arguments_of, fixed, is_watched, nested, tensors_of
+from liger_trainer.graphs.calls import (
+    Arguments,
+    Held,
+    LayerState,
+    Room,
+    arguments_of,
+    fixed,
+    is_watched,
+    nested,
+    tensors_of,
+)
 from liger_trainer.graphs.capture import Captures
-from liger_trainer.graphs.layers import Buffers, ForwardPass, Layer, LayerGraphs, NotCaptured
+from liger_trainer.graphs.layers import Buffers, ForwardPass, GainsNothing, Layer, LayerGraphs, NotCaptured
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
 
 _CHECKPOINTED = "gradient_checkpointing"
@@ -99,10 +109,15 @@ class CapturedLayers:
 
     Args:
         captures: Captures launches.
+        only_if_faster: Whether calls that keep the device busy run without, which gain nothing.
+
+    Attributes:
+        busy_from: The fewest tokens of such a call, int64 (1,). Processes that collate batches share its memory.
     """
 
-    def __init__(self, captures: Captures) -> None:
-        self._captures = captures
+    def __init__(self, captures: Captures, only_if_faster: bool = False) -> None:
+        self._captures, self._only_if_faster = captures, only_if_faster
+        self.busy_from = torch.full((1,), torch.iinfo(torch.int64).max).share_memory_()
         self._model: weakref.ref[nn.Module] | None = None
         self._replaced: dict[nn.Module, Replaced] = {}
         self._without_gradients: dict[nn.Module, Callable] = {}
@@ -118,7 +133,7 @@ class CapturedLayers:
         self._renewals = captures.renewals
         self._renewed_in = 0  # the number of a forward
         self._is_full = False  # a kind of call has no graphs, because these would take too much memory
-        self._said: tuple[int, Counter[str], bool] | None = None
+        self._said: tuple[int, Counter[str], bool, int] | None = None
 
     @property
     def reasons(self) -> Counter[str]:
@@ -135,8 +150,10 @@ class CapturedLayers:
 
         To be called after a backward.
         """
-        now = self.captured, self.reasons, self._is_full
-        if now == self._said or not (self.captured or self.reasons):
+        busy_from = int(self.busy_from)
+        is_busy = busy_from < torch.iinfo(torch.int64).max
+        now = self.captured, self.reasons, self._is_full, busy_from
+        if now == self._said or not (self.captured or self.reasons or is_busy):
             return None
         self._said = now
         full = (
@@ -144,7 +161,8 @@ class CapturedLayers:
         )
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
         others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
-        return "; ".join([line, *others, *([full] if self._is_full else [])]) + "."
+        busy = f"batches of {busy_from} tokens or more keep the device busy without"
+        return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if is_busy else [])]) + "."
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -229,6 +247,8 @@ class CapturedLayers:
             return None
         if torch.compiler.is_compiling() or is_watched() or is_reentrant(checkpoint):
             return None
+        if hidden.shape[:-1].numel() >= int(self.busy_from):
+            return None
         arguments = arguments_of(hidden, args[1:], function.keywords)
         if arguments is None:
             known.unserved += 1
@@ -275,10 +295,10 @@ class CapturedLayers:
                 each.forget_kept()
             self._may_keep = False
             return None
-        held = [self._copy_of(tensor, capacity) for tensor, capacity in tensors]
+        held = [self._copy_of(tensor, room) for tensor, room in tensors]
         copies = [each.tensor for each in held]
         # The layer runs once more for the call itself, so it gets the copies, but for documents as they are.
-        as_given = [tensor if capacity else each for (tensor, capacity), each in zip(tensors, copies)]
+        as_given = [tensor if room else each for (tensor, room), each in zip(tensors, copies)]
         run, given = (
             _under_autocast(hidden.device.type, functools.partial(_called, function.func, layer, each))
             for each in (fixed(arguments, copies, hidden, True), fixed(arguments, as_given, hidden, False))
@@ -287,18 +307,20 @@ class CapturedLayers:
         needs = hidden.requires_grad
         graphs = LayerGraphs(self._captures, run, state, buffers, held, further, needs, keeps, self._pass.number)
         try:
-            graphs.prepare(hidden, [tensor for tensor, _ in tensors], given)
+            graphs.prepare(hidden, [tensor for tensor, _ in tensors], given, self._only_if_faster)
         except NotCaptured as error:
             known.drop(str(error))
             return None
+        except GainsNothing:
+            self.busy_from.fill_(hidden.shape[:-1].numel())
+            return None
         return graphs
 
-    def _copy_of(self, source: torch.Tensor, capacity: int | None) -> Held:
-        shape = source.shape if capacity is None else (capacity,)
+    def _copy_of(self, source: torch.Tensor, room: Room | None) -> Held:
         for held in self._held:
-            if held.holds(source) and held.tensor.shape == shape:
+            if held.holds(source) and held.room == room:
                 return held
-        held = Held(source, capacity)
+        held = Held(source, room)
         self._held.add(held)
         return held
 

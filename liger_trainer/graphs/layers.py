@@ -47,6 +47,10 @@ class NotCaptured(Exception):
     """A layer cannot be captured, or its graph has other results; says why."""
 
 
+class GainsNothing(Exception):
+    """A layer keeps the device busy without a graph."""
+
+
 class Buffers:
     """What all layers of one shape read and write: their input, their result, and the gradients.
 
@@ -153,23 +157,27 @@ class LayerGraphs:
         return tree_unflatten([*results], self.spec)
 
     @torch.no_grad()
-    def prepare(self, hidden: torch.Tensor, sources: Sequence[torch.Tensor], given: Layer) -> None:
+    def prepare(
+        self, hidden: torch.Tensor, sources: Sequence[torch.Tensor], given: Layer, only_if_faster: bool
+    ) -> None:
         """Captures the forward, and compares its results with the layer's.
 
         Args:
             hidden: The hidden states of a call, (B, S, H).
             sources: Its other tensors.
             given: The layer with the documents as they were given, and copies of other tensors.
+            only_if_faster: Whether there is to be no graph where the device is busy without.
 
         Raises:
             NotCaptured: if it cannot be captured, or has another result.
+            GainsNothing: if the device is busy without.
         """
         self._take(hidden, sources)
         read = [self.buffers.hidden, *(held.tensor for held in self._held)]
         versions = [each._version for each in read]
         before = self._captures.random_state()
         try:
-            with self._captures.tried():
+            with self._captures.tried() as was_busy:
                 expected, added = given(self.buffers.hidden, {})
         except RuntimeError as error:
             raise _not_captured(error) from error
@@ -180,6 +188,8 @@ class LayerGraphs:
             for held in self._held:
                 held.forget()
             raise NotCaptured("it changes a tensor that it is given")
+        if only_if_faster and was_busy():
+            raise GainsNothing
         if not isinstance(expected, torch.Tensor) or (expected.shape, expected.dtype) != (hidden.shape, hidden.dtype):
             raise NotCaptured("it returns something else than hidden states")
         results, self.spec = tree_flatten((expected, added))
@@ -331,7 +341,7 @@ class LayerGraphs:
     def _own_gradients(
         self,
         random: torch.Tensor | None,
-        run: Callable[[], contextlib.AbstractContextManager[None]],
+        run: Callable[[], contextlib.AbstractContextManager[Any]],
         given: Sequence[torch.Tensor | None] | None = None,
     ) -> list[torch.Tensor | None]:
         with self._drawing_from(random), run():

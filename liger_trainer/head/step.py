@@ -132,7 +132,7 @@ class Step:
             sets it, as no forward can compute that loss from its own labels. Patched models then defer their logits as
             if they had labels, also in evaluation and without gradients.
         read_later: Whether the forwards of an evaluation may defer logits that the caller will read.
-        fills: Whether packed rows are filled up, so that few shapes occur.
+        fills_below: Packed rows of fewer tokens are filled up, so that few shapes occur; 0 for none.
 
     Set by the forward that runs:
 
@@ -156,7 +156,7 @@ class Step:
     z_losses: list[torch.Tensor] | None = None
     loss_follows: bool = False
     read_later: bool = False
-    fills: bool = False
+    fills_below: int = 0
     forward: Forward | None = None
     rows: Rows | None = None
     plan_of: PlanOf | None = None

@@ -70,6 +70,13 @@ class _Kept(NamedTuple):
     transposed: bool
 
 
+OURS_ALONE = (
+    "Adapters on packed experts run in our operator alone. Call `apply_liger_kernel(model)` or train with a trainer of "
+    "liger_trainer, with `experts` and `lora` left on; remove hooks from the experts; without autocast, give them "
+    "hidden states in their own dtype."
+)
+"""What is said where PEFT would run such adapters in its own forward."""
+
 _calls = threading.local()
 
 
@@ -91,6 +98,16 @@ class PackedExperts(nn.Module):
             return super().__call__(*args, **kwargs)
         finally:
             running.pop()
+
+    def __delattr__(self, name: str) -> None:
+        """Refuses a parametrisation of a packed weight, with which PEFT would run adapters; nothing has changed then.
+
+        Raises:
+            RuntimeError: For a packed weight.
+        """
+        if name in self._packed:
+            raise RuntimeError(OURS_ALONE)
+        super().__delattr__(name)
 
 
 def packed_stacks(module: nn.Module) -> dict[str, PackedStack]:

@@ -26,7 +26,7 @@ from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Int4Weight, mxf
 from liger_trainer.packed.experts import PackedExperts, PackedStack, pack_experts, unpack_experts
 from liger_trainer.packed.formats import METHODS, fp8_block, packed_matrix
 from liger_trainer.packed.modules import PackedLinear
-from liger_trainer.packed.published import Stack, Tensor, packed_in, read_headers
+from liger_trainer.packed.published import Packed, Stack, Tensor, packed_in, read_headers
 
 require(MODULE_CONTENTS)
 
@@ -171,15 +171,17 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
-        self._has_experts = False
-        self._experts: dict[str, dict[str, bool]] = {}  # for a module, its packed weights, and which are transposed
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
-        self._order: dict[str, tuple[str, ...]] = {}
         if not checkpoint_files:
             raise ValueError("`packed_base` reads the files of a checkpoint, and a state dict was given.")
         if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
             raise ValueError(f"`device_map` spreads the model over {device_map.values()}; packed weights need one.")
-        found = packed_in(model, read_headers(checkpoint_files))
+        self._wait_for(model, packed_in(model, read_headers(checkpoint_files)))
+
+    def _wait_for(self, model: Any, found: Packed) -> None:
+        """Makes the layers and experts of `model` wait for the packed tensors that a checkpoint holds."""
+        self._experts: dict[str, dict[str, bool]] = {}  # for a module, its packed weights, and which are transposed
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
+        self._order: dict[str, tuple[str, ...]] = {}
         for path, tensors in found.linears.items():
             layer = model.get_submodule(path)
             if type(layer) is not nn.Linear or layer is model.get_output_embeddings():

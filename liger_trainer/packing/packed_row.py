@@ -114,7 +114,7 @@ def packed_rows(
     most: int | None = None,
     agreed: Callable[[int, torch.device], int] = lambda rows, device: rows,
     one_level: bool = False,
-    fills: bool = False,
+    fills_below: int = 0,
 ) -> list[PackedRow] | None:
     """The batch as packed rows; None if padding is between tokens, which windows could not skip.
 
@@ -127,7 +127,7 @@ def packed_rows(
         agreed: Where there is a `most`, called with their number, returns how many to make; those too many score no
             token.
         one_level: Whether no shared beginning may continue another, as layers with a state need it.
-        fills: Whether packed rows are filled up, so that there are few shapes.
+        fills_below: Packed rows of fewer tokens are filled up, so that there are few shapes; 0 for none.
     """
     mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask.ne(0).long()
     ids, mask, labels = torch.stack([batch.input_ids, mask, batch.labels.to(mask.device)]).cpu().numpy()
@@ -142,7 +142,8 @@ def packed_rows(
         parts = parts_of(groups, lengths, most) or [[]]
         parts += [[]] * (agreed(len(parts), batch.input_ids.device) - len(parts))
     layouts = [layout_of(part, starts, lengths, ids.shape[1]) for part in parts]
-    return [_packed_row(batch, filled(layout) if fills else layout, labels) for layout in layouts]
+    layouts = [filled(layout) if len(layout.tokens) < fills_below else layout for layout in layouts]
+    return [_packed_row(batch, layout, labels) for layout in layouts]
 
 
 def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:

@@ -89,12 +89,12 @@ class Packing:
         tensors = [*batch[:3], labels if given_labels is None else given_labels]
         # Rows made in inference mode have no backward, and in-place changes of its tensors are not counted.
         one_level = bool(mixers)  # a layer with a state continues a beginning that continues none
-        fills = current_step().fills
-        key: list[Any] = [share, one_level, fills, torch.is_inference_mode_enabled()]
+        fills_below = current_step().fills_below
+        key: list[Any] = [share, one_level, fills_below, torch.is_inference_mode_enabled()]
         for each in tensors:
             key += id(each), 0 if each is None else version_of(each)
         if self._last is None or self._last[0] != key or None in key:
-            rows = packed_rows(batch, share, self.most, functools.partial(self._agreed, model), one_level, fills)
+            rows = packed_rows(batch, share, self.most, functools.partial(self._agreed, model), one_level, fills_below)
             if rows is None:
                 self.leave(model, "a row has padding between its tokens")
                 return None

@@ -123,6 +123,8 @@ def _model_and_adapters(
     scored = recipe.kind.scores
     adapters = dataclasses.replace(recipe.model, lora_task_type="SEQ_CLS") if scored else recipe.model
     source, peft_config = model_source(recipe, tokenizer, resumed), get_peft_config(adapters)
+    if peft_config is not None and recipe.model.model_name_or_path is not None:
+        peft_config.revision = recipe.model.model_revision  # of the base; resuming and merging look there
     if not isinstance(source, str) or peft_config is None or not recipe.model.load_in_4bit:
         return source, peft_config
     if not count_experts(config_of(recipe, source)):

@@ -336,8 +336,9 @@ class LigerTrainerMixin(
         dispatched = streamed if self.accelerator.dispatch_batches is None else self.accelerator.dispatch_batches
         trains, model = kwargs.get("is_training", False), self.accelerator.unwrap_model(self.model)
         reads = trains and self.is_in_train and not dispatched and self._has_whole_rows
-        fills = reads and self._graphs is not None
-        self.data_collator = checked_collator(filling_collator(collator, model) if fills else collator, model, reads)
+        if reads and self._graphs is not None:
+            self.data_collator = filling_collator(collator, model, self._graphs.busy_from)
+        self.data_collator = checked_collator(self.data_collator, model, reads)
         if trains and self._exchanges_heads:
             self.data_collator = functools.partial(collated_columns, self.data_collator)
         try:
@@ -413,9 +414,10 @@ class LigerTrainerMixin(
                 terms = around.enter_context(added_terms(self._tuner_of_terms, without_labels))
             if return_outputs:  # TRL's trainers warn about it
                 around.enter_context(warnings_of_the_caller())
-            around.enter_context(running(replace(step, fills=training and self._graphs is not None)))
-            if training and self._graphs is not None:
-                around.enter_context(self._from_graphs(self._graphs))
+            graphs = self._graphs if training else None
+            around.enter_context(running(replace(step, fills_below=0 if graphs is None else int(graphs.busy_from))))
+            if graphs is not None:
+                around.enter_context(self._from_graphs(graphs))
             result = super().compute_loss(model, inputs, return_outputs, items)
         if training and self._sp_size > 1:
             result = of_one_rank(result, self._sp_size)
@@ -453,7 +455,7 @@ class LigerTrainerMixin(
         if total_norm is None:
             return super()._clip_grad_norm(model)
         # Clips as `clip_grad_norm_` does, without a second walk over the modules or a second computation of the norms.
-        # By dtype: with a few weights in fp32, such as routers, torch would clip the others one at a time, in 4 x the time.
+        # By dtype: where some weights are in fp32, such as routers, torch would clip the others one by one, and slowly.
         for dtype in {parameter.grad.dtype for parameter in trained if parameter.grad is not None}:
             alike = [each for each in trained if each.grad is not None and each.grad.dtype == dtype]
             torch.nn.utils.clip_grads_with_norm_(alike, self.args.max_grad_norm, total_norm.to(dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,11 +37,11 @@ class CudaGraphsMixin(ActivationMemoryMixin):
             return
         obstacle = _obstacle(self)
         if not obstacle:
-            captures = self._captures()
-            self._graphs, self._others = CapturedLayers(captures), {name: CapturedLayers(captures) for name in _OTHERS}
+            make = functools.partial(CapturedLayers, self._captures(), only_if_faster=wanted is None)
+            self._graphs, self._others = make(), {name: make() for name in _OTHERS}
         elif wanted:
             raise ValueError(f"`cuda_graphs` is true, but {obstacle}. Set it to 'auto' or to false.")
-        else:
+        elif obstacle != _elsewhere(self.args):  # where nobody looks for them
             self._announce(f"cuda_graphs: no layer runs from graphs, because {obstacle}.")
 
     def _captures(self) -> Captures:
@@ -68,9 +69,13 @@ def _obstacle(trainer: Any) -> str:
     return next((reason for reason, holds in _obstacles(trainer) if holds), "")
 
 
+def _elsewhere(args: Any) -> str:
+    return f"training is on {args.device.type}, which has no CUDA graphs"
+
+
 def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
     args = trainer.args
-    yield f"training is on {args.device.type}, which has no CUDA graphs", args.device.type != "cuda"
+    yield _elsewhere(args), args.device.type != "cuda"
     yield "FSDP gathers weights for each layer", trainer.is_fsdp_enabled
     yield "DeepSpeed gathers weights for each layer", trainer.is_deepspeed_enabled
     yield "`torch_compile` is true, whose graphs are its own", args.torch_compile

@@ -35,11 +35,13 @@ class FillingCollator:
         collator: The collator.
         most: The most tokens that a padded row may have; None for any number.
         fills_packed: Whether packed rows are filled up too.
+        busy_from: Batches of as many tokens or more stay as they are; see [`CapturedLayers`].
     """
 
     collator: Callable
     most: int | None
     fills_packed: bool
+    busy_from: torch.Tensor
 
     def __call__(self, features: list[Any]) -> Any:
         """Collates `features`."""
@@ -53,21 +55,21 @@ class FillingCollator:
         more = filled_length(length) - length
         if padded and self.most is not None and length + more > self.most:
             return batch
-        if more:
+        if more and len(batch["input_ids"]) * (length + more) < int(self.busy_from):
             add = _add_padding if padded else _add_document
             add(batch, more)
         return batch
 
 
-def filling_collator(collator: Callable, model: nn.Module) -> Callable:
-    """A collator that fills batches up for `model`."""
+def filling_collator(collator: Callable, model: nn.Module, busy_from: torch.Tensor) -> Callable:
+    """A collator that fills batches up for `model`, those with fewer tokens than `busy_from`."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return collator
     text = config.get_text_config()
     # The loss of routers counts every token that no mask leaves out.
     fills_packed = not hasattr(text, "router_aux_loss_coef")
-    return FillingCollator(collator, getattr(text, "max_position_embeddings", None), fills_packed)
+    return FillingCollator(collator, getattr(text, "max_position_embeddings", None), fills_packed, busy_from)
 
 
 def take_filled(batch: Any) -> int:

@@ -40,7 +40,7 @@ import pytest
 from tests.faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("kernels", "callbacks", "configs", "liger_trainer")
+SOURCES = ("kernels", "callbacks", "configs", "benchmarks", "liger_trainer")
 LIBRARIES = (
     *("torch", "triton", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "hypothesis"),
     *("transformers.models.auto.modeling_auto", "transformers.trainer", "accelerate", "datasets", "peft"),

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from liger_trainer.graphs.capture import CudaCaptures
 from liger_trainer.graphs.captured import CapturedLayers
 from liger_trainer.patching.apply import apply_liger_kernel
+from tests.patching.mixing_models import built
 from tests.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.gpu
@@ -65,8 +66,22 @@ ROUNDING = 2e-2
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_those_without_graphs(name, lora, checkpointed):
+    assert_same(build(name, lora, checkpointed), 4)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "nemotron_h", "granitemoehybrid", "lfm2"])
+def test_hybrids(name, checkpointed):
+    model = built(name, torch.bfloat16).cuda().train()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply_liger_kernel(model)
+    assert_same(model, model.config.num_hidden_layers)
+
+
+def assert_same(model, layers):
     """Bit for bit of whole rows; with documents, attention splits sums by how many there are, and a graph has more."""
-    model = build(name, lora, checkpointed)
     other = copy.deepcopy(model)
     captured = CapturedLayers(CudaCaptures(torch.device("cuda", torch.cuda.current_device())))
     for batch in batches():
@@ -83,7 +98,7 @@ def test_losses_and_gradients_are_those_without_graphs(name, lora, checkpointed)
             if one.grad is not None and not torch.equal(one.grad, two.grad):
                 assert len(batch) > 2, place
                 assert (one.grad - two.grad).norm() <= ROUNDING * two.grad.norm(), place
-    assert captured.captured == 4, captured.reasons
+    assert captured.captured == layers, captured.reasons
 
 
 def test_after_a_capture_that_fails():

@@ -7,6 +7,7 @@ import torch
 
 from liger_trainer import functional as ops
 from tests.device import captured
+from tests.kernels.test_every_operator import RECURRENCES
 from tests.operators import OPERATORS
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +15,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_operator(operator, dtype, device, monkeypatch):
+def test_operator(operator, dtype, device, monkeypatch, request):
+    name = request.node.callspec.id.split("-")[0].split(",")[0]
+    if name in RECURRENCES and dtype == torch.float32 and torch.cuda.get_device_capability() >= (9, 0):
+        pytest.skip("plain torch runs there in fp32, and the host reads where documents begin")
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     tensors = operator.tensors(device, dtype)
     graph, results = captured(lambda: operator(*tensors))

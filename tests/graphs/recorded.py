@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class RecordedCaptures:
         self.limit, self._each = limit, each
         self.taken = self.renewals = 0
         self.count = 0
+        self.is_busy = False
         self.operators: list[list[str]] = []  # the names of those of each graph
         self._kept: list[tuple[int, _Recorder]] = []
 
@@ -85,8 +86,10 @@ class RecordedCaptures:
     def renew(self) -> None:
         self.taken, self.renewals = 0, self.renewals + 1
 
-    def tried(self) -> contextlib.AbstractContextManager[Any]:
-        return _NeverWaiting()
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[Callable[[], bool]]:
+        with _NeverWaiting():
+            yield lambda: self.is_busy
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

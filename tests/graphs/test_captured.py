@@ -574,3 +574,24 @@ def test_gradients_of_parameters_have_one_buffer_for_all_lengths():
     kinds = [graphs for known in captured._of.values() for (graphs,) in known.graphs.values()]
     assert len(kinds) == 6
     assert len({id(gradient) for graphs in kinds for gradient in graphs.buffers.parameter_gradients}) == 9
+
+
+@pytest.mark.parametrize("only_if_faster", [False, True])
+def test_calls_that_keep_the_device_busy_run_without(only_if_faster):
+    model = tiny()
+    other = copy.deepcopy(model)
+    captures = RecordedCaptures()
+    captured = CapturedLayers(captures, only_if_faster)
+    assert_same_steps(model, other, captured, (ids(number) for number in range(4)))
+    assert captured.captured == 3
+    captures.is_busy = True  # with longer batches
+    assert_same_steps(model, other, captured, (ids(number, length=9) for number in range(4)))
+    kinds = {len(known.graphs) for known in captured._of.values()}
+    assert kinds == ({1} if only_if_faster else {2})
+    captures.is_busy = False
+    assert_same_steps(model, other, captured, (ids(number, length=10) for number in range(4)))  # is longer still
+    assert_same_steps(model, other, captured, (ids(number, length=8) for number in range(4)))
+    kinds = {len(known.graphs) for known in captured._of.values()}
+    assert kinds == ({2} if only_if_faster else {4})
+    busy = "batches of 18 tokens or more keep the device busy without"
+    assert (busy in captured.news()) == only_if_faster

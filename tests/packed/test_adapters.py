@@ -173,3 +173,18 @@ def test_what_reads_weights_is_refused(tmp_path):
     refuse_what_reads_weights(model)
     with pytest.raises(RuntimeError, match="Adapters on packed experts run in our operator alone"):
         model(IDS)
+
+
+@pytest.mark.parametrize("name", ["fp8 rows", "mxfp4"])
+def test_peft_alone_says_what_to_do_and_leaves_the_model_whole(name, tmp_path):
+    """On a model of one's own, before any trainer has seen it."""
+    model, _ = adapted(experts_of(name, tmp_path, torch.float32)[0], patched=False, **ON_EXPERTS)
+    names = [key for key, _ in model.named_parameters()]
+    with pytest.raises(RuntimeError, match=r"Adapters on packed experts run in our operator alone. Call `apply_liger_"):
+        model(IDS)
+    assert [key for key, _ in model.named_parameters()] == names
+    with model.disable_adapter():
+        model(IDS)
+    apply_liger_kernel(model)
+    whole, _ = adapted(experts_of(name, tmp_path, torch.float32)[0], **ON_EXPERTS)
+    assert torch.equal(model(IDS).logits, whole(IDS).logits)

@@ -167,7 +167,7 @@ def test_no_level_takes_keys(rows, window):
 @pytest.mark.parametrize("window", [0, 4])
 def test_attention_of_every_row_and_its_gradients_are_those_of_the_row_alone(rows, window, fills):
     """In float64, with sinks and soft-caps."""
-    (row,) = packed_rows(rows.padded(), True, fills=fills)
+    (row,) = packed_rows(rows.padded(), True, fills_below=fills << 40)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -285,7 +285,7 @@ def test_parts_have_at_most_so_many_tokens(rows, most):
 
 @pytest.mark.parametrize(("window", "chunk"), [(0, 0), (1, 0), (3, 0), (0, 3)])
 def test_filled_rows_have_few_shapes_and_their_tokens_see_the_same(rows, window, chunk):
-    (row,), (filled,) = (packed_rows(rows.padded(), True, fills=fills) for fills in (False, True))
+    (row,), (filled,) = (packed_rows(rows.padded(), True, fills_below=below) for below in (0, 1 << 40))
     count, added = len(row.layout.tokens), filled.layout.added
     assert filled.layout.places.tolist() == row.layout.places.tolist()
     assert filled_length(count + added) == count + added <= filled_length(count + FILLED_BOUNDS)
@@ -305,7 +305,7 @@ def test_filled_rows_have_few_shapes_and_their_tokens_see_the_same(rows, window,
 
 def test_the_copied_keys_of_a_filled_row_are_one_of_a_few_numbers():
     prompt = [*range(1, 61)]
-    (row,) = packed_rows(rows_of_tokens(*([*prompt, 61 + n] for n in range(4))).padded(), True, fills=True)
+    (row,) = packed_rows(rows_of_tokens(*([*prompt, 61 + n] for n in range(4))).padded(), True, fills_below=1 << 40)
     tokens, keys = len(row.layout.tokens), row.plan(0, 0).keys
     assert filled_length(180) == keys.copies.index.numel() - tokens == 184
     begin = keys.offsets[-2]
@@ -322,7 +322,7 @@ def test_statistics_are_back_at_the_labels_of_their_tokens(rows, share, most, fi
     for row, column in zip(*np.nonzero((rows.labels != -100) & rows.mask)):
         key = (*beginning(rows, row, column), rows.labels[row, column])
         expected[row, column] = numbers.setdefault(key, 1.0 + len(numbers))
-    made = packed_rows(rows.padded(), share, most, fills=fills)
+    made = packed_rows(rows.padded(), share, most, fills_below=fills << 40)
     values = []
     for each in made:
         tokens = each.layout.tokens[each.scored.tokens.index.numpy()]

@@ -5,7 +5,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from liger_trainer import load_packed
+from liger_trainer import LigerSFTConfig, LigerTrainingArguments, load_packed
+from liger_trainer.configs import flags
 from liger_trainer.packing import packed_row
 from liger_trainer.trainers import cuda_graphs
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -30,6 +31,7 @@ def recorded(monkeypatch):
         return (each for each in obstacles(trainer) if "training is on" not in each[0])
 
     monkeypatch.setattr(cuda_graphs, "_obstacles", without_device)
+    monkeypatch.setattr(flags, "_check_device_of_graphs", lambda args: None)
     monkeypatch.setattr(LigerTrainerMixin, "_captures", lambda self: RecordedCaptures())
 
 
@@ -158,3 +160,14 @@ def test_what_is_refused(tmp_path):
         causal(tmp_path, noisy, cuda_graphs=True)
     with pytest.raises(ValueError, match="`cuda_graphs` is 'on'; it must be true, false or 'auto'"):
         causal(tmp_path, llama(), cuda_graphs="on")
+
+
+def test_a_device_without_graphs_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    message = "`cuda_graphs` is true, but training is on cpu, which has no CUDA graphs. Set it to 'auto' or to false"
+    for config in (LigerTrainingArguments, LigerSFTConfig):
+        for given in (True, "true"):
+            with pytest.raises(ValueError, match=message):
+                config(str(tmp_path), use_cpu=True, bf16=False, cuda_graphs=given)
+        for given in (False, "auto"):
+            config(str(tmp_path), use_cpu=True, bf16=False, cuda_graphs=given)

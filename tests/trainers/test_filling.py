@@ -83,8 +83,8 @@ def test_metrics_of_trl_are_the_same(packed, tmp_path):
             assert name not in mine or mine[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
-def filled(batch, most=None):
-    return FillingCollator(lambda features: dict(batch), most, True)([])
+def filled(batch, most=None, busy_from=1 << 40):
+    return FillingCollator(lambda features: dict(batch), most, True, torch.tensor([busy_from]))([])
 
 
 def test_only_what_is_known_to_be_padded_on_the_right_is_filled():
@@ -104,7 +104,9 @@ def test_only_what_is_known_to_be_padded_on_the_right_is_filled():
     assert filled({"input_ids": whole, "attention_mask": mask, "labels": whole[0]})["input_ids"].shape == (2, 70)
     assert filled(batch, most=71)["input_ids"].shape == (2, 70)
     assert filled(batch, most=72)["input_ids"].shape == (2, 72)
-    assert FillingCollator(lambda features: features, None, True)([1]) == [1]
+    assert filled(batch, busy_from=145)["input_ids"].shape == (2, 72)
+    assert filled(batch, busy_from=144)["input_ids"].shape == (2, 70)  # a graph would gain nothing
+    assert FillingCollator(lambda features: features, None, True, torch.tensor([1 << 40]))([1]) == [1]
 
 
 def test_a_packed_row_gets_a_document_more():

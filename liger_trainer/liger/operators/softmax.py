@@ -40,7 +40,9 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"`x` of softmax has shape {tuple(x.shape)} and dtype {x.dtype}; give floats of (..., n).")
-    return row_softmax(x, False, False) if use_triton(x) else torch.softmax(x, dim=-1)
+    if use_triton(x):
+        return row_softmax(x, False, False)
+    return torch.softmax(x, dim=-1, dtype=x.dtype)  # autocast would return fp32
 
 
 softmax_reference = reference_of(softmax, "use_triton")

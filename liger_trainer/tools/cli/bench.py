@@ -103,7 +103,13 @@ def add_parser(commands: Any) -> None:
     )
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="layers of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
-    training.add_argument("--quantize", choices=["nf4"], default="", help="4-bit base, with --lora; default: bf16")
+    training.add_argument(
+        "--quantize",
+        type=names,
+        metavar="FORMAT[,...]",
+        help="with --lora, run on each of these bases: nf4 (bitsandbytes); fp8_blocks, fp8_rows, int4 or, for gpt-oss, "
+        "mxfp4, which stay packed; bf16; default: bf16",
+    )
     training.add_argument(
         "--documents",
         type=positive,

@@ -10,11 +10,13 @@ import math
 import sys
 
 from liger_trainer.benchmarks.device import Device, find_device
+from liger_trainer.benchmarks.packed_base import check_packed_base
 from liger_trainer.benchmarks.records import (
     ACTIVATION_MEMORY,
     DEFAULT_OPTIM,
     FP8_BASE,
     OPTIM,
+    PACKED_BASES,
     PADDED,
     UNSHARED,
     Machine,
@@ -40,6 +42,8 @@ from liger_trainer.benchmarks.training_providers import (
 )
 from liger_trainer.recipe.file import RecipeError, accelerate_config
 
+_IN_16_BITS, _NF4 = "bf16", "nf4"  # of `--quantize`, beside `PACKED_BASES`
+_STOCK = ("hf", "torch.compile", "liger-kernel")  # libraries that load no packed base
 _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
 
 
@@ -54,8 +58,10 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
     device = Device(find_device(arguments.device))
     run = Run.begin(command, Machine(device.name()))
     measure = _measure_longest if arguments.operations == ["longest"] else _measure_steps
-    for model in choose_models(arguments.model, device.module is None):
-        measure(arguments, _task(arguments, model.name, device), providers, run)
+    tasks = [_task(arguments, model.name, device) for model in choose_models(arguments.model, device.module is None)]
+    tasks = [dataclasses.replace(task, quantize=base) for task in tasks for base in _bases(arguments, task)]
+    for task, names in [(task, _that_train(providers, task.quantize)) for task in tasks]:
+        measure(arguments, task, names, run)
     if arguments.output is not None and arguments.activation_memory:
         from liger_trainer.benchmarks.plots import draw_pareto
 
@@ -121,7 +127,6 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         raise BenchmarkError(
             f"`--batch` is {batch}, but a prompt has {group_size} completions; give a multiple of {group_size}."
         )
-    _check_quantize(arguments)
     if arguments.dtype == "float16" or (searching and arguments.dtype != "bfloat16"):
         allowed = "bfloat16" if searching else "bfloat16 or float32"
         raise BenchmarkError(f"`--dtype` is {arguments.dtype!r}; `{arguments.operations[0]}` takes {allowed}.")
@@ -137,7 +142,6 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         lora=arguments.lora,
         warmup=arguments.warmup,
         accelerate_config=_accelerate_config(arguments, device),
-        quantize=arguments.quantize,
         documents=arguments.documents,
         padding=arguments.padding,
         labelled=arguments.labelled,
@@ -206,15 +210,36 @@ def _check_padding(task: Task) -> None:
         raise BenchmarkError(f"`--padding` is {task.padding:g}, less than one of {tokens} tokens; give more.")
 
 
-def _check_quantize(arguments: argparse.Namespace) -> None:
-    if not arguments.quantize:
-        return
+def _bases(arguments: argparse.Namespace, task: Task) -> list[str]:
+    """The values of `Task.quantize` that `--quantize` asks for, checked."""
+    known = [_IN_16_BITS, _NF4, *PACKED_BASES]
+    asked = [closest(name, known, "format") for name in arguments.quantize or [_IN_16_BITS]]
+    if asked == [_IN_16_BITS]:
+        return [""]
     if not arguments.lora:
         raise BenchmarkError("`--quantize` freezes the base, so there is nothing to train; give `--lora` a rank too.")
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if _NF4 in asked and importlib.util.find_spec("bitsandbytes") is None:
         raise BenchmarkError(
-            "`--quantize` needs bitsandbytes, which is not installed: pip install 'liger-trainer[qlora]'"
+            "`--quantize nf4` needs bitsandbytes, which is not installed: pip install 'liger-trainer[qlora]'"
         )
+    for base in asked:
+        if base in PACKED_BASES:
+            check_packed_base(task.model, base, task.layers)
+    return ["" if base == _IN_16_BITS else base for base in asked]
+
+
+def _that_train(providers: list[str], base: str) -> list[str]:
+    """The providers that train adapters on this base; of the others it is said that they are left out."""
+    if base not in PACKED_BASES:
+        return providers
+    others = [name for name in providers if family(name) in _STOCK]
+    left = [name for name in providers if name not in others]
+    reason = f"{', '.join(others)} cannot train adapters on a base in {base!r}; liger_trainer keeps it packed"
+    if not left:
+        raise BenchmarkError(f"{reason}. Add liger_trainer to `--providers`, or bf16 to `--quantize`.")
+    if others:
+        print(f"{reason}. Left out.", file=sys.stderr, flush=True)
+    return left
 
 
 def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:

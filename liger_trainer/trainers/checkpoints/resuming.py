@@ -31,6 +31,7 @@ from liger_trainer.compat.transformers import RESUMING
 from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.trainers.checkpoints.moving_reference import REFERENCE_FILE, reference_moves
 from liger_trainer.trainers.checkpoints.run_state import RunStateMixin, rng_file
+from liger_trainer.trainers.checkpoints.same_base import differing_base
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, owned, step_of
 
 logger = logging.getLogger("liger_trainer")
@@ -89,8 +90,8 @@ class ResumingMixin(RunStateMixin):
 
         Raises:
             ValueError: if ``output_dir`` has no complete checkpoint.
-            CheckpointError: if the checkpoint is damaged, or has adapters and the run trains a whole model, or the
-                reverse.
+            CheckpointError: if the checkpoint is damaged, has adapters and the run trains a whole model, or the
+                reverse, or has adapters on another base.
             BlockingIOError: if checkpoints are to be saved and another run is writing in the folder.
         """
         saves = self.args.save_strategy != SaveStrategy.NO
@@ -219,6 +220,11 @@ def _check(checkpoint: Path, model: Any) -> None:
         raise CheckpointError(
             f"The checkpoint is one of adapters ({str(adapters[0])!r}), and this run trains a whole model. Resume with "
             "the same adapters (`use_peft: true`)."
+        )
+    if isinstance(model, PeftModel) and (other := differing_base(checkpoint, model)) is not None:
+        raise CheckpointError(
+            f"The adapters in {str(checkpoint)!r} {other}. Resume with the base that they were trained on, or train "
+            "new adapters in another `output_dir`."
         )
 
 

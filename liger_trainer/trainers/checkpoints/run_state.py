@@ -58,6 +58,12 @@ def rng_file(args: TrainingArguments) -> str:
     return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
 
 
+def is_of_ours(checkpoint: Path) -> bool:
+    """Whether a Liger trainer has saved a checkpoint, with all of its state."""
+    files = sorted(checkpoint.glob("rng_state*.pth"))  # the same one for every process
+    return bool(files) and _KEY in _read(files[0])
+
+
 class RunStateMixin(Trainer):
     """Comes before a Trainer: a run goes on from its checkpoint as if it had not been interrupted."""
 

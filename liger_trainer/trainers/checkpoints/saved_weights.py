@@ -97,7 +97,7 @@ class SavedWeightsMixin(Trainer):
             return
         logger.info("Loading the best adapters from %s (score: %s).", folder, self.state.best_metric)
         for name in model.active_adapters:
-            model.load_adapter(str(_folder_of(name, folder)), name)
+            model.load_adapter(str(folder_of(name, folder)), name)
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def _gathered(plugin: Any) -> Iterator[None]:
         plugin.state_dict_type = of_checkpoints
 
 
-def _folder_of(adapter: str, folder: Path) -> Path:
+def folder_of(adapter: str, folder: Path) -> Path:
     """Where PEFT writes an adapter when it saves a model in `folder`."""
     return folder if adapter == "default" else folder / adapter
 
@@ -188,7 +188,7 @@ def _check_files(model: nn.Module, folder: Path) -> None:
     """Compares the names in the files of a save with those of the model."""
     if isinstance(model, PeftModel):
         for adapter in model.peft_config:
-            file = _folder_of(adapter, folder) / ADAPTER_SAFE_WEIGHTS_NAME
+            file = folder_of(adapter, folder) / ADAPTER_SAFE_WEIGHTS_NAME
             if file.is_file():
                 _compare(file, _adapter_tensors(model, adapter).keys(), _sizes([file]).keys())
         return
@@ -298,23 +298,27 @@ def write_base_quantization(model: nn.Module, folder: Path) -> None:
     The Trainer makes no folder of adapters in a checkpoint that FSDP saves in shards.
     """
     (folder / FILE).unlink(missing_ok=True)
-    if not isinstance(model, PeftModel) or not folder.is_dir():
-        return
+    found = base_quantization(model) if isinstance(model, PeftModel) and folder.is_dir() else None
+    if found is not None:
+        text = json.dumps(dataclasses.asdict(found), indent=2, default=str)
+        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def base_quantization(model: PeftModel) -> BaseQuantization | None:
+    """How the base of `model` is quantised; None if it is not."""
     base: Any = model.get_base_model()
     config = getattr(base.config, "quantization_config", None)
     weight = next((one for module in base.modules() for one in four_bits(module).values()), None)
     if config is None and weight is None:
-        return
+        return None
     experts = None
     if weight is not None:
         experts = {"quant_type": weight.quant_type, "double_quant": weight.nested_blocksize > 0}
-    found = BaseQuantization(
+    return BaseQuantization(
         config=None if config is None else config if isinstance(config, dict) else config.to_dict(),
         dtype=str(base.config.dtype).removeprefix("torch."),
         experts=experts,
     )
-    text = json.dumps(dataclasses.asdict(found), indent=2, default=str)
-    (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_base_quantization(folder: Path) -> BaseQuantization | None:

@@ -19,7 +19,7 @@ from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
 from liger_trainer.compat.private import require
 from liger_trainer.configs.flags import packed_base_of
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.packed.experts import packed_stacks
+from liger_trainer.packed.experts import OURS_ALONE, packed_stacks
 from liger_trainer.packed.loading import is_packed, method_of, packed_loading
 from liger_trainer.trainers.checks.low_bit import splits_weights
 
@@ -133,9 +133,5 @@ def _refuse_to_merge(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     if active_adapters:
-        raise RuntimeError(
-            "Adapters on packed experts run in our operator alone. Call `apply_liger_kernel(model)` or train with a "
-            "trainer of liger_trainer, with `experts` and `lora` left on; remove hooks from the experts; without "
-            "autocast, give them hidden states in their own dtype."
-        )
+        raise RuntimeError(OURS_ALONE)
     return contextlib.nullcontext()

@@ -35,6 +35,10 @@ def test_missing_recipe(capsys):
         ({"model_name_or_path": "nobody/nothing"}, "not both"),
         ({"model_config": None}, "not neither"),
         ({"model_config": {"model_type": "lama"}}, "`model_config`"),
+        (
+            {"cuda_graphs": True, "model_config": None, "model_name_or_path": "./nope"},
+            "`cuda_graphs` is true, but training is on cpu, which has no CUDA graphs. Set it to 'auto' or to false.",
+        ),
         ({"tokenizer_vocab_size": None}, "names no tokenizer"),
         ({"tokenizer_vocab_size": 100}, "must be at least 261"),
         ({"model_config": {**TINY, "vocab_size": 128}}, "the model's embedding has 128 rows"),

@@ -238,3 +238,11 @@ def test_a_recipe_that_fills_the_gpu(tmp_path, capsys):
     options = ["--smoke", "--output_dir", str(tmp_path / "run"), "--max_steps", "5"]
     assert main(["train", recipe, *options]) == 0
     assert "activation_memory: 2 of 2 layers keep " in capsys.readouterr().out
+
+
+def test_a_recipe_that_runs_from_cuda_graphs(tmp_path, capsys):
+    values = {**read_recipe(find_recipe("llama3_8b_sft")), "cuda_graphs": True}
+    recipe = write_recipe(tmp_path / "recipe.yaml", values)
+    assert main(["train", recipe, "--smoke", "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]) == 0
+    said = capsys.readouterr()
+    assert "cuda_graphs: no layer runs from graphs, because training is on cpu" in said.out + said.err

@@ -31,6 +31,11 @@ def test_a_sound_recipe_has_none(tmp_path):
     assert "16 rows" in " ".join(found.checked)
 
 
+def test_rows_of_a_recipe_for_a_gpu_are_looked_at_without_one(tmp_path):
+    found = found_in(recipe(tmp_path, cuda_graphs=True))
+    assert "16 rows" in " ".join(found.checked)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_answers_cut_off(packing, tmp_path):
     path = recipe(tmp_path, chats(12) + chats(4, answer=LONG), max_length=60, packing=packing)
