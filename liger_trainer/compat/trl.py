@@ -52,6 +52,16 @@ COUNTED_METRICS = Feature(
     needed=False,
 )
 
+REWARD_METRICS = Feature(
+    "reading the metrics of LigerRewardTrainer once a log",
+    Private(
+        "trl:RewardTrainer.compute_loss",
+        uses="gather, gather_for_metrics, min, max, mean, item, _metrics, _total_train_tokens, _tp_size",
+    ),
+    Private("trl:RewardTrainer.log", uses="_metrics"),
+    needed=False,
+)
+
 EQUAL_BATCHES = Feature(
     "counts of tokens with `cp_size`",
     *(Private(f"trl:{name}Trainer._compute_loss", uses="_tp_size") for name in ("DPO", "KTO")),

@@ -322,7 +322,7 @@ def nested(
     """The arguments after the hidden states, and the dict among them, to which the layer may write.
 
     Args:
-        arguments: Those of [`fixed`].
+        arguments: What [`fixed`] has returned.
         replaced: Tensors in the place of some, by the `id` of these.
     """
     leaves = [replaced.get(id(leaf), leaf) for leaf in arguments.leaves]

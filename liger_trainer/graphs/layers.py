@@ -232,7 +232,7 @@ class LayerGraphs:
             hidden: The input of the forward, where `needs_hidden` asked for it.
             sources: The other tensors of its call.
             random: Where the generator stood before the forward, as that has returned it.
-            gradients: Those of the results; None for those that nothing has used.
+            gradients: The gradients of the results; None for those that nothing has used.
         """
         if hidden is not None:
             self.buffers.hidden.copy_(hidden)

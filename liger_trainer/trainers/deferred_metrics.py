@@ -1,19 +1,17 @@
 """Metrics of a step that the host reads at the next log, and not after each micro-batch.
 
-TRL's trainer for SFT asks the device for three numbers after each forward, and so the host waits until the forward has
-run, and the device then waits for the host.
+TRL's trainers for SFT and for rewards ask the device for some numbers after each forward, and so the host waits until
+the forward has run, and the device then waits for the host. Those for DPO and KTO also choose tokens by a mask, and
+those for GRPO and RLOO look for NaN first, for which the host waits all the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-
-from liger_trainer.compat.private import available
-from liger_trainer.compat.trl import COUNTED_METRICS
 
 _MOST = 256  # micro-batches whose numbers wait to be read, each in a block of the device's memory
 
@@ -21,8 +19,8 @@ _MOST = 256  # micro-batches whose numbers wait to be read, each in a block of t
 class DeferredNumber(torch.Tensor):
     """A number on the device, 0-d, which code that wants a Python number takes as one.
 
-    It is a count, or the share of a count: it is said to be above 0 without a look at it, and divided by a count of 0
-    it is 0, as in the code that looks.
+    What that code divides by, or compares with 0, is a count: it is said to be above 0 without a look at it, and a
+    number divided by a count of 0 is 0, as in the code that looks.
     """
 
     def item(self) -> Any:
@@ -39,33 +37,29 @@ class DeferredNumber(torch.Tensor):
 
 
 class DeferredMetrics:
-    """Has TRL's trainer for SFT note its metrics on the device.
+    """Has a trainer of TRL note its metrics on the device.
 
     Args:
         trainer: The trainer.
+        gathering: The methods of accelerate by which it gathers for its metrics, and for nothing else.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, gathering: Sequence[str] = ("gather_for_metrics",)) -> None:
+        self._trainer, self._gathering = trainer, gathering
         self._waiting = 0  # micro-batches
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """In the context, what the trainer gathers for its metrics is not read."""
         accelerator = self._trainer.accelerator
-        gather, of_user = accelerator.gather_for_metrics, vars(accelerator).get("gather_for_metrics")
-
-        def gathered(*args: Any, **kwargs: Any) -> Any:
-            found = gather(*args, **kwargs)
-            return found.detach().as_subclass(DeferredNumber) if type(found) is torch.Tensor else found
-
-        accelerator.gather_for_metrics = gathered
+        of_user = {name: vars(accelerator).get(name) for name in self._gathering}
+        for name in self._gathering:
+            setattr(accelerator, name, _deferring(getattr(accelerator, name)))
         try:
             yield
         finally:
-            del accelerator.gather_for_metrics
-            if of_user is not None:
-                accelerator.gather_for_metrics = of_user
+            for name, own in of_user.items():
+                delattr(accelerator, name) if own is None else setattr(accelerator, name, own)
         self._waiting += 1
         if self._waiting >= _MOST:
             self.read()
@@ -73,7 +67,8 @@ class DeferredMetrics:
     def read(self) -> None:
         """Reads what was noted, all at once."""
         total = [self._trainer._total_train_tokens]
-        lists = [*self._trainer._metrics["train"].values(), total]
+        # Those of evaluations too: the number of tokens there is that of the training.
+        lists = [*(each for of_mode in self._trainer._metrics.values() for each in of_mode.values()), total]
         noted: dict[torch.dtype, list[tuple[list[Any], int]]] = {}  # in fp32, and counts
         for each in lists:
             for place, one in enumerate(each):
@@ -87,8 +82,32 @@ class DeferredMetrics:
         self._waiting = 0
 
 
-def deferred_metrics(trainer: Any) -> DeferredMetrics | None:
-    """What notes the metrics of a trainer for SFT; None where reading them does not wait, or code of the user may."""
+def _deferring(gather: Callable[..., Any]) -> Callable[..., Any]:
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        found = gather(*args, **kwargs)
+        return found.detach().as_subclass(DeferredNumber) if type(found) is torch.Tensor else found
+
+    return gathered
+
+
+class DeferredMetricsMixin:
+    """Comes before a trainer of TRL whose `compute_loss` notes its metrics in `_deferred`, and reads them in time."""
+
+    _deferred: DeferredMetrics | None = None
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Logs; see [`~transformers.Trainer.log`]."""
+        if self._deferred is not None:
+            self._deferred.read()
+        super().log(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
+        if self._deferred is not None:
+            self._deferred.read()  # with the random numbers, a checkpoint holds the metrics since the last log
+        super()._save_rng_state(*args, **kwargs)  # type: ignore[misc]
+
+
+def may_defer(trainer: Any) -> bool:
+    """Whether a trainer's metrics may wait: not where reading them does not wait, or code of the user may see them."""
     own = trainer._has_users_loss or callable(trainer.compute_loss_func)
-    waits = trainer.args.device.type != "cpu"
-    return DeferredMetrics(trainer) if waits and not own and available(COUNTED_METRICS) else None
+    return trainer.args.device.type != "cpu" and not own

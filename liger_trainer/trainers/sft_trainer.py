@@ -20,15 +20,15 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer._version import OfThisVersion
-from liger_trainer.compat.private import require
-from liger_trainer.compat.trl import SFT_ANSWERS, SFT_HEAD, SFT_LOSS, SFT_OWN_LOSS, SFT_PACKED_PARTS
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.trl import COUNTED_METRICS, SFT_ANSWERS, SFT_HEAD, SFT_LOSS, SFT_OWN_LOSS, SFT_PACKED_PARTS
 from liger_trainer.configs.trl_configs import LigerSFTConfig
 from liger_trainer.data.response_labels import answer_mask
 from liger_trainer.data.turns import is_learnt, without_none
 from liger_trainer.head.deferred_logits import DeferredLogits, recordable
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.trainers.base import parameters_of, wants_kernels
-from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredNumber, deferred_metrics
+from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredMetricsMixin, DeferredNumber, may_defer
 from liger_trainer.trainers.fused_forward import (
     StatisticsOptions,
     fused_output,
@@ -132,7 +132,7 @@ require(SFT_HEAD)
 require(SFT_LOSS)
 
 
-class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
+class LigerSFTTrainer(DeferredMetricsMixin, LigerTRLMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerSFTConfig`], or an `SFTConfig`, with which the kernels are on. Loss,
@@ -158,7 +158,6 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     _metrics_of_deferred_logits = True
     answers_by_turns = False
     """Whether `assistant_only_loss` finds the answers itself, since neither the chat template nor TRL marks them."""
-    _deferred: DeferredMetrics | None = None
 
     @parameters_of(SFTTrainer.__init__, LigerSFTConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +165,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             super().__init__(*args, **kwargs)
         if self.label_smoother is not None or self.compute_loss_func is not None:
             require(SFT_OWN_LOSS)
-        self._deferred = deferred_metrics(self)
+        self._deferred = DeferredMetrics(self) if may_defer(self) and available(COUNTED_METRICS) else None
 
     @classmethod
     @contextlib.contextmanager
@@ -227,17 +226,6 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             self._total_train_tokens -= (
                 int(everywhere) if self._deferred is None else everywhere.as_subclass(DeferredNumber)
             )
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """Logs; see [`~transformers.Trainer.log`]."""
-        if self._deferred is not None:
-            self._deferred.read()
-        super().log(*args, **kwargs)
-
-    def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
-        if self._deferred is not None:
-            self._deferred.read()  # with the random numbers, a checkpoint holds the metrics since the last log
-        super()._save_rng_state(*args, **kwargs)
 
     def _weighs_labels_alike(self) -> bool:
         return self.args.loss_type != "dft"

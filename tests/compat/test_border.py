@@ -22,6 +22,7 @@ CHECKED_BY = {
     "liger_trainer.patching.use_kernels": "liger_trainer.stock_trainer",
     "liger_trainer.plan.running": "liger_trainer.trainers.trl_mixin",
     "liger_trainer.trainers.checks.out_of_memory": "liger_trainer.trainers.trl_mixin",
+    "liger_trainer.trainers.deferred_metrics": "liger_trainer.trainers.sft_trainer",
     "liger_trainer.trainers.generation_trainers": "liger_trainer.trainers.generation_trainers",
     "liger_trainer.trainers.grouping": "liger_trainer.trainers.generation_trainers",
 }

@@ -540,13 +540,13 @@ def test_graphs_that_fill_their_memory_make_room_for_those_that_are_used(checkpo
 
 
 def test_graphs_of_two_models_make_room_for_each_other(monkeypatch):
-    """They share their memory, so that those of a reference go too."""
+    """They share their memory: where a reference has no room, those of the policy go too."""
     monkeypatch.setattr("liger_trainer.graphs.captured._APART", 8)
     model, reference = tiny(), tiny()
     captures = RecordedCaptures(limit=8 * MIB, each=MIB)
     captured, of_reference = CapturedLayers(captures), CapturedLayers(captures)
     for number in range(16):
-        step(model, lengths_in_turn(number), captured)
+        step(model, ids(number), captured)
         with torch.no_grad(), of_reference.attached(reference):
             reference(input_ids=ids(number), use_cache=False)
         assert captures.taken <= 9 * MIB

@@ -10,6 +10,7 @@ from liger_trainer.configs import flags
 from liger_trainer.packing import packed_row
 from liger_trainer.trainers import cuda_graphs
 from liger_trainer.trainers.base import LigerTrainerMixin
+from tests.attention.shared_layers import build as build_shared
 from tests.graphs.recorded import RecordedCaptures
 from tests.packed_checkpoints import write_dense, write_mixture
 from tests.trainers.builders import causal
@@ -56,6 +57,14 @@ def test_a_training_keeps_its_bits(make, checkpointing, tmp_path):
     assert graphs.captured == (0 if make is mixtral else 2), graphs.reasons
     remark = "0 of 2 layers run from graphs; 2 do not: " if make is mixtral else "2 of 2 layers run from graphs."
     assert remark in trainer.kernel_report.remarks[-1]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_that_share_keys(checkpointing, tmp_path):
+    trainer = both(
+        lambda **options: causal(tmp_path, build_shared("E2B"), **options), gradient_checkpointing=checkpointing
+    )
+    assert trainer._graphs.captured == 6, trainer._graphs.reasons
 
 
 @pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 3}, {"bf16": True}, {"optim": "liger_adamw"}])

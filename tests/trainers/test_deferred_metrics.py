@@ -1,4 +1,4 @@
-"""Metrics of SFT that are read once a log are those that are read after each micro-batch."""
+"""Metrics of SFT and of reward models that are read once a log are those that are read after each micro-batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
-from liger_trainer.trainers import deferred_metrics
+from liger_trainer.trainers import deferred_metrics, reward_trainer
 from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredNumber
 from tests.trainers.builders import sft
-from tests.trainers.tiny import llama, logged, mixtral
+from tests.trainers.parity import build
+from tests.trainers.tiny import llama, logged, mixtral, text_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+TRL = ("trl/trainer/sft_trainer.py", "trl/trainer/reward_trainer.py")
 
 
 class ReadsOfTRL(TorchDispatchMode):
@@ -32,7 +36,7 @@ class ReadsOfTRL(TorchDispatchMode):
             callers.append(frame.f_code.co_filename)
             frame = frame.f_back
         reads = func.overloadpacket.__name__ == "_local_scalar_dense"
-        self.count += reads and any(name.endswith("trl/trainer/sft_trainer.py") for name in callers)
+        self.count += reads and any(name.endswith(TRL) for name in callers)
         return func(*args, **(kwargs or {}))
 
 
@@ -69,6 +73,15 @@ def test_logs_are_the_same(options, tmp_path):
     assert all(type(value) in (int, float) for log in one.state.log_history for value in log.values())
     assert reads == 0
     assert more > 0
+
+
+def test_an_evaluation_logs_numbers(tmp_path):
+    """That of the tokens of the training, too."""
+    options = {"eval_dataset": text_dataset(), "eval_strategy": "steps", "eval_steps": 2}
+    logs = [logged(trained(tmp_path, deferred, **options)[0]) for deferred in (True, False)]
+    assert logs[0] == logs[1]
+    assert any("eval_num_tokens" in entry for entry in logs[0])
+    assert all(type(value) in (int, float) for entry in logs[0] for value in entry.values())
 
 
 def test_a_checkpoint_between_logs_holds_them(tmp_path):
@@ -114,6 +127,34 @@ def test_code_of_the_user_gets_numbers(tmp_path):
     trainer = sft(tmp_path, llama(), compute_loss_func=loss)
     trainer.args.__dict__["_setup_devices"] = torch.device("meta")
     try:
-        assert deferred_metrics.deferred_metrics(trainer) is None
+        assert not deferred_metrics.may_defer(trainer)
     finally:
         trainer.args.__dict__.pop("_setup_devices")
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2, "logging_steps": 1}])
+def test_logs_of_a_reward_model_are_the_same(options, tmp_path, folders):
+    logs = []
+    for deferred in (True, False):
+        settings = {"max_steps": 7, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2, **options}
+        trainer = build("Reward", True, tmp_path, folders["llama"], **settings)
+        assert trainer._deferred is None
+        trainer._deferred = DeferredMetrics(trainer, ("gather", "gather_for_metrics")) if deferred else None
+        gather = trainer.accelerator.gather
+        with ReadsOfTRL() as reads:
+            trainer.train()
+        assert trainer.accelerator.gather == gather
+        logs.append((logged(trainer), reads.count))
+    assert logs[0][0] == logs[1][0]
+    assert any("max_reward" in entry for entry in logs[0][0])
+    assert all(type(value) in (int, float) for log in trainer.state.log_history for value in log.values())
+    assert logs[0][1] < logs[1][1]  # evaluations read them each time
+
+
+def test_metrics_of_a_reward_model_wait_on_a_device(tmp_path, folders, monkeypatch):
+    monkeypatch.setattr(reward_trainer, "may_defer", lambda trainer: True)
+    trainer = build("Reward", True, tmp_path, folders["llama"], max_steps=2, logging_steps=2)
+    with ReadsOfTRL() as reads:
+        trainer.train()
+    assert reads.count == 0
+    assert any("min_reward" in entry for entry in trainer.state.log_history)
