@@ -145,15 +145,19 @@ class CapturedLayers:
         """How many layers have graphs."""
         return sum(any(known.graphs.values()) for known in self._of.values())
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether some batches keep the device busy without graphs."""
+        return int(self.busy_from) < torch.iinfo(torch.int64).max
+
     def news(self) -> str | None:
         """A line about the layers that run from graphs, where that or a reason has changed; else None.
 
         To be called after a backward.
         """
         busy_from = int(self.busy_from)
-        is_busy = busy_from < torch.iinfo(torch.int64).max
         now = self.captured, self.reasons, self._is_full, busy_from
-        if now == self._said or not (self.captured or self.reasons or is_busy):
+        if now == self._said or not (self.captured or self.reasons or self.is_busy):
             return None
         self._said = now
         full = (
@@ -162,7 +166,7 @@ class CapturedLayers:
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
         others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
         busy = f"batches of {busy_from} tokens or more keep the device busy without"
-        return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if is_busy else [])]) + "."
+        return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if self.is_busy else [])]) + "."
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:

@@ -50,6 +50,10 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     @contextlib.contextmanager
     def _from_graphs(self, graphs: CapturedLayers) -> Iterator[None]:
         """In the context of a loss, the layers of its models run from graphs: `graphs` are those of the trained one."""
+        if graphs.is_busy and _shares_keys(self.model):
+            # Without graphs these layers run on labelled tokens alone, which gains more where the device is busy.
+            yield
+            return
         with graphs.attached(self.model_wrapped), contextlib.ExitStack() as around:
             for name, of_other in self._others.items():
                 if isinstance(other := getattr(self, name, None), nn.Module):
@@ -62,6 +66,12 @@ class CudaGraphsMixin(ActivationMemoryMixin):
         if self._graphs is not None and (line := self._graphs.news()) is not None:
             self._announce(line)
         return loss
+
+
+def _shares_keys(model: Any) -> bool:
+    """Whether the last layers of a transformers model take the keys of others."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config and config.get_text_config(), "num_kv_shared_layers", 0))
 
 
 def _obstacle(trainer: Any) -> str:

@@ -67,6 +67,18 @@ def test_layers_that_share_keys(checkpointing, tmp_path):
     assert trainer._graphs.captured == 6, trainer._graphs.reasons
 
 
+@pytest.mark.parametrize("model", [lambda: build_shared("E2B"), llama])
+def test_layers_that_share_keys_run_on_labelled_tokens_where_the_device_is_busy(model, tmp_path):
+    trainer = causal(tmp_path, model(), cuda_graphs="auto")
+    layer, graphs = trainer.model.model.layers[-1], trainer._graphs
+    before = layer.__dict__.get("forward")
+    with trainer._from_graphs(graphs):
+        assert layer.__dict__["forward"] is not before
+    graphs.busy_from.fill_(1 << 20)
+    with trainer._from_graphs(graphs):
+        assert (layer.__dict__.get("forward") is before) == (model is not llama)
+
+
 @pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 3}, {"bf16": True}, {"optim": "liger_adamw"}])
 def test_options_of_a_training(options, tmp_path):
     trainer = both(lambda **given: causal(tmp_path, llama(), **given), gradient_checkpointing=True, **options)
