@@ -231,7 +231,7 @@ class Held:
 
     Args:
         source: The tensor.
-        room: What the copy has beside its rows; None for nothing.
+        room: Rows of the copy, and what fills it up; None for as many as the tensor has.
     """
 
     def __init__(self, source: torch.Tensor, room: Room | None = None) -> None:
@@ -322,7 +322,7 @@ def nested(
     """The arguments after the hidden states, and the dict among them, to which the layer may write.
 
     Args:
-        arguments: What [`fixed`] has returned.
+        arguments: Those that [`fixed`] has returned.
         replaced: Tensors in the place of some, by the `id` of these.
     """
     leaves = [replaced.get(id(leaf), leaf) for leaf in arguments.leaves]
