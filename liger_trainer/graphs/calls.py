@@ -322,7 +322,7 @@ def nested(
     """The arguments after the hidden states, and the dict among them, to which the layer may write.
 
     Args:
-        arguments: Those that [`fixed`] has returned.
+        arguments: Arguments of a call, as [`fixed`] returns them.
         replaced: Tensors in the place of some, by the `id` of these.
     """
     leaves = [replaced.get(id(leaf), leaf) for leaf in arguments.leaves]
