@@ -133,7 +133,7 @@ class CapturedLayers:
         self._renewals = captures.renewals
         self._renewed_in = 0  # the number of a forward
         self._is_full = False  # a kind of call has no graphs, because these would take too much memory
-        self._said: tuple[int, Counter[str], bool, int] | None = None
+        self._said: tuple[int, Counter[str], bool, bool] | None = None
 
     @property
     def reasons(self) -> Counter[str]:
@@ -155,8 +155,7 @@ class CapturedLayers:
 
         To be called after a backward.
         """
-        busy_from = int(self.busy_from)
-        now = self.captured, self.reasons, self._is_full, busy_from
+        now = self.captured, self.reasons, self._is_full, self.is_busy
         if now == self._said or not (self.captured or self.reasons or self.is_busy):
             return None
         self._said = now
@@ -165,7 +164,7 @@ class CapturedLayers:
         )
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
         others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
-        busy = f"batches of {busy_from} tokens or more keep the device busy without"
+        busy = f"batches of {int(self.busy_from)} tokens or more keep the device busy without"
         return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if self.is_busy else [])]) + "."
 
     @contextlib.contextmanager

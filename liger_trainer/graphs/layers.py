@@ -176,7 +176,9 @@ class LayerGraphs:
         read = [self.buffers.hidden, *(held.tensor for held in self._held)]
         versions = [each._version for each in read]
         before = self._captures.random_state()
-        for _ in range(2 if only_if_faster else 1):  # the first one allocates, for which the host takes longer
+        is_busy = only_if_faster
+        # The first one allocates, for which the host takes longer, and another program may keep the device busy once.
+        for trial in range(3 if only_if_faster else 1):
             try:
                 with self._captures.tried() as was_busy:
                     expected, added = given(self.buffers.hidden, {})
@@ -185,11 +187,14 @@ class LayerGraphs:
             self._draws = not torch.equal(self._captures.random_state(), before)
             if self._draws:
                 self._captures.set_random_state(before)  # for the call itself
+            if trial and not was_busy():
+                is_busy = False
+                break
         if versions != [each._version for each in read]:
             for held in self._held:
                 held.forget()
             raise NotCaptured("it changes a tensor that it is given")
-        if only_if_faster and was_busy():
+        if is_busy:
             raise GainsNothing
         if not isinstance(expected, torch.Tensor) or (expected.shape, expected.dtype) != (hidden.shape, hidden.dtype):
             raise NotCaptured("it returns something else than hidden states")
