@@ -112,12 +112,12 @@ class CapturedLayers:
         only_if_faster: Whether calls that keep the device busy run without, which gain nothing.
 
     Attributes:
-        busy_from: The fewest tokens of such a call, int64 (1,). Processes that collate batches share its memory.
+        busy_from: The fewest tokens of such a call, int64 (1,). Processes that collate batches may share its memory.
     """
 
     def __init__(self, captures: Captures, only_if_faster: bool = False) -> None:
         self._captures, self._only_if_faster = captures, only_if_faster
-        self.busy_from = torch.full((1,), torch.iinfo(torch.int64).max).share_memory_()
+        self.busy_from = torch.full((1,), torch.iinfo(torch.int64).max)
         self._model: weakref.ref[nn.Module] | None = None
         self._replaced: dict[nn.Module, Replaced] = {}
         self._without_gradients: dict[nn.Module, Callable] = {}

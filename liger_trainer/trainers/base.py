@@ -337,6 +337,8 @@ class LigerTrainerMixin(
         trains, model = kwargs.get("is_training", False), self.accelerator.unwrap_model(self.model)
         reads = trains and self.is_in_train and not dispatched and self._has_whole_rows
         if reads and self._graphs is not None:
+            if self.args.dataloader_num_workers > 0:  # other processes, which have to see it change
+                self._graphs.busy_from.share_memory_()
             self.data_collator = filling_collator(collator, model, self._graphs.busy_from)
         self.data_collator = checked_collator(self.data_collator, model, reads)
         if trains and self._exchanges_heads:

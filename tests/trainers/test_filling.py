@@ -63,6 +63,14 @@ def test_losses_are_the_same_to_rounding(make, tmp_path):
 
 
 @pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_processes_that_collate_see_what_keeps_the_device_busy(workers, tmp_path):
+    trainer = causal(tmp_path, llama(), cuda_graphs="auto", max_steps=1, dataloader_num_workers=workers)
+    trainer.train()
+    assert trainer._graphs.busy_from.is_shared() == (workers > 0)
+
+
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("packed", [False, True])
 def test_metrics_of_trl_are_the_same(packed, tmp_path):
     data = Dataset.from_list([{"input_ids": (torch.arange(length) % 120 + 3).tolist()} for length in LENGTHS])
