@@ -259,7 +259,10 @@ class CapturedLayers:
         key = (arguments.key, differentiated, keeps)
         graphs = known.find(key)
         if graphs is None and known.is_due(key):
-            graphs = self._made(known, function, args, arguments, keeps)
+            try:
+                graphs = self._made(known, function, args, arguments, keeps)
+            except torch.OutOfMemoryError:  # of what graphs read and write; without them there may be enough
+                known.drop("there was no memory for its graphs")
             if graphs is not None:
                 known.add(key, graphs)
         if graphs is not None and graphs.failure:

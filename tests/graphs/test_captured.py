@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_trainer.graphs.captured import CapturedLayers
+from liger_trainer.graphs.layers import Buffers
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.patching.apply import apply_liger_kernel
@@ -615,3 +616,14 @@ def test_the_first_trial_is_not_timed_and_one_alone_says_nothing(busy, captures)
     captured = CapturedLayers(Trials(), only_if_faster=True)
     assert_same_steps(model, copy.deepcopy(model), captured, map(ids, range(3)))
     assert (captured.captured, captured.is_busy) == ((3, False) if captures else (0, True))
+
+
+def test_where_memory_is_short_layers_run_without(monkeypatch):
+    def full(self, *args):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Buffers, "__init__", full)
+    model = tiny()
+    captured = CapturedLayers(RecordedCaptures())
+    assert_same_steps(model, copy.deepcopy(model), captured, map(ids, range(5)))
+    assert captured.reasons == {"there was no memory for its graphs": 3}
