@@ -389,7 +389,7 @@ TRAINING_PROVIDERS |= {
     "liger-kernel": _liger,
     "liger-kernel fla": _with_fla(_liger),
     "liger_trainer": _with(),
-    "liger_trainer cuda_graphs": _with(cuda_graphs=True),
+    "liger_trainer without cuda_graphs": _with(cuda_graphs=False),
     PADDED: _with(padding_free=False),
     UNSHARED: _with(share_prompt=False),
     **{name: _with(fp8=mode) for name, mode in IN_FP8.items()},
