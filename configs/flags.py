@@ -348,7 +348,7 @@ def _check_device_of_graphs(args: Any) -> None:
 
 def _switch(name: str, given: Any) -> bool | None:
     """True, False, or None for ``"auto"``; text is as on a command line."""
-    if given not in ("auto", "true", "false", True, False):
+    if not isinstance(given, bool) and given not in ("auto", "true", "false"):
         raise ValueError(f"`{name}` is {given!r}; it must be true, false or 'auto'.")
     return given if isinstance(given, bool) else {"auto": None, "true": True, "false": False}[given]
 

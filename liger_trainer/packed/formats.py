@@ -31,6 +31,22 @@ METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "a
 _E4M3 = torch.float8_e4m3fn
 
 
+def form_of(settings: Any) -> str | None:
+    """The format that quantisation settings name: their method and, where it has several, which; None without any.
+
+    Args:
+        settings: Settings of a checkpoint's configuration: a mapping, or an object of transformers.
+    """
+    if settings is None:
+        return None
+    named: Mapping[str, Any] = settings if isinstance(settings, Mapping) else settings.to_dict()
+    inside = {**(named.get("quantization_config") or {}), **named}  # transformers nests those of compressed-tensors
+    method, form = named.get("quant_method"), inside.get("format") or inside.get("quant_algo")
+    if named.get("load_in_4bit") and "bnb_4bit_quant_type" in named:
+        return str(named["bnb_4bit_quant_type"])
+    return " ".join(str(getattr(each, "value", each)) for each in (method, form) if each)
+
+
 def bytes_of_weights(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """The bytes that a weight of a linear layer, and one of stacked experts, takes in a packed checkpoint.
 

@@ -47,6 +47,7 @@ from liger_trainer.configs.caller_warnings import warnings_of_the_caller
 from liger_trainer.configs.flags import KernelFlags, kernel_mapping_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
 from liger_trainer.head.step import Step, current_step, running
+from liger_trainer.kernels.head.head_chunks import rescale_
 from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.patching.apply import apply_kernels
 from liger_trainer.patching.binding import bound_modules
@@ -457,10 +458,17 @@ class LigerTrainerMixin(
         if total_norm is None:
             return super()._clip_grad_norm(model)
         # Clips as `clip_grad_norm_` does, without a second walk over the modules or a second computation of the norms.
-        # By dtype: where some weights are in fp32, such as routers, torch would clip the others one by one, and slowly.
-        for dtype in {parameter.grad.dtype for parameter in trained if parameter.grad is not None}:
-            alike = [each for each in trained if each.grad is not None and each.grad.dtype == dtype]
-            torch.nn.utils.clip_grads_with_norm_(alike, self.args.max_grad_norm, total_norm.to(dtype))
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        if len({gradient.dtype for gradient in gradients}) < 2:
+            torch.nn.utils.clip_grads_with_norm_(trained, self.args.max_grad_norm, total_norm)
+            return total_norm
+        # With some weights in fp32, such as routers, torch scales those in bf16 one by one, at a quarter of the speed.
+        factor = (self.args.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            if gradient.is_contiguous():
+                rescale_(gradient, factor, torch.ones_like(factor))
+            else:
+                gradient.mul_(factor)
         return total_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

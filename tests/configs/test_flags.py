@@ -279,3 +279,10 @@ def test_batches_are_copied_without_waiting(cls, tmp_path, monkeypatch):
     assert made(accelerator_config=str(file)) == (False, True)
     assert made(accelerator_config={"non_blocking": False}) == (False, True)
     assert made(cuda=False, accelerator_config={"non_blocking": True}) == (True, True)
+
+
+@pytest.mark.parametrize("name", ["cuda_graphs", "packed_base"])
+@pytest.mark.parametrize("given", [0, 1, "on", None, []])
+def test_a_switch_is_no_number(name, given, tmp_path):
+    with pytest.raises(ValueError, match=f"`{name}` is .*; it must be true, false or 'auto'"):
+        LigerTrainingArguments(str(tmp_path), use_cpu=True, **{name: given})

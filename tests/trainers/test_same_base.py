@@ -86,11 +86,16 @@ def test_one_on_the_hub_is_another_than_its_namesake(trained, run, monkeypatch):
 
 
 def test_another_revision_is_refused(trained, run):
-    file = run / "checkpoint-2" / "adapter_config.json"
-    resume(trained / "base", run, revision="v2")  # what was not noted is not compared
-    change(file, revision="main")
-    with pytest.raises(CheckpointError, match=r"base' \(main\), and .*base' \(v2\)\. Resume"):
-        resume(trained / "base", run, revision="v2")
+    checkpoint = run / "checkpoint-2"
+    model = trainer_of(trained / "base", run, revision="v2").model
+    model.peft_config["default"].base_model_name_or_path = "one/model"
+    change(checkpoint / "adapter_config.json", base_model_name_or_path="one/model")
+    assert same_base.differing_base(checkpoint, model) is None  # what was not noted is not compared
+    change(checkpoint / "adapter_config.json", revision="main")
+    found = same_base.differing_base(checkpoint, model)
+    assert found == "were trained on 'one/model' (main), and the base of this run is 'one/model' (v2)"
+    change(checkpoint / "adapter_config.json", base_model_name_or_path=str(trained / "base"))
+    resume(trained / "base", run, revision="v2")  # a folder has none
 
 
 def test_a_base_in_another_format_is_refused(trained, run, monkeypatch):
@@ -116,6 +121,34 @@ def test_a_format_in_a_word():
     assert same_base._form(BaseQuantization(NF4, "bfloat16", experts)) == "nf4"
     assert same_base._form(BaseQuantization(None, "bfloat16", experts)) == "nf4"
     assert same_base._form(BaseQuantization({"quant_method": "mxfp4"}, "bfloat16")) == "mxfp4"
+    int4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    assert same_base._form(BaseQuantization(int4, "bfloat16")) == "compressed-tensors pack-quantized"
+    nested = {"quant_method": "compressed-tensors", "quantization_config": {"format": "pack-quantized"}}
+    assert same_base._form(BaseQuantization(nested, "bfloat16")) == "compressed-tensors pack-quantized"
+    assert same_base._form(BaseQuantization({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "bfloat16")).endswith(
+        "NVFP4"
+    )
+
+
+def test_formats_of_one_method_are_others(trained, run, tmp_path):
+    rows, ints = (
+        {"quant_method": "compressed-tensors", "format": form} for form in ("float-quantized", "pack-quantized")
+    )
+    checkpoint = run / "checkpoint-2"
+    (checkpoint / FILE).write_text(json.dumps({"config": ints, "dtype": "bfloat16"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(same_base, "base_quantization", lambda model: BaseQuantization(rows, "bfloat16"))
+        with pytest.raises(CheckpointError, match=r"pack-quantized\), and .*float-quantized\)"):
+            resume(trained / "base", run)
+    shutil.copytree(trained / "base", tmp_path / "base")
+    resume(tmp_path / "base", run)  # moved, and dequantised
+
+
+def test_what_is_gone_has_a_folder_in_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").mkdir()
+    assert same_base._may_have_moved(str(tmp_path / "old"), "new")
+    assert not same_base._may_have_moved(str(tmp_path / "old"), "one/model")
 
 
 def test_a_recipe_notes_the_revision_of_its_base(tmp_path):

@@ -26,8 +26,8 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import PUBLISHED_NAMES
 from liger_trainer.errors import UserError
 from liger_trainer.head.lm_head import trained_rows_of
-from liger_trainer.packed.formats import METHODS
-from liger_trainer.packed.loading import dequantise, method_of, packed_loading
+from liger_trainer.packed.formats import METHODS, form_of
+from liger_trainer.packed.loading import dequantise, packed_loading
 from liger_trainer.recipe.file import first_line
 from liger_trainer.tools.export.folders import new_folder
 from liger_trainer.tools.export.fp8_blocks import Survival, check_form, packed_weights, quantise_again
@@ -163,8 +163,8 @@ def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[
     if trained_on is not None or hasattr(config, "quantization_config"):
         line += "; the base was quantised for training, and is merged as its dequantised weights"
     say(f"{line}.")
-    published, found = trained_on and trained_on.config and trained_on.config.get("quant_method"), method_of(config)
-    if published in METHODS and published != found:
+    published, found = form_of(trained_on and trained_on.config), form_of(getattr(config, "quantization_config", None))
+    if published is not None and published.split()[0] in METHODS and published != found:
         form = found or "16 or 32 bits"
         say(f"The adapters were trained on a base in {published}; {run.base}, in {form}, is another.")
     base = load_model(run, torch.float32)

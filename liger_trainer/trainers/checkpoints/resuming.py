@@ -224,7 +224,8 @@ def _check(checkpoint: Path, model: Any) -> None:
     if isinstance(model, PeftModel) and (other := differing_base(checkpoint, model)) is not None:
         raise CheckpointError(
             f"The adapters in {str(checkpoint)!r} {other}. Resume with the base that they were trained on, or train "
-            "new adapters in another `output_dir`."
+            "new adapters in another `output_dir`. If it is the same base under a new name, write that into the "
+            "checkpoint's adapter_config.json, as `base_model_name_or_path`."
         )
 
 

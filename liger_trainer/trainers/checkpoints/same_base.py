@@ -13,7 +13,7 @@ from typing import Any
 
 from peft.utils import CONFIG_NAME
 
-from liger_trainer.packed.formats import METHODS
+from liger_trainer.packed.formats import METHODS, form_of
 from liger_trainer.trainers.checkpoints.run_state import is_of_ours
 from liger_trainer.trainers.checkpoints.saved_weights import (
     BaseQuantization,
@@ -42,9 +42,12 @@ def differing_base(checkpoint: Path, model: Any) -> str | None:
         names = saved.get("base_model_name_or_path"), config.base_model_name_or_path
         revisions = saved.get("revision"), config.revision
         same = not all(names) or Path(names[0]).resolve() == Path(names[1]).resolve()
+        its_own = same or _may_have_moved(*names)
         # A published base that stays packed is, but for rounding, the dequantised one.
-        decoded = same and _PLAIN in forms and {*METHODS, _PLAIN}.issuperset(forms)
-        other = not (same or _may_have_moved(*names)) or _differ(revisions) or (_differ(forms) and not decoded)
+        decoded = _PLAIN in forms and all(form == _PLAIN or str(form).split()[0] in METHODS for form in forms)
+        # A folder has no revisions.
+        revised = _differ(revisions) and not Path(names[1] or "").is_dir()
+        other = not its_own or revised or (_differ(forms) and not decoded)
         if other:
             more = [pair for pair in (revisions, forms) if _differ(pair)]
             before, now = (_in_words(names[which], [str(pair[which]) for pair in more]) for which in (0, 1))
@@ -61,21 +64,16 @@ def _differ(pair: tuple[str | None, str | None]) -> bool:
 def _may_have_moved(before: str, now: str) -> bool:
     """Whether two names may be of one model: folders of the same name, or one that is no longer there."""
     a_folder = any(Path(name).is_absolute() or Path(name).is_dir() for name in (before, now))
-    return (a_folder and Path(before).name == Path(now).name) or (
-        Path(before).is_absolute() and not Path(before).exists()
-    )
+    is_gone = Path(before).is_absolute() and not Path(before).exists()
+    return (a_folder and Path(before).name == Path(now).name) or (is_gone and Path(now).is_dir())
 
 
 def _form(found: BaseQuantization | None) -> str:
     """The format of a base, in a word."""
     if found is None:
         return _PLAIN
-    config = found.config
-    if config is None:
-        return str((found.experts or {}).get("quant_type", _PLAIN))
-    four_bits = config.get("bnb_4bit_quant_type") if config.get("load_in_4bit") else None
-    method = config.get("quant_method")
-    return str(four_bits or getattr(method, "value", method))
+    of_experts = str((found.experts or {}).get("quant_type", _PLAIN))
+    return form_of(found.config) or of_experts
 
 
 def _in_words(name: str | None, more: list[str]) -> str:

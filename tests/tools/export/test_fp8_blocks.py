@@ -266,7 +266,10 @@ def test_another_base_is_named(tmp_path):
     merge(find_run(str(tmp_path / "run")), tmp_path / "same", say=lines.append)
     assert not any("is another" in line for line in lines)
     merge(find_run(str(tmp_path / "run"), str(tmp_path / "int4")), tmp_path / "other", say=lines.append)
-    assert any("trained on a base in fp8; " in line and "in compressed-tensors, is another" in line for line in lines)
+    assert any(
+        "trained on a base in fp8; " in line and "in compressed-tensors pack-quantized, is another" in line
+        for line in lines
+    )
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"there is no folder .*base'; say where it is now with `--base_model`"):
         merge(find_run(str(tmp_path / "run")), tmp_path / "moved_base")
