@@ -302,7 +302,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
         small.update(use_cpu=True, bf16=False, fp16=False, tf32=None, dtype="float32")
         if values["activation_memory"] == "auto":  # which is for the memory of an accelerator
             small["activation_memory"] = "1GiB"
-        if values["cuda_graphs"] in (True, "true"):  # which a CPU has not: the trainer says so
+        if values["cuda_graphs"] in (True, "true"):  # which a CPU has not
             small["cuda_graphs"] = "auto"
     if "output_dir" not in given:
         small["output_dir"] = _temporary_folder()

@@ -215,7 +215,12 @@ def test_cards_of_a_generation_are_compiled_for_alike(card, other):
     launch = launches_of("attention, 64", card, torch.float16)[0]
     one, two = (compile_launch(launch, each) for each in (card, other))
     assert one.metadata.shared == two.metadata.shared > 0
-    assert one.asm["ttgir"].replace(f"cuda:{card[3:]}", f"cuda:{other[3:]}") == two.asm["ttgir"]
+    assert _without_places(one).replace(f"cuda:{card[3:]}", f"cuda:{other[3:]}") == _without_places(two)
+
+
+def _without_places(compiled):
+    """The code without the lines of the source, which another checkout with the same cache has at another place."""
+    return "\n".join(line for line in compiled.asm["ttgir"].splitlines() if not line.startswith("#loc"))
 
 
 def _by_turns(name, card, dtype):

@@ -245,4 +245,4 @@ def test_a_recipe_that_runs_from_cuda_graphs(tmp_path, capsys):
     recipe = write_recipe(tmp_path / "recipe.yaml", values)
     assert main(["train", recipe, "--smoke", "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]) == 0
     said = capsys.readouterr()
-    assert "cuda_graphs: no layer runs from graphs, because training is on cpu" in said.out + said.err
+    assert "cuda_graphs" not in said.out + said.err  # as little as of `bf16`, which a smoke run on a CPU sets too
