@@ -143,8 +143,6 @@ def run(task: Task, provider: str) -> dict[str, Any]:
     if device.type != "cpu" and task.accelerate_config:
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device)
-    elif device.type != "cpu" and device.index is None:  # where the Trainer finds the model of `from_pretrained`
-        device = torch.device(device.type, torch.accelerator.current_device_index())
     model = _model(task, device)
     # The formula counts neither a frozen model nor a reference model.
     flops = flops_per_token(model) if task.trainer in ("causal_lm", "sft") and not task.lora else None

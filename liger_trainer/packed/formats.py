@@ -28,6 +28,9 @@ from liger_trainer.kernels.lowbit.formats import (
 METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq")
 """The `quant_method` of configurations whose checkpoints may stay packed."""
 
+_SEVERAL = {"compressed-tensors": "format", "modelopt": "quant_algo"}
+"""The methods that have several formats, and the setting that says which."""
+
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -41,10 +44,13 @@ def form_of(settings: Any) -> str | None:
         return None
     named: Mapping[str, Any] = settings if isinstance(settings, Mapping) else settings.to_dict()
     inside = {**(named.get("quantization_config") or {}), **named}  # transformers nests those of compressed-tensors
-    method, form = named.get("quant_method"), inside.get("format") or inside.get("quant_algo")
     if named.get("load_in_4bit") and "bnb_4bit_quant_type" in named:
         return str(named["bnb_4bit_quant_type"])
-    return " ".join(str(getattr(each, "value", each)) for each in (method, form) if each)
+    if named.get("quant_method") is None:
+        return None
+    method = str(getattr(named["quant_method"], "value", named["quant_method"]))
+    form = inside.get(_SEVERAL.get(method, ""))
+    return f"{method} {form}" if form else method
 
 
 def bytes_of_weights(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:

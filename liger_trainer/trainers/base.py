@@ -464,9 +464,10 @@ class LigerTrainerMixin(
             return total_norm
         # With some weights in fp32, such as routers, torch scales those in bf16 one by one, at a quarter of the speed.
         factor = (self.args.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0)
+        one = torch.ones_like(factor)
         for gradient in gradients:
             if gradient.is_contiguous():
-                rescale_(gradient, factor, torch.ones_like(factor))
+                rescale_(gradient, factor, one)
             else:
                 gradient.mul_(factor)
         return total_norm

@@ -34,7 +34,8 @@ def test_runs_give_the_same_bits_and_leave_their_inputs_alone(operator, dtype, d
     assert not any(result.isnan().any() for result in first)
 
 
-AS_TORCH = ("layer_norm", "fused_add_layer_norm", "group_norm")  # on an accelerator: fp32 under autocast
+AS_TORCH = ("layer_norm", "fused_add_layer_norm", "group_norm", "grpo_loss_from_log_probs")
+"""Whose results are fp32 under autocast on an accelerator, as those of torch's functions."""
 RECURRENCES = ("delta_rule", "state_space", "decayed_attention")  # whose states are fp32, whatever they are given
 
 
