@@ -25,7 +25,9 @@ from liger_trainer.graphs.calls import (
     tensors_of,
 )
 from liger_trainer.graphs.capture import Captures
-from liger_trainer.graphs.layers import Buffers, ForwardPass, GainsNothing, Layer, LayerGraphs, NotCaptured
+from liger_trainer.graphs.gains import Gains
+from liger_trainer.graphs.layers import Buffers, ForwardPass, Layer, LayerGraphs, NotCaptured
+from liger_trainer.kernels.lowbit.buffers import free_buffers
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
 
 _CHECKPOINTED = "gradient_checkpointing"
@@ -112,12 +114,11 @@ class CapturedLayers:
         only_if_faster: Whether calls that keep the device busy run without, which gain nothing.
 
     Attributes:
-        busy_from: The fewest tokens of such a call, int64 (1,). Processes that collate batches may share its memory.
+        gains: Which calls these are.
     """
 
     def __init__(self, captures: Captures, only_if_faster: bool = False) -> None:
-        self._captures, self._only_if_faster = captures, only_if_faster
-        self.busy_from = torch.full((1,), torch.iinfo(torch.int64).max)
+        self._captures, self.gains = captures, Gains(always=not only_if_faster)
         self._model: weakref.ref[nn.Module] | None = None
         self._replaced: dict[nn.Module, Replaced] = {}
         self._without_gradients: dict[nn.Module, Callable] = {}
@@ -133,7 +134,7 @@ class CapturedLayers:
         self._renewals = captures.renewals
         self._renewed_in = 0  # the number of a forward
         self._is_full = False  # a kind of call has no graphs, because these would take too much memory
-        self._said: tuple[int, Counter[str], bool, bool] | None = None
+        self._said: tuple[int, Counter[str], bool, int | None] | None = None
 
     @property
     def reasons(self) -> Counter[str]:
@@ -145,18 +146,14 @@ class CapturedLayers:
         """How many layers have graphs."""
         return sum(any(known.graphs.values()) for known in self._of.values())
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether some batches keep the device busy without graphs."""
-        return int(self.busy_from) < torch.iinfo(torch.int64).max
-
     def news(self) -> str | None:
         """A line about the layers that run from graphs, where that or a reason has changed; else None.
 
         To be called after a backward.
         """
-        now = self.captured, self.reasons, self._is_full, self.is_busy
-        if now == self._said or not (self.captured or self.reasons or self.is_busy):
+        tokens = self.gains.in_training
+        now = self.captured, self.reasons, self._is_full, tokens
+        if now == self._said or not (self.captured or self.reasons or tokens):
             return None
         self._said = now
         full = (
@@ -164,8 +161,8 @@ class CapturedLayers:
         )
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
         others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
-        busy = f"batches of {int(self.busy_from)} tokens or more keep the device busy without"
-        return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if self.is_busy else [])]) + "."
+        busy = f"batches of {tokens} tokens or more keep the device busy without"
+        return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if tokens else [])]) + "."
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -250,7 +247,7 @@ class CapturedLayers:
             return None
         if torch.compiler.is_compiling() or is_watched() or is_reentrant(checkpoint):
             return None
-        if hidden.shape[:-1].numel() >= int(self.busy_from):
+        if self.gains.is_busy(hidden.shape[:-1].numel(), differentiated):
             return None
         arguments = arguments_of(hidden, args[1:], function.keywords)
         if arguments is None:
@@ -312,15 +309,23 @@ class CapturedLayers:
         buffers = self._buffers_for(hidden, trained)
         needs = hidden.requires_grad
         graphs = LayerGraphs(self._captures, run, state, buffers, held, further, needs, keeps, self._pass.number)
+        free_buffers()  # graphs decode packed weights to memory of their own
         try:
-            graphs.prepare(hidden, [tensor for tensor, _ in tensors], given, self._only_if_faster)
+            results = graphs.tried(hidden, [tensor for tensor, _ in tensors], given)
+            if not self._gains_by(graphs, hidden.shape[:-1].numel()):
+                return None
+            graphs.capture(results)
         except NotCaptured as error:
             known.drop(str(error))
             return None
-        except GainsNothing:
-            self.busy_from.fill_(hidden.shape[:-1].numel())
-            return None
         return graphs
+
+    def _gains_by(self, graphs: LayerGraphs, tokens: int) -> bool:
+        """Whether a call of that many tokens does not keep the device busy without graphs."""
+        differentiated = torch.is_grad_enabled()
+        if not self.gains.is_timed(tokens, differentiated):
+            self.gains.note(tokens, differentiated, graphs.keeps_device_busy())
+        return not self.gains.is_busy(tokens, differentiated)
 
     def _copy_of(self, source: torch.Tensor, room: Room | None) -> Held:
         for held in self._held:

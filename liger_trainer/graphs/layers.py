@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -40,15 +40,12 @@ in another way.
 
 _NOISE = 4.0  # how far from the layer's gradients those of a graph may be, in differences between two of the layer's
 _REPEATS = 4  # of the layer's gradients, at most, until they differ by as much
+_TIMED = 3  # trials of a layer without a graph
 _TRIES = 3  # of a graph; where the order of a sum changes seldom, a difference may come at one call, and not at another
 
 
 class NotCaptured(Exception):
     """A layer cannot be captured, or its graph has other results; says why."""
-
-
-class GainsNothing(Exception):
-    """A layer keeps the device busy without a graph."""
 
 
 class Buffers:
@@ -157,61 +154,88 @@ class LayerGraphs:
         return tree_unflatten([*results], self.spec)
 
     @torch.no_grad()
-    def prepare(
-        self, hidden: torch.Tensor, sources: Sequence[torch.Tensor], given: Layer, only_if_faster: bool
-    ) -> None:
-        """Captures the forward, and compares its results with the layer's.
+    def tried(self, hidden: torch.Tensor, sources: Sequence[torch.Tensor], given: Layer) -> _Tried:
+        """Runs the layer as it is, where waiting for the device is an error.
 
         Args:
             hidden: The hidden states of a call, (B, S, H).
             sources: Its other tensors.
             given: The layer with the documents as they were given, and copies of other tensors.
-            only_if_faster: Whether there is to be no graph where the device is busy without.
 
         Raises:
-            NotCaptured: if it cannot be captured, or has another result.
-            GainsNothing: if the device is busy without.
+            NotCaptured: if it cannot be captured.
         """
         self._take(hidden, sources)
         read = [self.buffers.hidden, *(held.tensor for held in self._held)]
         versions = [each._version for each in read]
         before = self._captures.random_state()
-        is_busy = only_if_faster
-        # The first one allocates, for which the host takes longer, and another program may keep the device busy once.
-        for trial in range(3 if only_if_faster else 1):
-            try:
-                with self._captures.tried() as was_busy:
-                    expected, added = given(self.buffers.hidden, {})
-            except RuntimeError as error:
-                raise _not_captured(error) from error
-            self._draws = not torch.equal(self._captures.random_state(), before)
-            if self._draws:
-                self._captures.set_random_state(before)  # for the call itself
-            if trial and not was_busy():
-                is_busy = False
-                break
+        try:
+            with self._captures.tried():
+                expected, added = given(self.buffers.hidden, {})
+        except RuntimeError as error:
+            raise _not_captured(error) from error
+        self._draws = not torch.equal(self._captures.random_state(), before)
+        if self._draws:
+            self._captures.set_random_state(before)  # for the call itself
         if versions != [each._version for each in read]:
             for held in self._held:
                 held.forget()
             raise NotCaptured("it changes a tensor that it is given")
-        if is_busy:
-            raise GainsNothing
         if not isinstance(expected, torch.Tensor) or (expected.shape, expected.dtype) != (hidden.shape, hidden.dtype):
             raise NotCaptured("it returns something else than hidden states")
         results, self.spec = tree_flatten((expected, added))
         if not _are_new(results[1:], [*read, expected]):
             raise NotCaptured("it changes what is in a dict, or adds something else than new tensors")
-        self._results += self.buffers.others("results", results[1:])  # type: ignore[arg-type]  # none is None
-        with self._drawing_from(before):
+        return _Tried(results, before)
+
+    def keeps_device_busy(self) -> bool:
+        """Whether the device takes longer than the host for a call and its backward, in most of some trials.
+
+        Raises:
+            NotCaptured: if the host waits for the device in the backward.
+        """
+        busy = 0
+        for trial in range(1 + _TIMED):
+            with self._drawing_from(self._captures.random_state()):
+                try:
+                    with self._captures.tried() as was_busy:
+                        self._run_eagerly()
+                except RuntimeError as error:
+                    raise _not_captured(error) from error
+            # The first one allocates and compiles, for which the host takes longer.
+            busy += was_busy() if trial else False
+        return 2 * busy > _TIMED
+
+    def _run_eagerly(self) -> None:
+        """A forward, and what the backward of a checkpointed layer computes."""
+        with torch.no_grad():
+            first, *_ = self._called(self.buffers.hidden)
+        if self._differentiated:
+            leaves, results = self._recording(self.buffers.hidden)
+            if results[0].requires_grad:
+                self._gradients(leaves, results, [first])  # any numbers will do
+
+    @torch.no_grad()
+    def capture(self, tried: _Tried) -> None:
+        """Captures the forward, and compares its results with the layer's.
+
+        Args:
+            tried: The results of the layer itself.
+
+        Raises:
+            NotCaptured: if it cannot be captured, or has another result.
+        """
+        self._results += self.buffers.others("results", tried.results[1:])  # type: ignore[arg-type]  # none is None
+        with self._drawing_from(tried.random):
             self._replay_forward = self._captured(self._write_results)
         if self._recorded is not None:
             leaves, found = self._recorded
             if any(_uses(leaf, found) > 1 for leaf in leaves[1:]):
                 raise NotCaptured("it uses a tensor twice whose gradient is summed up over layers")
             self.differentiable = [each.requires_grad for each in found]
-        with self._drawing_from(before):
+        with self._drawing_from(tried.random):
             self._replay_forward()
-        if not all(map(torch.equal, self._results, results)):
+        if not all(map(torch.equal, self._results, tried.results)):
             raise NotCaptured("the result of its graph was another")
 
     def forward(
@@ -383,6 +407,13 @@ class LayerGraphs:
             wanted = [*(leaf for leaf in leaves if leaf.requires_grad), *parameters]
             found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         return [*found] if self._needs_input else [None, *found]
+
+
+class _Tried(NamedTuple):
+    """Results of the layer itself, and where the generator stood before."""
+
+    results: list[torch.Tensor]
+    random: torch.Tensor
 
 
 _Recording = tuple[list[torch.Tensor], list[torch.Tensor]]

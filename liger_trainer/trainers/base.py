@@ -339,8 +339,8 @@ class LigerTrainerMixin(
         reads = trains and self.is_in_train and not dispatched and self._has_whole_rows
         if reads and self._graphs is not None:
             if self.args.dataloader_num_workers > 0:  # other processes, which have to see it change
-                self._graphs.busy_from.share_memory_()
-            self.data_collator = filling_collator(collator, model, self._graphs.busy_from)
+                self._graphs.gains.busy_from.share_memory_()
+            self.data_collator = filling_collator(collator, model, self._graphs.gains.busy_from)
         self.data_collator = checked_collator(self.data_collator, model, reads)
         if trains and self._exchanges_heads:
             self.data_collator = functools.partial(collated_columns, self.data_collator)
@@ -418,7 +418,8 @@ class LigerTrainerMixin(
             if return_outputs:  # TRL's trainers warn about it
                 around.enter_context(warnings_of_the_caller())
             graphs = self._graphs if training else None
-            around.enter_context(running(replace(step, fills_below=0 if graphs is None else int(graphs.busy_from))))
+            fills_below = 0 if graphs is None else int(graphs.gains.busy_from)
+            around.enter_context(running(replace(step, fills_below=fills_below)))
             if graphs is not None:
                 around.enter_context(self._from_graphs(graphs))
             result = super().compute_loss(model, inputs, return_outputs, items)

@@ -50,7 +50,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     @contextlib.contextmanager
     def _from_graphs(self, graphs: CapturedLayers) -> Iterator[None]:
         """In the context of a loss, the layers of its models run from graphs: `graphs` are those of the trained one."""
-        if graphs.is_busy and _shares_keys(self.model):
+        if graphs.gains.in_training and _shares_keys(self.model):
             # Without graphs these layers run on labelled tokens alone, which gains more where the device is busy.
             yield
             return

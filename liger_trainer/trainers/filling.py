@@ -35,7 +35,7 @@ class FillingCollator:
         collator: The collator.
         most: The most tokens that a padded row may have; None for any number.
         fills_packed: Whether packed rows are filled up too.
-        busy_from: Batches of as many tokens or more stay as they are; see [`CapturedLayers`].
+        busy_from: Batches of as many tokens or more stay as they are; see [`Gains`].
     """
 
     collator: Callable

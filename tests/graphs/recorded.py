@@ -21,7 +21,7 @@ class _NeverWaiting(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-class _Recorder(_NeverWaiting):
+class Recorder(_NeverWaiting):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
@@ -59,12 +59,12 @@ class RecordedCaptures:
         self.count = 0
         self.is_busy = False
         self.operators: list[list[str]] = []  # the names of those of each graph
-        self._kept: list[tuple[int, _Recorder]] = []
+        self._kept: list[tuple[int, Recorder]] = []
 
     def __call__(self, run: Callable[[], None], keeps: bool = False) -> Callable[[], None]:
         self.count += 1
         self.taken += self._each
-        recorder = _Recorder()
+        recorder = Recorder()
         with recorder:
             run()
         self.operators.append([operator.overloadpacket.__name__ for operator, *_ in recorder.calls])

@@ -20,7 +20,7 @@ from liger_trainer.graphs.layers import Buffers
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.patching.apply import apply_liger_kernel
-from tests.graphs.recorded import RecordedCaptures
+from tests.graphs.recorded import RecordedCaptures, Recorder
 
 
 def tiny(lora=False, checkpointed=False, dtype=torch.float32):
@@ -598,24 +598,62 @@ def test_calls_that_keep_the_device_busy_run_without(only_if_faster):
     assert (busy in captured.news()) == only_if_faster
 
 
-@pytest.mark.parametrize(("busy", "captures"), [((False, True, True), False), ((True, True, False), True)])
-def test_the_first_trial_is_not_timed_and_one_alone_says_nothing(busy, captures):
-    """It allocates, so the host takes longer; and another program may have the device once."""
+class TimedCaptures(RecordedCaptures):
+    """Says of the trials that are timed what it is told, in turn; keeps the operators of each."""
 
-    class Trials(RecordedCaptures):
-        trials = 0
+    def __init__(self, *busy):
+        super().__init__()
+        self.busy, self.trials = list(busy), []
 
-        @contextlib.contextmanager
-        def tried(self):
-            now = busy[self.trials % 3]
-            self.trials += 1
-            with super().tried():
-                yield lambda: now
+    @contextlib.contextmanager
+    def tried(self):
+        recorder = Recorder()
+        self.trials.append(recorder.calls)
 
+        def was_busy():
+            return self.busy.pop(0)
+
+        with super().tried(), recorder:
+            yield was_busy
+
+
+@pytest.mark.parametrize(("busy", "captures"), [((True, True, False), False), ((False, True, False), True)])
+def test_most_trials_decide_for_all_layers(busy, captures):
+    """Another program may have the device once, and the host may be slow once."""
     model = tiny(lora=True)
-    captured = CapturedLayers(Trials(), only_if_faster=True)
-    assert_same_steps(model, copy.deepcopy(model), captured, map(ids, range(3)))
-    assert (captured.captured, captured.is_busy) == ((3, False) if captures else (0, True))
+    timed = TimedCaptures(*busy)
+    captured = CapturedLayers(timed, only_if_faster=True)
+    assert_same_steps(model, copy.deepcopy(model), captured, map(ids, range(4)))
+    assert timed.busy == []
+    assert (captured.captured, captured.gains.in_training) == ((3, None) if captures else (0, 14))
+
+
+def test_what_is_timed_is_the_backward_too():
+    """The host takes longer for it, and longest where it computes the forward again."""
+    timed = TimedCaptures(False, False, False)
+    step_of = CapturedLayers(timed, only_if_faster=True)
+    model = tiny()
+    for number in range(3):
+        step(model, ids(number), step_of)
+    backwards = [
+        sum("backward" in operator.overloadpacket.__name__ for operator, *_ in trial) for trial in timed.trials[:5]
+    ]
+    assert backwards[0] == 0  # what is compared with the graph of the forward
+    assert backwards[1] > 0
+    assert len({*backwards[1:]}) == 1
+
+
+def test_a_forward_alone_says_nothing_of_a_training():
+    """With its adapters off, a policy is its own reference: the device is busy there with fewer tokens."""
+    timed = TimedCaptures(True, True, True, False, False, False)
+    captured = CapturedLayers(timed, only_if_faster=True)
+    model = tiny(lora=True)
+    for number in range(4):
+        with torch.no_grad(), captured.attached(model):
+            model(input_ids=ids(number), use_cache=False)
+    assert (captured.captured, captured.gains.in_training) == (0, None)
+    assert_same_steps(model, copy.deepcopy(model), captured, map(ids, range(4)))
+    assert captured.captured == 3
 
 
 def test_where_memory_is_short_layers_run_without(monkeypatch):

@@ -74,7 +74,7 @@ def test_layers_that_share_keys_run_on_labelled_tokens_where_the_device_is_busy(
     before = layer.__dict__.get("forward")
     with trainer._from_graphs(graphs):
         assert layer.__dict__["forward"] is not before
-    graphs.busy_from.fill_(1 << 20)
+    graphs.gains.busy_from.fill_(1 << 20)
     with trainer._from_graphs(graphs):
         assert (layer.__dict__.get("forward") is before) == (model is not llama)
 

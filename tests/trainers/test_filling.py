@@ -67,7 +67,7 @@ def test_losses_are_the_same_to_rounding(make, tmp_path):
 def test_processes_that_collate_see_what_keeps_the_device_busy(workers, tmp_path):
     trainer = causal(tmp_path, llama(), cuda_graphs="auto", max_steps=1, dataloader_num_workers=workers)
     trainer.train()
-    assert trainer._graphs.busy_from.is_shared() == (workers > 0)
+    assert trainer._graphs.gains.busy_from.is_shared() == (workers > 0)
 
 
 @pytest.mark.usefixtures("recorded")
