@@ -35,6 +35,7 @@ from liger_trainer.benchmarks.registry import BenchmarkError, load_provider_file
 from liger_trainer.benchmarks.training import Task
 from liger_trainer.benchmarks.training_providers import Setup, find_training_provider
 from liger_trainer.benchmarks.training_providers import training_provider as training_provider
+from liger_trainer.callbacks.memory import peak_memory, reset_peak
 
 
 def quantise(
@@ -115,7 +116,7 @@ class Steps(TrainerCallback):
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
         if self.device.module is not None:  # building and splitting the model is not part of a step
             self.device.empty_cache()
-            self.device.module.reset_peak_memory_stats()
+            reset_peak(self.device.device)
             self.weights = self.device.module.memory_allocated()
         self.ends = [self.device.mark()]
 
@@ -130,8 +131,8 @@ class Steps(TrainerCallback):
         return [milliseconds / 1e3 for milliseconds in self.device.elapsed(self.ends)]
 
     def peak(self) -> int:
-        """Peak bytes allocated during the steps."""
-        return 0 if self.device.module is None else self.device.module.max_memory_allocated()
+        """Peak bytes of the steps: what is allocated, and CUDA graphs."""
+        return 0 if self.device.module is None else peak_memory(self.device.device)
 
 
 def run(task: Task, provider: str) -> dict[str, Any]:

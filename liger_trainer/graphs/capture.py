@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from liger_trainer.callbacks.memory import add_reserve, remember_peak
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import FAILED_CAPTURES
 
@@ -47,6 +48,9 @@ class Captures(Protocol):
     def renew(self) -> None:
         """Gives memory back: that of a graph once it is dropped, with all others that were captured before."""
 
+    def settle(self) -> None:
+        """To be called after a step: gives back memory that its trials and captures have left."""
+
     def tried(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         """Where `run` is called once before: what it allocates for good, such as workspaces, is then in no graph.
 
@@ -72,23 +76,38 @@ class CudaCaptures:
 
     Args:
         device: Where the launches run.
+
+    Attributes:
+        reserved: Bytes that the graphs of earlier steps have for themselves.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device, self.reserved = device, 0
+        self._is_settled = True
         self._stream = torch.cuda.Stream(device)
         self._scratch = torch.empty(1, device=device)
         self.limit = torch.cuda.get_device_properties(device).total_memory // _SHARE
         self.renewals = -1
         self.renew()
+        add_reserve(self)
 
     def renew(self) -> None:
         """Has graphs from now on share two new pools.
 
         Torch keeps the memory of a pool until no graph uses it, so the graphs of before all have to be dropped.
         """
-        self.taken, self.renewals = 0, self.renewals + 1
+        self.taken, self.reserved, self.renewals = 0, 0, self.renewals + 1
         self._pools = {keeps: self._new_pool() for keeps in (False, True)}
+
+    def settle(self) -> None:
+        """Gives back what trials have left: torch keeps it for their stream, where nothing else runs."""
+        if self._is_settled:
+            return
+        self._is_settled, self.reserved = True, 0  # the allocator's peak has what was captured since
+        remember_peak(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.reserved = self.taken
+        torch.cuda.empty_cache()
 
     def __call__(self, run: Run, keeps: bool = False) -> Run:
         """Captures the launches of `run`.
@@ -130,11 +149,11 @@ class CudaCaptures:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         """Counts by how much the memory of the pools grows: a capture allocates from them alone."""
-        before = torch.cuda.memory_reserved(self._device)
+        before = torch.cuda.memory_reserved(self.device)
         try:
             yield
         finally:
-            self.taken += max(0, torch.cuda.memory_reserved(self._device) - before)
+            self.taken += max(0, torch.cuda.memory_reserved(self.device) - before)
 
     @contextlib.contextmanager
     def tried(self) -> Iterator[Callable[[], bool]]:
@@ -166,7 +185,8 @@ class CudaCaptures:
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """On the stream of the captures, after what was launched so far and before what comes."""
-        current = torch.cuda.current_stream(self._device)
+        self._is_settled = False
+        current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             yield
@@ -174,11 +194,11 @@ class CudaCaptures:
 
     def random_state(self) -> torch.Tensor:
         """The state of the device's own generator, which every graph registers: seed and offset, on the host."""
-        return torch.cuda.get_rng_state(self._device)
+        return torch.cuda.get_rng_state(self.device)
 
     def set_random_state(self, state: torch.Tensor) -> None:
         """Sets it."""
-        torch.cuda.set_rng_state(state, self._device)
+        torch.cuda.set_rng_state(state, self.device)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from liger_trainer.graphs.calls import (
 from liger_trainer.graphs.capture import Captures
 from liger_trainer.graphs.gains import Gains
 from liger_trainer.graphs.layers import Buffers, ForwardPass, Layer, LayerGraphs, NotCaptured
+from liger_trainer.graphs.memory import SharedMemory
 from liger_trainer.kernels.lowbit.buffers import free_buffers
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
 
@@ -124,6 +125,7 @@ class CapturedLayers:
         self._without_gradients: dict[nn.Module, Callable] = {}
         self._of: dict[str, KnownCalls] = {}
         self._shared: weakref.WeakValueDictionary[Hashable, Buffers] = weakref.WeakValueDictionary()
+        self._memory = SharedMemory()
         self._gradients: weakref.WeakValueDictionary[Hashable, torch.Tensor] = weakref.WeakValueDictionary()
         self._held: weakref.WeakSet[Held] = weakref.WeakSet()
         self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
@@ -134,7 +136,7 @@ class CapturedLayers:
         self._renewals = captures.renewals
         self._renewed_in = 0  # the number of a forward
         self._is_full = False  # a kind of call has no graphs, because these would take too much memory
-        self._said: tuple[int, Counter[str], bool, int | None] | None = None
+        self._said: tuple[int, Counter[str], bool, bool] | None = None
 
     @property
     def reasons(self) -> Counter[str]:
@@ -152,7 +154,7 @@ class CapturedLayers:
         To be called after a backward.
         """
         tokens = self.gains.in_training
-        now = self.captured, self.reasons, self._is_full, tokens
+        now = self.captured, self.reasons, self._is_full, tokens is not None
         if now == self._said or not (self.captured or self.reasons or tokens):
             return None
         self._said = now
@@ -163,6 +165,10 @@ class CapturedLayers:
         others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
         busy = f"batches of {tokens} tokens or more keep the device busy without"
         return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if tokens else [])]) + "."
+
+    def settle(self) -> None:
+        """To be called after a backward: gives back memory that is needed no more."""
+        self._captures.settle()
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -206,8 +212,7 @@ class CapturedLayers:
     def _taken(self) -> int:
         """Bytes that graphs take, and what they read and write."""
         tensors = [*self._gradients.values(), *(held.tensor for held in self._held)]
-        own = sum(each.nbytes for each in tensors) + sum(buffers.nbytes for buffers in self._shared.values())
-        return self._captures.taken + own
+        return self._captures.taken + self._memory.nbytes + sum(each.nbytes for each in tensors)
 
     def _forward_of(self, name: str, layer: nn.Module) -> Callable:
         """A forward of `layer`, for which transformers calls no checkpoint where there are no gradients."""
@@ -345,7 +350,8 @@ class CapturedLayers:
         )
         buffers = self._shared.get(key)
         if buffers is None:
-            buffers = self._shared[key] = Buffers(hidden, [*map(self._gradient_of, range(len(parameters)), parameters)])
+            gradients = [*map(self._gradient_of, range(len(parameters)), parameters)]
+            buffers = self._shared[key] = Buffers(hidden, gradients, self._memory)
         return buffers
 
     def _gradient_of(self, place: int, parameter: nn.Parameter) -> torch.Tensor:

@@ -27,6 +27,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import CALLS_OF_LAYERS, COPIES_OF_MANY
 from liger_trainer.graphs.calls import Held, LayerState
 from liger_trainer.graphs.capture import Captures, Run
+from liger_trainer.graphs.memory import SharedMemory
 
 (copy_all,) = require(COPIES_OF_MANY)
 tree_flatten, tree_unflatten, *_ = require(CALLS_OF_LAYERS)
@@ -54,31 +55,26 @@ class Buffers:
     Args:
         hidden: An input, (B, S, H).
         parameter_gradients: Tensors for the gradients of the trained parameters of a layer.
+        memory: Where all others are.
     """
 
-    def __init__(self, hidden: torch.Tensor, parameter_gradients: list[torch.Tensor]) -> None:
-        self.hidden, self.result, self.gradient, self.hidden_gradient = (torch.empty_like(hidden) for _ in range(4))
+    def __init__(self, hidden: torch.Tensor, parameter_gradients: list[torch.Tensor], memory: SharedMemory) -> None:
+        self._memory = memory
+        self._held: dict[Hashable, torch.Tensor] = {}
+        self.hidden, self.result, self.gradient, self.hidden_gradient = (
+            self._like(name, hidden) for name in ("hidden", "result", "gradient", "gradient of hidden")
+        )
         self.parameter_gradients = parameter_gradients
-        self._others: dict[Hashable, torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of these tensors, but for gradients of parameters."""
-        return 4 * self.hidden.nbytes + sum(each.nbytes for each in self._others.values())
 
     def others(self, of: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Tensors like these, the same ones for all layers whose tensors `of` something are alike; None for None.
+        """Tensors like these, the same ones for all layers whose tensors `of` something are alike; None for None."""
+        return [None if each is None else self._like((of, place), each) for place, each in enumerate(tensors)]
 
-        They are laid out as these too: where it is reduced later, another layout is added up in another order.
-        """
-        found: list[torch.Tensor | None] = []
-        for place, each in enumerate(tensors):
-            if each is not None:
-                key = (of, place, each.shape, each.stride(), each.dtype)
-                if key not in self._others:
-                    self._others[key] = torch.empty_like(each)
-            found.append(None if each is None else self._others[key])
-        return found
+    def _like(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is laid out as this one: a sum over another layout would add in another order."""
+        self._held[name, tensor.nbytes] = memory = self._memory.of(name, tensor)
+        stride = torch.empty_like(tensor, device="meta").stride()
+        return memory.view(tensor.dtype).as_strided(tensor.size(), stride)
 
 
 class LayerGraphs:

@@ -63,7 +63,10 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; see [`~transformers.Trainer.training_step`]."""
         loss = super().training_step(*args, **kwargs)
-        if self._graphs is not None and (line := self._graphs.news()) is not None:
+        if self._graphs is None:
+            return loss
+        self._graphs.settle()
+        if (line := self._graphs.news()) is not None:
             self._announce(line)
         return loss
 

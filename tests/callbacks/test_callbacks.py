@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from liger_trainer.callbacks import memory
 from liger_trainer.callbacks.kernel_report import KernelReportCallback
 from liger_trainer.callbacks.logged import LoggedMetricsCallback
 from liger_trainer.callbacks.memory import MemoryCallback
@@ -282,3 +283,36 @@ def test_guard_names_the_loss():
 def test_guard_rejects_an_unknown_action():
     with pytest.raises(ValueError, match="'stop' or 'skip'"):
         NonFiniteGuardCallback("explode")
+
+
+def test_the_peak_has_the_memory_of_graphs_as_long_as_they_exist(monkeypatch):
+    class Backend:
+        peak = 7
+
+        def max_memory_allocated(self, device):
+            return self.peak
+
+        def reset_peak_memory_stats(self, device):
+            self.peak = 0
+
+        def current_device(self):
+            return 0
+
+    class Graphs:
+        device, reserved = torch.device("cuda"), 0
+
+    backend, graphs = Backend(), Graphs()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    memory.reset_peak(graphs.device)
+    memory.add_reserve(graphs)
+    backend.peak = 10  # with what was captured
+    memory.remember_peak(graphs.device)
+    backend.peak, graphs.reserved = 5, 3
+    assert memory.peak_memory(graphs.device) == 10
+    backend.peak = 8
+    assert memory.peak_memory(graphs.device) == memory.peak_memory(torch.device("cuda", 0)) == 11
+    assert memory.peak_memory(torch.device("cuda", 1)) == 8
+    memory.reset_peak(graphs.device)
+    assert memory.peak_memory(graphs.device) == 3
+    del graphs
+    assert memory.peak_memory(torch.device("cuda")) == 0

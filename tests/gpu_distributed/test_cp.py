@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,14 +73,13 @@ def _train(name: str, ours: bool, folder: str) -> list[dict[str, float]]:
     return logged(trainer)
 
 
-def _mistral(folder: str) -> str:
-    """Where a model with windows is, from which a reference is loaded, too."""
+def _save_mistral(folder: Path) -> None:
+    """A model with windows, from which references are loaded, too."""
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
     config = MistralConfig(**{**TINY, **SIZES, "num_key_value_heads": 2}, sliding_window=WINDOW)
-    MistralForCausalLM(config).save_pretrained(f"{folder}/mistral{os.environ['RANK']}")
-    return f"{folder}/mistral{os.environ['RANK']}"
+    MistralForCausalLM(config).save_pretrained(folder / "mistral")
 
 
 def _train_own(name: str, spread: bool, folder: str) -> list[dict[str, float]]:
@@ -91,7 +91,7 @@ def _train_own(name: str, spread: bool, folder: str) -> list[dict[str, float]]:
     case = {**OWN[name], "use_cpu": False, "bf16": True, "per_device_train_batch_size": 8 if spread else 4}
     if spread:
         case["parallelism_config"] = ParallelismConfig(cp_size=2)
-    trainer = build(name.split(",")[0], True, f"{folder}/{name}{spread}", _mistral(folder), **case)
+    trainer = build(name.split(",")[0], True, f"{folder}/{name}{spread}", f"{folder}/mistral", **case)
     assert [row.applied for row in trainer.kernel_report if row.component == "attention"] == [True]
     trainer.train()
     return logged(trainer)
@@ -107,7 +107,9 @@ def work(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of("tests.gpu_distributed.test_cp", tmp_path_factory.mktemp("spread"), **FSDP)
+    folder = tmp_path_factory.mktemp("spread")
+    _save_mistral(folder)  # here, as with FSDP only one of the processes would write its configuration
+    return results_of("tests.gpu_distributed.test_cp", folder, **FSDP)
 
 
 def _assert_close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:

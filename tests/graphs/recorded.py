@@ -55,7 +55,7 @@ class RecordedCaptures:
 
     def __init__(self, limit: int = 2**40, each: int = 0) -> None:
         self.limit, self._each = limit, each
-        self.taken = self.renewals = 0
+        self.taken = self.renewals = self.settled = 0
         self.count = 0
         self.is_busy = False
         self.operators: list[list[str]] = []  # the names of those of each graph
@@ -85,6 +85,9 @@ class RecordedCaptures:
 
     def renew(self) -> None:
         self.taken, self.renewals = 0, self.renewals + 1
+
+    def settle(self) -> None:
+        self.settled += 1
 
     @contextlib.contextmanager
     def tried(self) -> Iterator[Callable[[], bool]]:

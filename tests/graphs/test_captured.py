@@ -598,6 +598,31 @@ def test_calls_that_keep_the_device_busy_run_without(only_if_faster):
     assert (busy in captured.news()) == only_if_faster
 
 
+def test_lengths_share_memory_and_leave_it_with_their_graphs():
+    model, captured = tiny(), CapturedLayers(RecordedCaptures())
+    for number in range(8):
+        step(model, ids(number, length=(5, 7)[number % 2]), captured)
+    kinds = [graphs for known in captured._of.values() for (graphs,) in known.graphs.values()]
+    places = {kind.buffers.hidden.data_ptr() for kind in kinds}
+    assert (len({kind.buffers.hidden.shape for kind in kinds}), len(places)) == (2, 1)
+    memory = captured._memory
+    assert memory.nbytes >= 4 * kinds[0].buffers.hidden.nbytes
+    del kinds, captured
+    gc.collect()
+    assert memory.nbytes == 0
+
+
+def test_buffers_of_packed_weights_are_freed_before_a_capture(monkeypatch):
+    """Graphs decode to memory of their own, and the buffers are as large as the experts of a layer."""
+    freed = []
+    monkeypatch.setattr("liger_trainer.graphs.captured.free_buffers", lambda: freed.append(captures.count))
+    captures = RecordedCaptures()
+    model, captured = tiny(), CapturedLayers(captures)
+    for number in range(4):
+        step(model, ids(number), captured)
+    assert freed == [0, 1, 2]
+
+
 class TimedCaptures(RecordedCaptures):
     """Says of the trials that are timed what it is told, in turn; keeps the operators of each."""
 

@@ -57,6 +57,7 @@ def test_a_training_keeps_its_bits(make, checkpointing, tmp_path):
     assert graphs.captured == (0 if make is mixtral else 2), graphs.reasons
     remark = "0 of 2 layers run from graphs; 2 do not: " if make is mixtral else "2 of 2 layers run from graphs."
     assert remark in trainer.kernel_report.remarks[-1]
+    assert graphs._captures.settled == 6  # once after every step
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
