@@ -96,8 +96,6 @@ def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
     yield "processes exchange tensors inside of the layers", split or getattr(args, "expert_parallel_size", 1) > 1
     yield "`activation_memory` chooses what layers keep", bool(activation_memory_of(args))
     yield "`activation_offloading` moves what layers keep", getattr(args, "activation_offloading", False)
-    fp8 = getattr(args, "fp8", None) is not None or getattr(args, "fp8_base", False)
-    yield "`fp8` and `fp8_base` have not been tried in graphs", fp8
     yield "the routers' z-loss is taken from the layers", bool(getattr(args, "router_z_loss_coef", 0.0))
     selective = bool((args.gradient_checkpointing_kwargs or {}).get("selective"))
     yield "`gradient_checkpointing_kwargs` has `selective`", selective

@@ -1,5 +1,6 @@
 """Layers that run from CUDA graphs on an accelerator: the losses and weights of those that do not."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from liger_trainer.graphs.capture import CudaCaptures
 from liger_trainer.graphs.captured import CapturedLayers
+from liger_trainer.patching import fp8
 from liger_trainer.patching.apply import apply_liger_kernel
 from tests.patching.mixing_models import built
 from tests.tiny_models import TINY_MODELS
@@ -78,6 +80,36 @@ def test_hybrids(name, checkpointed):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     apply_liger_kernel(model)
     assert_same(model, model.config.num_hidden_layers)
+
+
+@pytest.mark.parametrize("mode", ["rowwise", "rowwise_gw_hp", "tensorwise"])
+def test_products_in_fp8_are_of_the_weights_as_they_are(mode, monkeypatch):
+    monkeypatch.setattr(fp8, "LEAST_ROWS", 64)
+    monkeypatch.setattr(fp8, "LEAST_FEATURES", 64)
+    torch.manual_seed(0)
+    model = TINY_MODELS["llama"](**SIZES, max_position_embeddings=512).bfloat16().cuda().train()
+    report = apply_liger_kernel(model, {"fp8": mode, "fp8_all_layers": True})
+    assert sum(row.count for row in report.applied if row.component == "fp8") == 28, str(report)
+    captured = CapturedLayers(CudaCaptures(torch.device("cuda", torch.cuda.current_device())))
+    losses, ids = [], torch.randint(3, 90, (2, 256), device="cuda")
+    weights = [weight.detach().clone() for weight in model.parameters()]
+    for graphs in (captured, None):
+        with torch.no_grad():
+            for weight, first in zip(model.parameters(), weights):
+                weight.copy_(first)
+        losses.append([])
+        for _ in range(8):
+            model.zero_grad()
+            with contextlib.nullcontext() if graphs is None else graphs.attached(model):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            losses[-1].append(loss.item())
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.sub_(weight.grad, alpha=0.1)
+    assert captured.captured == 4, captured.reasons
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[1][-1] < 0.95 * losses[1][0]
 
 
 def assert_same(model, layers):

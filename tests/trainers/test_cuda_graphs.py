@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from liger_trainer import LigerSFTConfig, LigerTrainingArguments, load_packed
 from liger_trainer.configs import flags
 from liger_trainer.packing import packed_row
+from liger_trainer.patching import fp8
 from liger_trainer.trainers import cuda_graphs
 from liger_trainer.trainers.base import LigerTrainerMixin
 from tests.attention.shared_layers import build as build_shared
@@ -105,6 +106,27 @@ def test_trainers_of_trl(kind, checkpointing, tmp_path, folders, monkeypatch):
         trainers[-1].train()
     assert_same(*trainers)
     assert trainers[0]._graphs.captured == 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("option", [{"fp8": "rowwise"}, {"fp8": "tensorwise"}, {"fp8_base": True}], ids=str)
+def test_products_in_fp8(option, checkpointing, monkeypatch, tmp_path):
+    """Weights that are trained are cast in the graphs, at every step anew."""
+    monkeypatch.setattr(fp8, "LEAST_ROWS", 16)
+    monkeypatch.setattr(fp8, "LEAST_FEATURES", 16)
+    components = {"fp8", "fp8_base"}
+
+    def make(**options):
+        model = llama(hidden_size=64, intermediate_size=128).to(torch.bfloat16)
+        if "fp8_base" in option:
+            torch.manual_seed(1)
+            model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False))
+        return causal(tmp_path, model, bf16=True, learning_rate=1e-2, **options)
+
+    further = {"liger_kernel_config": {"fp8_all_layers": True}} if "fp8" in option else {}
+    trainer = both(make, gradient_checkpointing=checkpointing, **option, **further)
+    assert sum(row.count for row in trainer.kernel_report.applied if row.component in components) == 14
+    assert trainer._graphs.captured == 2, trainer._graphs.reasons
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
