@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import CALLS_OF_LAYERS, COPIES_OF_MANY
 from liger_trainer.graphs.calls import Held, LayerState
 from liger_trainer.graphs.capture import Captures, Run
-from liger_trainer.graphs.memory import SharedMemory
+from liger_trainer.graphs.memory import Buffers
 
 (copy_all,) = require(COPIES_OF_MANY)
 tree_flatten, tree_unflatten, *_ = require(CALLS_OF_LAYERS)
@@ -47,34 +47,6 @@ _TRIES = 3  # of a graph; where the order of a sum changes seldom, a difference 
 
 class NotCaptured(Exception):
     """A layer cannot be captured, or its graph has other results; says why."""
-
-
-class Buffers:
-    """What all layers of one shape read and write: their input, their result, and the gradients.
-
-    Args:
-        hidden: An input, (B, S, H).
-        parameter_gradients: Tensors for the gradients of the trained parameters of a layer.
-        memory: Where all others are.
-    """
-
-    def __init__(self, hidden: torch.Tensor, parameter_gradients: list[torch.Tensor], memory: SharedMemory) -> None:
-        self._memory = memory
-        self._held: dict[Hashable, torch.Tensor] = {}
-        self.hidden, self.result, self.gradient, self.hidden_gradient = (
-            self._like(name, hidden) for name in ("hidden", "result", "gradient", "gradient of hidden")
-        )
-        self.parameter_gradients = parameter_gradients
-
-    def others(self, of: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Tensors like these, the same ones for all layers whose tensors `of` something are alike; None for None."""
-        return [None if each is None else self._like((of, place), each) for place, each in enumerate(tensors)]
-
-    def _like(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that is laid out as this one: a sum over another layout would add in another order."""
-        self._held[name, tensor.nbytes] = memory = self._memory.of(name, tensor)
-        stride = torch.empty_like(tensor, device="meta").stride()
-        return memory.view(tensor.dtype).as_strided(tensor.size(), stride)
 
 
 class LayerGraphs:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_trainer.graphs.captured import CapturedLayers
-from liger_trainer.graphs.layers import Buffers
+from liger_trainer.graphs.memory import Buffers
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.patching.apply import apply_liger_kernel
