@@ -1461,6 +1461,12 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "tools/cli/::test_a_signal_that_one_rank_gets_ends_all_of_them"),
     ],
     "recipe": [
+        ("true and its text are two values of a switch", "spelling", r"isinstance\(choice, bool\)", "False",
+         "test_recipes::test_values_of_a_switch_are_listed_once tools/cli/test_keys::test_each_value_is_listed_once"),
+        ("YAML cannot switch what is also auto", "_convert", r"spelling\(value\) not in", "value not in",
+         "test_recipes::test_a_switch_in_its_spellings", "True"),
+        ("a switch has one spelling", "_parser", r", str\.lower$", ", str",
+         "test_recipes::test_a_switch_in_its_spellings"),
         ("a quantised checkpoint is quantised again", "config_of_values", r"form is not None:", "False:",
          "tools/cli/test_bad_models_and_data::test_quantised_weights_are_not_quantised_again"),
         ("weights of bitsandbytes cannot be named so again", "published_form", r"None if form in .* else form", "form",
