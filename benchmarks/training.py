@@ -212,7 +212,7 @@ def reason(errors: str, code: int) -> str:
     # A traceback ends with the error; its message may go on for lines. torchrun's own comes last and says nothing.
     starts = [line for line in lines if line[:1].isalpha() and "Error" in line.split(":")[0]]
     starts = [line for line in starts if not line.startswith("torch.distributed.elastic.")]
-    return (starts[-1] if starts else lines[-1] if lines else f"exit code {code}")[:120]
+    return starts[-1] if starts else lines[-1] if lines else f"exit code {code}"
 
 
 def run_lengths(

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from liger_trainer.configs.flags import cuda_graphs_of
 from liger_trainer.recipe import build_recipe, load_recipe
 from liger_trainer.recipe.build import chat_template
 from liger_trainer.recipe.file import LAUNCH_LINE, RecipeError, find_recipe, read_recipe, shipped_recipes
@@ -239,6 +241,21 @@ def test_mistakes_have_one_message(tmp_path, text, options, message):
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not str(error.value).endswith("..")
+
+
+@pytest.mark.parametrize("key", ["cuda_graphs", "packed_base"])
+def test_values_of_a_switch_are_listed_once(tmp_path, key):
+    for text, options in ((f"{key}: maybe", []), ("use_cpu: true", [f"--{key}", "maybe"])):
+        with pytest.raises(RecipeError) as error:
+            load_recipe(write(tmp_path, text), options)
+        assert str(error.value).replace("'", "").rstrip(").").endswith(" auto, true, false")
+
+
+@pytest.mark.parametrize("given", ["true", "True", "TRUE", True])
+def test_a_switch_in_its_spellings(tmp_path, given):
+    in_yaml = check_values({"cuda_graphs": given}, [], tmp_path) if given in ("true", True) else None
+    for values, _ in filter(None, (in_yaml, check_values({}, ["--cuda_graphs", str(given)], tmp_path))):
+        assert cuda_graphs_of(SimpleNamespace(**values)) is True
 
 
 def test_lora_that_is_not_switched_on_is_a_warning(tmp_path, caplog):

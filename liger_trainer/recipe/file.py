@@ -69,6 +69,16 @@ def accelerate_config(name: str) -> Path:
     raise RecipeError(f"`accelerate_config` is {name!r}, which is not a file; shipped are {', '.join(shipped)}.")
 
 
+def split_by(config: str | Path) -> str | None:
+    """What splits a model over processes by an accelerate configuration file, such as ``"FSDP2"`` or ``"DeepSpeed"``.
+
+    None if each process has it whole.
+    """
+    values = yaml.safe_load(Path(config).read_text(encoding="utf-8")) or {}
+    version = (values.get("fsdp_config") or {}).get("fsdp_version", 1)
+    return {"FSDP": f"FSDP{version}", "DEEPSPEED": "DeepSpeed"}.get(str(values.get("distributed_type")))
+
+
 def shipped_configs() -> dict[str, Path]:
     """The accelerate configurations in the package: name to file."""
     return packaged_files("liger_trainer.configs", "accelerate/*.yaml")

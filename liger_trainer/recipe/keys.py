@@ -52,6 +52,11 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
+def spelling(choice: Any) -> Any:
+    """A value that a field may have, as text if it is true or false: a command line gives text, and YAML these."""
+    return str(choice).lower() if isinstance(choice, bool) else choice
+
+
 def type_name(hint: Any) -> str:
     """A type as a person reads it, without None."""
     options = [option for option in alternatives(hint) if option is not type(None)]
@@ -63,7 +68,7 @@ def _choices(hint: Any) -> list[str]:
     found: list[str] = []
     for option in alternatives(hint):
         if typing.get_origin(option) is Literal and str not in alternatives(hint):
-            found += map(str, typing.get_args(option))
+            found += dict.fromkeys(str(spelling(choice)) for choice in typing.get_args(option))
         elif isinstance(option, type) and issubclass(option, enum.Enum):
             found += [str(one.value) for one in option]
     return found if len(found) <= _MOST_CHOICES else [*found[:_MOST_CHOICES], "…"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from liger_trainer.recipe.checks import check_agreement, check_ranges, generation_advice, target_modules, unknown_keys
 from liger_trainer.recipe.file import RecipeError, find_recipe, read_recipe
-from liger_trainer.recipe.keys import OUTPUT_DIR, alternatives, type_name
+from liger_trainer.recipe.keys import OUTPUT_DIR, alternatives, spelling, type_name
 from liger_trainer.recipe.schema import TRAINERS, TrainerKind, argument_classes
 from liger_trainer.recipe.smoke import shrink
 
@@ -156,6 +156,8 @@ def _parser(classes: Sequence[Any]) -> tuple[TrlParser, dict[str, Action]]:
             action = super().add_argument(*flags, **settings)
             if action.nargs == "?" and action.const is True and action.type is str:
                 action.type = _switch
+            if any(isinstance(choice, bool) for choice in action.choices or ()):
+                action.choices, action.type = [*dict.fromkeys(map(spelling, action.choices or ()))], str.lower
             actions.setdefault(action.dest, action)  # `--no_x` has the same name and comes after `--x`
             return action
 
@@ -199,7 +201,7 @@ def _convert(value: Any, hint: Any, action: Action) -> Any:
     if action.nargs == "+" and value is not None and not isinstance(value, (list, dict)):
         value = [value]
     unset = value is None and type(None) in alternatives(hint)
-    if action.choices is not None and value not in action.choices and not unset:
+    if action.choices is not None and spelling(value) not in action.choices and not unset:
         raise ValueError("one of " + ", ".join(repr(choice) for choice in action.choices))
     if _fits(value, hint) or (action.type is _switch and isinstance(value, (bool, list))):
         return value

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from liger_trainer.configs.flags import kernel_config_of
+from liger_trainer.packed.formats import form_of
 from liger_trainer.packed.loading import method_of
 from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
 from liger_trainer.recipe.file import RecipeError, first_line
@@ -36,6 +37,7 @@ from liger_trainer.trainers.checks.packed_base import keeps_packed
 
 logger = logging.getLogger(__name__)
 
+_BY_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _ADVICE = (
     "A local folder must hold a config.json; a name on the Hub needs the network, and `HF_TOKEN` with access where it "
@@ -92,7 +94,19 @@ def config_of_values(values: Mapping[str, Any], source: Path, packaged: bool = F
             config.get_text_config().vocab_size = values["tokenizer_vocab_size"]
     if not TRAINERS[values.get("trainer", "sft")].scores:
         check_causal(config, given)
+    key, form = next((key for key in _BY_BITSANDBYTES if values.get(key)), None), published_form(config)
+    if key is not None and form is not None:
+        raise RecipeError(
+            f"{source}: `{key}` is true, but {name!r} is quantised already ({form}). Leave `{key}` out, or give a "
+            "checkpoint in 16 bits."
+        )
     return config
+
+
+def published_form(config: PreTrainedConfig) -> str | None:
+    """The format of a quantised checkpoint; None of one in 16 bits, and of bitsandbytes, which loads its own again."""
+    form = form_of(getattr(config, "quantization_config", None))
+    return None if form in ("bitsandbytes", "nf4", "fp4") else form
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:

@@ -25,7 +25,8 @@ from liger_trainer.benchmarks.training_step import run
 from liger_trainer.packed.experts import PackedExperts, packed_stacks
 from liger_trainer.packed.loading import dequantise
 from liger_trainer.packed.modules import PackedLinear
-from liger_trainer.tools.cli import main
+from liger_trainer.recipe.file import shipped_configs
+from liger_trainer.tools.cli import bench_training, main
 from tests import low_bit
 from tests.packed_checkpoints import write_dense, write_latent_mixture, write_mixture
 
@@ -244,6 +245,57 @@ def test_each_base_is_a_run_of_those_that_train_it(tmp_path, capsys, monkeypatch
     assert main([*options, "--quantize", "fp8_rows", "--providers", "hf,liger-kernel"]) != 0
     assert "hf, liger-kernel cannot train adapters on a base in 'fp8_rows'" in capsys.readouterr().err
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "way"), [("fsdp1", "FSDP1"), ("zero2", "DeepSpeed"), ("zero3", "DeepSpeed"), ("mine.yaml", "FSDP1")]
+)
+def test_a_launch_that_splits_codes_is_refused_before_it_starts(config, way, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(TrainingProcess, "__enter__", lambda self: pytest.fail("it was measured"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("distributed_type: FSDP\n")  # accelerate's default is version 1
+    options = ["--device", "cpu", "--lora", "4", "--quantize", "bf16,int4", "--accelerate_config", config]
+    assert main(["bench", "training", *options, "--providers", "liger_trainer"]) != 0
+    assert capsys.readouterr().err.strip() == (
+        f"liger-trainer: `--accelerate_config` is {config!r}: {way} splits the model, which takes no base in 'int4'. "
+        "Give ddp or fsdp2, or `--quantize bf16`."
+    )
+
+
+FP8_BASES = ["liger_trainer fp8 base", "liger_trainer fp8 base activation_offloading=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--quantize", "fp8_blocks"], "cannot store a base in 'fp8_blocks' in fp8, only one in 16 bits"),
+        (["--accelerate_config", "fsdp2"], "cannot store a base in fp8 that FSDP2 splits, only a whole one"),
+        (["--accelerate_config", "zero3"], "cannot store a base in fp8 that DeepSpeed splits, only a whole one"),
+        ([], "cannot multiply in fp8 here, which needs a GPU of NVIDIA's Hopper generation or newer"),
+    ],
+    ids=str,
+)
+def test_providers_that_store_their_base_in_fp8_where_they_cannot(options, reason, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(TrainingProcess, "__enter__", lambda self: seen.append(self.arguments[2]) or self)
+    monkeypatch.setattr(TrainingProcess, "__exit__", lambda *arguments: None)
+    monkeypatch.setattr(TrainingProcess, "result", lambda *arguments: {"tokens_per_second": 2.0})
+    monkeypatch.setattr(bench_training, "has_fp8", lambda device, has=bool(options): has)
+    options = ["bench", "training", "--device", "cpu", "--lora", "4", *options, "--providers"]
+    assert main([*options, ",".join(FP8_BASES)]) != 0
+    assert f"{', '.join(FP8_BASES)} {reason}" in (error := capsys.readouterr().err)
+    assert error.endswith(". Add another to `--providers`, such as liger_trainer.\n")
+    assert not seen
+    assert main([*options, ",".join([*FP8_BASES, "liger_trainer"])]) == 0
+    assert f"{', '.join(FP8_BASES)} {reason}" in capsys.readouterr().err
+    assert seen == ["liger_trainer"]
+
+
+def test_a_base_in_fp8_runs_in_whole_processes(monkeypatch):
+    monkeypatch.setattr(bench_training, "has_fp8", lambda device: True)
+    for config in ("", str(shipped_configs()["ddp"])):
+        task = Task("tiny", device="cpu", accelerate_config=config)
+        assert bench_training._that_train(FP8_BASES, task) == FP8_BASES
 
 
 def test_a_mistake_in_the_second_model_stops_before_the_first(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Training steps: providers agree, configurations have the published shapes, a failing process is a line."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from liger_trainer.benchmarks.training_providers import (
 )
 from liger_trainer.benchmarks.training_step import Steps, run
 from liger_trainer.errors import UserError
-from liger_trainer.tools.cli import main
+from liger_trainer.tools.cli import bench, main
 from tests.quantised import library
 
 HYBRIDS = {name: model for name, model in MODELS.items() if model.mixer}
@@ -568,3 +569,47 @@ def test_reasons():
     assert reason(launched, 1) == "ValueError: first"
     assert reason("", -9) == "exit code -9"
     assert reason("a.b.SomeError: first\nsecond\n", 1) == "a.b.SomeError: first"
+    whole = f"ValueError: {'a word and another ' * 20}"
+    assert reason(whole, 1) == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        (["--providers", "liger_trainer, hf,liger_trainer"], [("liger_trainer", "tiny"), ("hf", "tiny")]),
+        (["--model", "tiny,tiny-moe,tiny"], [("liger_trainer", "tiny"), ("liger_trainer", "tiny-moe")]),
+        (["--length", "8,16,8"], [("liger_trainer", "tiny", 8, 16)]),
+        (["--gpus", "1,01"], [("liger_trainer", "tiny")]),
+        (["--lora", "4", "--quantize", "bf16,bf16"], [("liger_trainer", "tiny")]),
+        (
+            ["--optim", "liger_adamw,liger_adamw", "--model", "tiny-moe"],
+            [("liger_trainer optim=liger_adamw", "tiny-moe")],
+        ),
+        (
+            ["--activation_memory", "auto,1MiB,auto"],
+            [("liger_trainer activation_memory=auto", "tiny"), ("liger_trainer activation_memory=1MiB", "tiny")],
+        ),
+    ],
+    ids=str,
+)
+def test_a_value_that_is_given_twice_runs_once(options, runs, monkeypatch):
+    seen = []
+
+    def noted(self):
+        lengths = json.loads(self.arguments[1])
+        seen.append((self.arguments[2], self.task.model, *(lengths if len(lengths) > 1 else ())))
+        return self
+
+    monkeypatch.setattr(TrainingProcess, "__enter__", noted)
+    monkeypatch.setattr(TrainingProcess, "__exit__", lambda *arguments: None)
+    monkeypatch.setattr(TrainingProcess, "result", lambda *arguments: {"tokens_per_second": 2.0})
+    given = [] if "--providers" in options else ["--providers", "liger_trainer"]
+    assert main(["bench", "training", *options, "--device", "cpu", *given]) == 0
+    assert seen == runs
+
+
+def test_an_operation_that_is_given_twice_is_measured_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench, "_measure", lambda arguments, command: seen.extend(arguments.operations) or 0)
+    assert main(["bench", "rms_norm", "rope", "rms_norm", "--device", "cpu"]) == 0
+    assert seen == ["rms_norm", "rope"]

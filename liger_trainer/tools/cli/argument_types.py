@@ -46,13 +46,13 @@ def token_range(text: str) -> str:
 
 
 def names(text: str) -> list[str]:
-    """Names, separated by commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    """Names, separated by commas, each once."""
+    return [*dict.fromkeys(name.strip() for name in text.split(",") if name.strip())]
 
 
 def counts(text: str) -> list[int]:
-    """Whole numbers of 1 or more, separated by commas."""
-    return [positive(name) for name in names(text)]
+    """Whole numbers of 1 or more, separated by commas, each once."""
+    return [*dict.fromkeys(positive(name) for name in names(text))]
 
 
 def network(text: str) -> tuple[float, bool]:

@@ -24,7 +24,8 @@ def add_parser(commands: Any) -> None:
         description="Measures operations with every installed provider, in turns: time of forward and backward, "
         "peak memory, gradient error against float64, and the share of what the machine could do. Without OPS, lists "
         "what can be measured. `training` measures Trainer steps, each provider in its own processes, one per GPU; "
-        "`longest` looks for the longest sequence that each provider trains on, one process for each attempt.",
+        "`longest` looks for the longest sequence that each provider trains on, one process for each attempt. A value "
+        "that an option is given twice counts once.",
     )
     parser.add_argument("operations", nargs="*", metavar="OPS", help="operations, `all`, `training` or `longest`")
     parser.add_argument("--model", type=names, metavar="NAME[,...]", help="whose shapes; default: llama3-8b")
@@ -156,6 +157,7 @@ def bench(arguments: argparse.Namespace) -> int:
     command = shlex.join(["liger-trainer", *arguments.argv])
     if not arguments.operations:
         return _list_operations()
+    arguments.operations = [*dict.fromkeys(arguments.operations)]
     if arguments.operations in (["training"], ["longest"]):
         from liger_trainer.tools.cli.bench_training import measure_training
 

@@ -9,6 +9,8 @@ import itertools
 import math
 import sys
 
+import torch
+
 from liger_trainer.benchmarks.device import Device, find_device
 from liger_trainer.benchmarks.packed_base import check_packed_base
 from liger_trainer.benchmarks.records import (
@@ -40,7 +42,8 @@ from liger_trainer.benchmarks.training_providers import (
     find_training_provider,
     optimizers_of,
 )
-from liger_trainer.recipe.file import RecipeError, accelerate_config
+from liger_trainer.kernels.fp8.linear import has_fp8
+from liger_trainer.recipe.file import RecipeError, accelerate_config, split_by
 
 _IN_16_BITS, _NF4 = "bf16", "nf4"  # of `--quantize`, beside `PACKED_BASES`
 _STOCK = ("hf", "torch.compile", "liger-kernel")  # libraries that load no packed base
@@ -60,7 +63,7 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
     measure = _measure_longest if arguments.operations == ["longest"] else _measure_steps
     tasks = [_task(arguments, model.name, device) for model in choose_models(arguments.model, device.module is None)]
     tasks = [dataclasses.replace(task, quantize=base) for task in tasks for base in _bases(arguments, task)]
-    for task, names in [(task, _that_train(providers, task.quantize)) for task in tasks]:
+    for task, names in [(task, _that_train(providers, task)) for task in tasks]:
         measure(arguments, task, names, run)
     if arguments.output is not None and arguments.activation_memory:
         from liger_trainer.benchmarks.plots import draw_pareto
@@ -225,21 +228,45 @@ def _bases(arguments: argparse.Namespace, task: Task) -> list[str]:
     for base in asked:
         if base in PACKED_BASES:
             check_packed_base(task.model, base, task.layers)
+            if (way := _split_by(task)) not in (None, "FSDP2"):
+                raise BenchmarkError(
+                    f"`--accelerate_config` is {arguments.accelerate_config!r}: {way} splits the model, which takes no "
+                    f"base in {base!r}. Give ddp or fsdp2, or `--quantize bf16`."
+                )
     return ["" if base == _IN_16_BITS else base for base in asked]
 
 
-def _that_train(providers: list[str], base: str) -> list[str]:
-    """The providers that train adapters on this base; of the others it is said that they are left out."""
-    if base not in PACKED_BASES:
-        return providers
-    others = [name for name in providers if family(name) in _STOCK]
-    left = [name for name in providers if name not in others]
-    reason = f"{', '.join(others)} cannot train adapters on a base in {base!r}; liger_trainer keeps it packed"
+def _that_train(providers: list[str], task: Task) -> list[str]:
+    """The providers that can train a task; of the others it is said why they are left out."""
+    found: dict[str | None, list[str]] = {None: []}
+    for name in providers:
+        found.setdefault(_obstacle(name, task), []).append(name)
+    left = found.pop(None)
+    reasons = ". ".join(f"{', '.join(names)} {obstacle}" for obstacle, names in found.items())
     if not left:
-        raise BenchmarkError(f"{reason}. Add liger_trainer to `--providers`, or bf16 to `--quantize`.")
-    if others:
-        print(f"{reason}. Left out.", file=sys.stderr, flush=True)
+        raise BenchmarkError(f"{reasons}. Add another to `--providers`, such as liger_trainer.")
+    if reasons:
+        print(f"{reasons}. Left out.", file=sys.stderr, flush=True)
     return left
+
+
+def _obstacle(provider: str, task: Task) -> str | None:
+    """Why a provider cannot train a task, as far as the arguments say; None if it can."""
+    if task.quantize in PACKED_BASES and family(provider) in _STOCK:
+        return f"cannot train adapters on a base in {task.quantize!r}; liger_trainer keeps it packed"
+    if not provider.startswith(FP8_BASE):
+        return None
+    if task.quantize:
+        return f"cannot store a base in {task.quantize!r} in fp8, only one in 16 bits (`--quantize bf16`)"
+    if (way := _split_by(task)) is not None:
+        return f"cannot store a base in fp8 that {way} splits, only a whole one (`--accelerate_config ddp`)"
+    if not has_fp8(torch.device(task.device)):
+        return "cannot multiply in fp8 here, which needs a GPU of NVIDIA's Hopper generation or newer"
+    return None
+
+
+def _split_by(task: Task) -> str | None:
+    return split_by(task.accelerate_config) if task.accelerate_config else None
 
 
 def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:

@@ -214,13 +214,15 @@ def _may_pack(values: dict[str, Any], config: PreTrainedConfig) -> bool:
 
 def _methods(values: dict[str, Any], fp16: bool) -> dict[str, dict[str, Any]]:
     """What to try, the best first."""
-    from liger_trainer.recipe.model import config_of_values
+    from liger_trainer.recipe.model import config_of_values, published_form
 
     config = config_of_values(values, _SOURCE, packaged=True)
     methods = _METHODS
     if fp16:
         values.pop("packing", None)  # torch's attention would take a mask of all pairs of tokens
         methods = {name: {**settings, **_WITHOUT_BF16} for name, settings in _IN_FP16.items()}
+    if published_form(config) is not None:
+        methods = {name: settings for name, settings in methods.items() if not settings.get("load_in_4bit")}
     if config.get_text_config() is config:
         return methods
     text = {"lora_target_modules": [_LANGUAGE_MODEL]}

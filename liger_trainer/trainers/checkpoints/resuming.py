@@ -31,6 +31,7 @@ from liger_trainer.compat.transformers import RESUMING
 from liger_trainer.optim.adamw import LigerAdamW
 from liger_trainer.trainers.checkpoints.moving_reference import REFERENCE_FILE, reference_moves
 from liger_trainer.trainers.checkpoints.run_state import RunStateMixin, rng_file
+from liger_trainer.trainers.checkpoints.same_adapters import differing_adapters
 from liger_trainer.trainers.checkpoints.same_base import differing_base
 from liger_trainer.trainers.checkpoints.whole import complete_checkpoints, finish_interrupted, owned, step_of
 
@@ -91,7 +92,7 @@ class ResumingMixin(RunStateMixin):
         Raises:
             ValueError: if ``output_dir`` has no complete checkpoint.
             CheckpointError: if the checkpoint is damaged, has adapters and the run trains a whole model, or the
-                reverse, or has adapters on another base.
+                reverse, or has adapters on another base or that do not fit those of this run.
             BlockingIOError: if checkpoints are to be saved and another run is writing in the folder.
         """
         saves = self.args.save_strategy != SaveStrategy.NO
@@ -183,6 +184,10 @@ def _check_optimizer(asked: Sequence[Mapping[str, Any]], optimizer: torch.optim.
     )
     if missing:
         raise ValueError(f"its optimizer has no {', '.join(map(repr, missing))}.")
+    for weight, state in inner.state.items():
+        if "exp_avg" in state and state["exp_avg"].shape != weight.shape:  # a fused step would write outside of it
+            shapes = tuple(state["exp_avg"].shape), tuple(weight.shape)
+            raise ValueError(f"its optimizer has a state of {shapes[0]} for a weight of {shapes[1]}.")
     ours = {"exp_avg_codes", "remainder"}
     if not isinstance(inner, LigerAdamW) and any(ours & state.keys() for state in inner.state.values()):
         raise ValueError(
@@ -226,6 +231,11 @@ def _check(checkpoint: Path, model: Any) -> None:
             f"The adapters in {str(checkpoint)!r} {other}. Resume with the base that they were trained on, or train "
             "new adapters in another `output_dir`. If it is the same base under a new name, write that into the "
             "checkpoint's adapter_config.json, as `base_model_name_or_path`."
+        )
+    if isinstance(model, PeftModel) and (other := differing_adapters(checkpoint, model)) is not None:
+        raise CheckpointError(
+            f"The adapters in {str(checkpoint)!r} {other}. Resume with the values of the checkpoint, or train new "
+            "adapters in another `output_dir`."
         )
 
 

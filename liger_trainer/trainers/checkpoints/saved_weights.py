@@ -143,7 +143,7 @@ def _asks_the_hub(model: Any) -> bool:
 
 def _check_adapters(model: Any, refuse: bool) -> None:
     """Compares what is trained with what PEFT would write; a lack is an error, or a warning if `refuse` is false."""
-    if any(_writes_other_tensors(config) for config in model.peft_config.values()):
+    if any(writes_other_tensors(config) for config in model.peft_config.values()):
         return
     written: set[int] = set()
     for name in model.peft_config:
@@ -178,10 +178,15 @@ def _check_adapters(model: Any, refuse: bool) -> None:
     logger.warning("%s", message)
 
 
-def _writes_other_tensors(config: Any) -> bool:
+def writes_other_tensors(config: Any) -> bool:
     """Whether PEFT writes what it computes from the trained tensors: prompts, choices, ranks that are left."""
-    pruned = any(isinstance(ranks, list) for ranks in (getattr(config, "rank_pattern", None) or {}).values())
+    pruned = are_pruned(getattr(config, "rank_pattern", None))
     return config.is_prompt_learning or getattr(config, "save_only_topk_weights", False) or pruned
+
+
+def are_pruned(ranks: dict[str, Any] | None) -> bool:
+    """Whether a `rank_pattern` is one of AdaLoRA's, which says which ranks are left."""
+    return any(isinstance(left, list) for left in (ranks or {}).values())
 
 
 def _check_files(model: nn.Module, folder: Path) -> None:
@@ -190,7 +195,7 @@ def _check_files(model: nn.Module, folder: Path) -> None:
         for adapter in model.peft_config:
             file = folder_of(adapter, folder) / ADAPTER_SAFE_WEIGHTS_NAME
             if file.is_file():
-                _compare(file, _adapter_tensors(model, adapter).keys(), _sizes([file]).keys())
+                _compare(file, _adapter_tensors(model, adapter).keys(), shapes_in([file]).keys())
         return
     files = list(_files_of_model(folder))
     if (
@@ -199,11 +204,12 @@ def _check_files(model: nn.Module, folder: Path) -> None:
         or hasattr(getattr(model, "config", None), "quantization_config")
     ):
         return
-    sizes = _sizes(files)
+    shapes = shapes_in(files)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # A mixture of experts is saved expert by expert, and shared weights under one name: then the numbers must agree.
-    if not trained <= sizes.keys() and sum(sizes.values()) < sum(parameter.numel() for parameter in model.parameters()):
-        _compare(files[0], trained, sizes.keys())
+    saved = sum(map(math.prod, shapes.values()))
+    if not trained <= shapes.keys() and saved < sum(parameter.numel() for parameter in model.parameters()):
+        _compare(files[0], trained, shapes.keys())
 
 
 def _compare(file: Path, expected: Any, found: Any) -> None:
@@ -224,13 +230,13 @@ def _files_of_model(folder: Path) -> Iterator[Path]:
         yield single
 
 
-def _sizes(files: list[Path]) -> dict[str, int]:
-    """The number of elements of each tensor, from the headers."""
+def shapes_in(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, from the headers."""
     found = {}
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
-                found[name] = math.prod(file.get_slice(name).get_shape())
+                found[name] = tuple(file.get_slice(name).get_shape())
     return found
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from liger_trainer.recipe import load_recipe
+from liger_trainer.recipe.model import config_of_recipe
 from liger_trainer.tools.cli import main
 from tests.tools.cli.runs import TINY, refused, rows
 
@@ -51,6 +53,25 @@ def test_damaged_weights(base, capsys, trainer, damage):
     file.write_bytes(damage(file.read_bytes()))
     message = refused(capsys, path)
     assert "`model_name_or_path`: 'base': 'base/model.safetensors' is damaged or not a safetensors file: " in message
+
+
+@pytest.mark.parametrize("trainer", ["causal_lm", "sft"])
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_quantised_weights_are_not_quantised_again(base, capsys, key, trainer):
+    ints = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    for settings, form in (({"quant_method": "fp8"}, "fp8"), (ints, "compressed-tensors pack-quantized")):
+        path = base(trainer=trainer, changes={"quantization_config": settings}, use_peft=True, **{key: True})
+        message = refused(capsys, path)
+        assert message == (
+            f"liger-trainer: {path}: `{key}` is true, but 'base' is quantised already ({form}). Leave `{key}` out, or "
+            "give a checkpoint in 16 bits."
+        )
+
+
+def test_weights_of_bitsandbytes_may_be_named_so_again(base):
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    path = base(changes={"quantization_config": settings}, use_peft=True, load_in_4bit=True)
+    assert config_of_recipe(load_recipe(path)).quantization_config["load_in_4bit"]
 
 
 def test_damaged_pickled_weights(base, capsys):

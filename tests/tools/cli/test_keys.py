@@ -37,6 +37,7 @@ def test_each_key_of_a_recipe_is_listed_with_a_sentence(trainer, capsys):
             "non_finite stop|skip|off (stop): At a loss or gradient that is not finite: 'stop' with a checkpoint,",
         ),
         ("sft", "eval_strategy no|steps|epoch (no): When to run evaluation."),
+        ("sft", "cuda_graphs auto|true|false (auto): Whether decoder layers run"),
         ("kto", "output_dir str (outputs/RECIPE): The output directory where"),
         ("sft", "bf16_full_eval bool (false): Use full BF16 precision"),
         ("causal_lm", "data_files list[str] (null): Local files to train on,"),
@@ -45,6 +46,13 @@ def test_each_key_of_a_recipe_is_listed_with_a_sentence(trainer, capsys):
 def test_a_line(trainer, line, capsys):
     main(["keys", trainer])
     assert any(" ".join(shown.split()).startswith(line) for shown in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_value_is_listed_once(trainer):
+    for key in (key for group in keys_of(trainer).values() for key in group):
+        values = key.type.lower().split("|")
+        assert len(values) == len({*values}), key
 
 
 def test_without_a_trainer_the_keys_are_those_of_sft(capsys):

@@ -71,6 +71,12 @@ def test_a_card_without_bf16(model, expected, monkeypatch):
     assert main(["doctor", "asked.yaml"]) == 0
 
 
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_checkpoint_in_few_bits_is_not_quantised_again(fp16):
+    for model, expected in (("Qwen/Qwen3-8B-FP8", ["full", "LoRA"]), ("Qwen/Qwen3-8B", ["full", "LoRA", "QLoRA"])):
+        assert [*new._methods({"model_name_or_path": model, "trainer": "sft"}, fp16)] == expected
+
+
 @pytest.mark.parametrize(("goal", "row"), [("sft", ALPACA), ("dpo", ORCA), ("kto", {**SHAREGPT, "label": True})])
 def test_what_is_written_trains(goal, row):
     write("data.jsonl", row)
