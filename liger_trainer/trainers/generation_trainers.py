@@ -21,14 +21,16 @@ from torch import nn
 from trl import GRPOTrainer, RLOOTrainer
 
 from liger_trainer.compat.accelerate import AUTOCAST_FORWARD
-from liger_trainer.compat.private import available, require
+from liger_trainer.compat.private import Feature, available, require
 from liger_trainer.compat.trl import (
     GRPO_GENERATION,
     GRPO_HEAD,
+    GRPO_METRICS,
     LOGGED_COMPLETIONS,
     POLICY_LOSS,
     RLOO_GENERATION,
     RLOO_HEAD,
+    RLOO_METRICS,
 )
 from liger_trainer.configs.loss_types import divided_by
 from liger_trainer.configs.trl_configs import LigerGRPOConfig, LigerRLOOConfig
@@ -39,6 +41,7 @@ from liger_trainer.trainers.checks.trl_arguments import (
     checked_reward_functions,
     warn_of_truncated_sampling,
 )
+from liger_trainer.trainers.deferred_metrics import DeferredMetrics, may_defer, nanmax, nanmin
 from liger_trainer.trainers.grouping import GroupedCompletions
 from liger_trainer.trainers.reference import ReferenceMixin
 from liger_trainer.trainers.rows_once import rows_once
@@ -60,6 +63,7 @@ class GenerationMixin(_Base, GroupedCompletions):
 
     _counts_labels = False  # `_get_per_token_logps_and_entropies` knows what each forward scores
     _forward_takes_parts = True
+    _metrics_feature: Feature  # TRL's names without which metrics are read after each micro-batch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("rollout_func") is not None:
@@ -70,6 +74,9 @@ class GenerationMixin(_Base, GroupedCompletions):
         warn_of_truncated_sampling(self)
         if available(LOGGED_COMPLETIONS):
             self._run_report.completions = self._logs
+        # With `use_adaptive_entropy` the next loss depends on a metric.
+        if may_defer(self) and not getattr(self, "use_adaptive_entropy", False) and available(self._metrics_feature):
+            self._deferred = deferred_metrics(self)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler: Any = super()._get_train_sampler(*args, **kwargs)
@@ -133,6 +140,12 @@ class GenerationMixin(_Base, GroupedCompletions):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )
+
+
+def deferred_metrics(trainer: Any) -> DeferredMetrics:
+    """Has a GRPO or RLOO `trainer` note its metrics on the device."""
+    gathering = ("gather", "gather_for_metrics", "reduce")
+    return DeferredMetrics(trainer, gathering, functions={"nanmin": nanmin, "nanmax": nanmax})
 
 
 def check_continuous_batching(trainer: Any) -> None:
@@ -269,6 +282,7 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
 
     trl_module = trl_grpo_trainer
     config_class = LigerGRPOConfig
+    _metrics_feature = GRPO_METRICS
 
     @parameters_of(GRPOTrainer.__init__, LigerGRPOConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -297,6 +311,7 @@ class LigerRLOOTrainer(GenerationMixin, RLOOTrainer):
 
     trl_module = trl_rloo_trainer
     config_class = LigerRLOOConfig
+    _metrics_feature = RLOO_METRICS
 
     @parameters_of(RLOOTrainer.__init__, LigerRLOOConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -25,6 +25,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP
 from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
 from liger_trainer.trainers.checkpoints.resuming import naming
+from liger_trainer.trainers.deferred_metrics import DeferredMetricsMixin
 from liger_trainer.trainers.same_rows import as_evaluated, first_scored_call, further_than_rounding
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -37,7 +38,7 @@ class WrongReferenceError(ValueError):
     """The reference is not the policy of the first step, though no other was given; the text names the likely cause."""
 
 
-class ReferenceMixin(LigerTRLMixin):
+class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
     """Comes before a TRL trainer with a reference: stops in the first step if that is not the policy.
 
     Nothing is expected where the reference may differ on purpose: if the user gives one, if adapters do not start as
@@ -88,6 +89,9 @@ class ReferenceMixin(LigerTRLMixin):
         finally:
             if self.state.global_step > 0:
                 self._must_be_policy = False  # a second training starts with a trained policy
+
+    def _notes_metrics(self) -> bool:
+        return super()._notes_metrics() and not self._must_be_policy  # which the metrics show
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
