@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.head.on_host import plain
+
 _MOST = 256  # micro-batches whose numbers wait to be read, each in a block of the device's memory
 
 
@@ -147,7 +149,7 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> dict[int, Any]:
 
 def _deferring(gather: Callable[..., Any]) -> Callable[..., Any]:
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        found = gather(*args, **kwargs)
+        found = gather(*map(plain, args), **kwargs)
         return found.detach().as_subclass(DeferredNumber) if type(found) is torch.Tensor else found
 
     return gathered

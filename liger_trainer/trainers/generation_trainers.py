@@ -34,6 +34,7 @@ from liger_trainer.compat.trl import (
 )
 from liger_trainer.configs.loss_types import divided_by
 from liger_trainer.configs.trl_configs import LigerGRPOConfig, LigerRLOOConfig
+from liger_trainer.head.on_host import on_host
 from liger_trainer.head.step import current_step, running
 from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.checks.trl_arguments import (
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     class _Base(ReferenceMixin, GRPOTrainer): ...
 else:
     _Base = ReferenceMixin
+
+
+_CHOOSING = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"}
+"""The tensors of generated batches that say which tokens are scored."""
 
 
 class GenerationMixin(_Base, GroupedCompletions):
@@ -90,7 +95,11 @@ class GenerationMixin(_Base, GroupedCompletions):
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         with self._rows_once():
-            return super()._generate_and_score_completions(*args, **kwargs)
+            generated = super()._generate_and_score_completions(*args, **kwargs)
+        if self._asks_host(self.model_wrapped):
+            for name in _CHOOSING & generated.keys():
+                generated[name] = on_host(generated[name], generated[name].cpu())
+        return generated
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; its metrics are those of all rows."""

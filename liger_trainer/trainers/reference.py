@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_compiled_module
 from datasets.fingerprint import Hasher
 from peft import LoraConfig
 from torch import nn
@@ -92,6 +93,14 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
 
     def _notes_metrics(self) -> bool:
         return super()._notes_metrics() and not self._must_be_policy  # which the metrics show
+
+    def _asks_host(self, model: nn.Module) -> bool:
+        """Whether tensors that say which tokens are scored go through a loss with their values on the host."""
+        compiled = self.args.torch_compile or is_compiled_module(model)
+        return super()._notes_metrics() and self._statistics is not None and not compiled
+
+    def _on_host(self, model: nn.Module, inputs: Any) -> Any:
+        return self._known_batches.on_host(inputs) if type(inputs) is dict and self._asks_host(model) else inputs
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
