@@ -25,8 +25,17 @@ class DeferredNumber(torch.Tensor):
     """A number on the device, 0-d, or numbers that one is computed from.
 
     What code divides by, or compares with 0, is a count: it is said to be above 0 without a look at it, and a number
-    divided by a count of 0 is 0, as in the code that looks.
+    divided by a count of 0 is 0, as in the code that looks. With a tensor that has a gradient it gives plain tensors,
+    as for KTO's loss, which has a metric in it.
     """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(type(each) is torch.Tensor and each.requires_grad for each in args):
+            with torch._C.DisableTorchFunctionSubclass():
+                args = [each.as_subclass(torch.Tensor) if isinstance(each, DeferredNumber) else each for each in args]
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
 
     def item(self) -> Any:
         """The number, still on the device, which code that wants a Python number takes as one."""
@@ -198,7 +207,7 @@ class DeferredMetricsMixin:
         assert self._deferred is not None
         with self._deferred.noted():
             result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        # KTO's loss has a metric in it.
+        # That of KTO is one where nothing has a gradient.
         return result.as_subclass(torch.Tensor) if isinstance(result, DeferredNumber) else result
 
     def log(self, *args: Any, **kwargs: Any) -> None:

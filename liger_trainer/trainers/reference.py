@@ -91,13 +91,10 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
             if self.state.global_step > 0:
                 self._must_be_policy = False  # a second training starts with a trained policy
 
-    def _notes_metrics(self) -> bool:
-        return super()._notes_metrics() and not self._must_be_policy  # which the metrics show
-
     def _asks_host(self, model: nn.Module) -> bool:
         """Whether tensors that say which tokens are scored go through a loss with their values on the host."""
         compiled = self.args.torch_compile or is_compiled_module(model)
-        return super()._notes_metrics() and self._statistics is not None and not compiled
+        return self._notes_metrics() and self._statistics is not None and not compiled
 
     def _on_host(self, model: nn.Module, inputs: Any) -> Any:
         return self._known_batches.on_host(inputs) if type(inputs) is dict and self._asks_host(model) else inputs

@@ -264,3 +264,13 @@ def test_a_number_that_was_read_is_one_of_python():
     numbers = [before / seven, seven / 3, three, before - 0.1]
     assert [float(each) for each in numbers] == [3 / 7, 7 / 3, 3 * 0.1, 3 - 0.1]
     assert before.item() == 3.0
+
+
+def test_what_has_a_gradient_is_no_metric(tmp_path, folders, monkeypatch):
+    weight, number = torch.ones((), requires_grad=True), torch.tensor(2.0).as_subclass(DeferredNumber)
+    assert all(type(each) is torch.Tensor for each in (weight * number, number - weight))
+    assert type(number - 1) is DeferredNumber
+    trainer = policy("KTO", True, tmp_path, folders["llama"], monkeypatch)
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model.train(), next(iter(trainer.get_train_dataloader())))
+    assert type(loss) is torch.Tensor

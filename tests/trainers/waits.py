@@ -94,11 +94,11 @@ class _Functions(TorchFunctionMode):
         on_device = waits.holds(args[:1])
         if name in _READS and on_device and values_of(args[0]) is None:
             waits.wait()
-            return func(args[0].detach().clone(), *args[1:], **kwargs) if name != "cpu" else _copy(args[0])
+            return func(args[0].detach().clone(), *args[1:], **kwargs) if name != "cpu" else copied(args[0])
         if name == "to" and args and not on_device and _device_of(args, kwargs):
             if not kwargs.get("non_blocking"):
                 waits.wait()
-            return waits.put(_copy(func(*args, **kwargs)))
+            return waits.put(copied(func(*args, **kwargs)))
         result = func(*args, **kwargs)
         if kwargs.get("device") is not None and not _tensors(args):
             if name in _MADE:
@@ -112,7 +112,7 @@ def _device_of(args: tuple, kwargs: dict) -> bool:
     return kwargs.get("device") is not None or any(isinstance(each, str | torch.device) for each in args[1:])
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: torch.Tensor) -> torch.Tensor:
     """In memory of its own, which the modes do not see."""
     with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
         return tensor.detach().clone()
