@@ -93,7 +93,7 @@ class DeferredMetrics:
         trainer: The trainer.
         gathering: The methods of accelerate by which it gathers for its metrics.
         leaves_out: Whether it notes no number that would be divided by a count of 0, rather than 0.
-        functions: What stands for functions of TRL's that wait, by their names in the trainer's module.
+        functions: By their names in the trainer's module, functions that stand for those of TRL's that wait.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from torch import nn
 from trl import GRPOTrainer, RLOOTrainer
 
 from liger_trainer.compat.accelerate import AUTOCAST_FORWARD
-from liger_trainer.compat.private import Feature, available, require
+from liger_trainer.compat.private import available, require
 from liger_trainer.compat.trl import (
     GRPO_GENERATION,
     GRPO_HEAD,
@@ -68,7 +68,6 @@ class GenerationMixin(_Base, GroupedCompletions):
 
     _counts_labels = False  # `_get_per_token_logps_and_entropies` knows what each forward scores
     _forward_takes_parts = True
-    _metrics_feature: Feature  # TRL's names without which metrics are read after each micro-batch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("rollout_func") is not None:
@@ -79,9 +78,6 @@ class GenerationMixin(_Base, GroupedCompletions):
         warn_of_truncated_sampling(self)
         if available(LOGGED_COMPLETIONS):
             self._run_report.completions = self._logs
-        # With `use_adaptive_entropy` the next loss depends on a metric.
-        if may_defer(self) and not getattr(self, "use_adaptive_entropy", False) and available(self._metrics_feature):
-            self._deferred = deferred_metrics(self)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler: Any = super()._get_train_sampler(*args, **kwargs)
@@ -151,8 +147,10 @@ class GenerationMixin(_Base, GroupedCompletions):
             )
 
 
-def deferred_metrics(trainer: Any) -> DeferredMetrics:
-    """Has a GRPO or RLOO `trainer` note its metrics on the device."""
+def deferred_metrics(trainer: Any) -> DeferredMetrics | None:
+    """Has a GRPO or RLOO `trainer` note its metrics on the device; None where it has to read them."""
+    if not may_defer(trainer) or getattr(trainer, "use_adaptive_entropy", False):  # with which a metric is in the loss
+        return None
     gathering = ("gather", "gather_for_metrics", "reduce")
     return DeferredMetrics(trainer, gathering, functions={"nanmin": nanmin, "nanmax": nanmax})
 
@@ -291,13 +289,13 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
 
     trl_module = trl_grpo_trainer
     config_class = LigerGRPOConfig
-    _metrics_feature = GRPO_METRICS
 
     @parameters_of(GRPOTrainer.__init__, LigerGRPOConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require(GRPO_HEAD)
         require(GRPO_GENERATION)
         super().__init__(*args, **kwargs)
+        self._deferred = deferred_metrics(self) if available(GRPO_METRICS) else None
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's loss; `policy_loss` is logged as a mean over the step, whatever the loss type."""
@@ -320,10 +318,10 @@ class LigerRLOOTrainer(GenerationMixin, RLOOTrainer):
 
     trl_module = trl_rloo_trainer
     config_class = LigerRLOOConfig
-    _metrics_feature = RLOO_METRICS
 
     @parameters_of(RLOOTrainer.__init__, LigerRLOOConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require(RLOO_HEAD)
         require(RLOO_GENERATION)
         super().__init__(*args, **kwargs)
+        self._deferred = deferred_metrics(self) if available(RLOO_METRICS) else None
