@@ -5,7 +5,8 @@ tokens by a mask, and we lay out packed rows by the labels. An [`OnHost`] tensor
 on the device. What is computed from such tensors alone, by one of a few functions, is one again; its values on the host
 are computed from theirs when they are asked for. All else gives plain tensors.
 
-Values are known as long as nobody writes to the tensor but by an index.
+Values are known as long as nobody writes to the tensor but by an index, and not in inference mode, where torch does not
+count writes.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def plain(value: Any) -> Any:
 
 
 def _is_known(tensor: Any) -> bool:
-    return isinstance(tensor, OnHost) and tensor.version == version_of(tensor.on_device)
+    return isinstance(tensor, OnHost) and tensor.version == version_of(tensor.on_device) is not None
 
 
 def _tensors(name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

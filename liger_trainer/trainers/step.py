@@ -2,9 +2,9 @@
 
 The collator checks and reads a batch while that is on the CPU, where it costs nothing, and adds [`Facts`]; the trainer
 takes them out when it gets the batch. They hold for the very tensors that were read, as long as nobody writes to them.
-Labels that no collator has seen, such as those of completions that the policy has just written, are counted on the
-device. The head then waits for that count, which comes before the forward in the device's queue, while the device runs
-the forward.
+Labels that no collator has seen, such as those of completions that a student has just written, are counted on the
+device, unless the host has their values (`head/on_host.py`). The head then waits for that count, which comes before the
+forward in the device's queue, while the device runs the forward.
 
 Shifting and masking leave labels out and add none, so the number of labels bounds every loss of the micro-batch.
 """

@@ -101,6 +101,13 @@ def test_after_another_write_the_device_is_asked(write):
     assert values_of(later).tolist() == ids().ne(0).tolist()
 
 
+def test_writes_that_nobody_counts_are_seen():
+    with torch.inference_mode():
+        tensor = known(ids())
+        plain(tensor).zero_()
+        assert tensor.tolist() == [[0] * 4] * 2
+
+
 def test_with_other_tensors_it_is_a_plain_one():
     tensor, other = known(ids()), torch.ones(2, 4)
     for found in (tensor * other, torch.cat([tensor, ids()]), tensor.float(), other[tensor[0] % 2]):
