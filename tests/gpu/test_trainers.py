@@ -123,7 +123,8 @@ MADE_TO_WAIT = {"copies": {"accelerator_config": {"non_blocking": False}}, "read
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 def test_preferences_wait_for_the_device_once_a_log(kind, padding_free, tmp_path):
     options = {"use_cpu": False, "logging_steps": 100, "max_steps": 7, "max_grad_norm": 1.0, "cuda_graphs": False}
-    trainer = build(kind, True, tmp_path, llama(), **options, padding_free=padding_free)
+    llama().save_pretrained(tmp_path / "model")  # from which the reference is loaded
+    trainer = build(kind, True, tmp_path, str(tmp_path / "model"), **options, padding_free=padding_free)
     trainer.add_callback(NoWaits(3, 6))
     try:
         trainer.train()
@@ -137,7 +138,8 @@ def test_preferences_wait_for_the_device_once_a_log(kind, padding_free, tmp_path
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_the_loss_of_completions_does_not_wait(kind, tmp_path):
     options = {"use_cpu": False, "logging_steps": 100, "max_steps": 5, "cuda_graphs": False}
-    trainer = build(kind, True, tmp_path, llama(), **options)
+    llama().save_pretrained(tmp_path / "model")
+    trainer = build(kind, True, tmp_path, str(tmp_path / "model"), **options)
     loss, calls = trainer.compute_loss, []
 
     def never_waiting(*args, **kwargs):
