@@ -92,6 +92,10 @@ class GenerationMixin(_Base, GroupedCompletions):
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         with self._rows_once():
             generated = super()._generate_and_score_completions(*args, **kwargs)
+        return self._known(generated)
+
+    def _known(self, generated: dict[str, Any]) -> dict[str, Any]:
+        """Completions with the values on the host of the tensors that say which tokens are scored."""
         if self._asks_host(self.model_wrapped):
             for name in _CHOOSING & generated.keys():
                 generated[name] = on_host(generated[name], generated[name].cpu())

@@ -918,7 +918,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "trainers/test_waits::test_values_stay_those_of_the_batch"),
         ("the batch is read to pack it", "_values_of_batch", r"return None if [^\n]*", "return None",
          "trainers/test_waits::test_a_micro_batch_waits_as_often_as_documented", "DPO"),
-        ("completions are read in each micro-batch", "GenerationMixin._generate_and_score_completions",
+        ("completions are read in each micro-batch", "GenerationMixin._known",
          r"if self\._asks_host\(self\.model_wrapped\)", "if False",
          "trainers/test_waits::test_a_micro_batch_waits_as_often_as_documented", "GRPO"),
         ("the lengths of KTO's mismatched rows are read", "_with_padding", r"return step if bounds is None else [^\n]*",
