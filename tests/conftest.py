@@ -25,9 +25,10 @@ from tests.selection import selected
 _KIND = f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _KIND))
 
-# The same examples in every run, so that an unchanged tree passes or fails as it did; `random` draws new ones.
-settings.register_profile("fixed", derandomize=True, database=None)
-settings.register_profile("random")
+# The same examples in every run, so that an unchanged tree passes or fails as it did; `random` draws new ones. Without a
+# limit of time: machines differ, and others work beside the tests.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # One thread a test process: the tensors are tiny, and xdist already uses the cores.

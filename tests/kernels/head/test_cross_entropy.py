@@ -54,7 +54,7 @@ def _case(tokens: int, vocab_size: int, seed: int = 0, device: str | None = None
     weighted=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_reference_is_torchs_cross_entropy(
     tokens: int, vocab_size: int, reduction: str, smoothing: float, weighted: bool, seed: int
 ) -> None:
@@ -470,7 +470,7 @@ def test_the_forward_computes_the_gradient_for_an_expected_upstream_gradient(
     expected_grad=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shape_stride_dtype_and_option(
     device: str, tokens: int, vocab_size: int, gaps: tuple[int, int], dtype: torch.dtype, reduction: str,
     num_items: Any, smoothing: float, z_loss: float, softcap: float | None, weighted: bool, inplace: bool,

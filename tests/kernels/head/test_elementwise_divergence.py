@@ -216,7 +216,7 @@ FUNCTIONS: dict[str, Any] = {
     masked=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_elementwise(
     device: str, name: str, rows: int, vocab: int, reduction: str, labelled: bool, layout: str, masked: bool, seed: int
 ) -> None:

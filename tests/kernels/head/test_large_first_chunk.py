@@ -155,7 +155,7 @@ def _planned(tokens: int, size: int, vocab: int, rows: int, dtype: torch.dtype =
     chunk_count=st.integers(8, 64),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_panel_is_written_over_before_it_is_used(
     tokens: int, size: int, vocab: int, chunk_count: int, dtype: torch.dtype
 ) -> None:

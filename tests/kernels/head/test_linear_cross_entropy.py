@@ -67,7 +67,7 @@ def _eager(*inputs: Any, **options: Any) -> torch.Tensor:
     num_items=st.sampled_from([None, 5]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_loss_gradients_and_outputs_equal_the_reference(
     backend: tuple[str, torch.dtype], tokens: int, vocab_size: int, memory: int, reduction: str, smoothing: float,
     z_loss: float, softcap: float | None, scale: float, temperature: float, weighted: bool, biased: bool,

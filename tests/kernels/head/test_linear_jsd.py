@@ -71,7 +71,7 @@ def _log_probs(student: Any, teacher: Any) -> tuple[torch.Tensor, torch.Tensor]:
     others=st.sampled_from([{}, OTHER_OPTIONS]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_loss_and_gradients_equal_the_reference(
     backend: tuple[str, torch.dtype], tokens: int, vocab: int, beta: float, temperature: float, softcap: float | None,
     hard_weight: float, reduction: str, num_items: int | None, labelled: bool, weighted: bool, vocab_size: int | None,

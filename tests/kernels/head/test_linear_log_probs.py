@@ -302,7 +302,7 @@ def test_the_entropy_of_large_logits_is_no_worse_than_eager(device: str, size: f
     entropy=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_outputs_and_gradients_equal_the_reference(
     backend: tuple[str, torch.dtype], tokens: int, vocab: int, softcap: float | None, scale: float, temperature: float,
     memory: int, retain: int | None, trained: tuple[bool, bool, bool], entropy: bool, seed: int,

@@ -79,7 +79,7 @@ ALIKE = ("sum", "another sum", "zero", "mean of values")
     logits_memory=st.sampled_from([1, CHUNK, 2**20]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_gradients_are_the_references(
     loss: str, expected: float, trained: tuple[int, ...], softcap: float | None, temperature: float,
     logits_memory: int, seed: int,

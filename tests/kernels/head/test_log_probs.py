@@ -37,7 +37,7 @@ def _loss(function: Any, logits: torch.Tensor, target: torch.Tensor, entropy: bo
     entropy=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_outputs_and_gradients_equal_the_reference(
     shape: tuple[int, ...], softcap: float | None, scale: float, temperature: float, entropy: bool, seed: int
 ) -> None:

@@ -36,7 +36,7 @@ def _logits(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     scale=st.sampled_from([1.0, -0.5]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_shards_of_any_sizes_give_the_whole_vocabularys_loss_and_gradient(
     cuts: list[int], smoothing: float, z_loss: float, softcap: float | None, scale: float, seed: int
 ) -> None:

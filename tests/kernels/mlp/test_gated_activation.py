@@ -333,7 +333,7 @@ def test_any_strides(activation, device):
     interleaved=st.booleans(),
     up_offset=st.sampled_from([0.0, 1.0]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_shape_layout_and_option(rows, width, dtype, layout, multiplier, limit, interleaved, up_offset):
     device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     base = randn(rows, 3, 2 * width, dtype=dtype, device=device)

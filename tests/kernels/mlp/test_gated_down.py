@@ -134,7 +134,7 @@ def test_h_is_built_again_bit_for_bit(variant, device):
     inplace=st.booleans(),
     needed=st.lists(st.booleans(), min_size=4, max_size=4).filter(any),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_shape_and_any_frozen_inputs(shape, intermediate, fused, strided, inplace, needed):
     device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     tensors = [x if x is None else x.detach() for x in inputs(fused, shape, device=device, intermediate=intermediate)]

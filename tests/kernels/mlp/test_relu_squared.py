@@ -59,7 +59,7 @@ def test_no_worse_than_eager(dtype, device):
     transposed=st.booleans(),
     inplace=st.booleans(),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_shape_and_layout(shape, columns, transposed, inplace):
     device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     x = randn(*shape, columns, device=device)

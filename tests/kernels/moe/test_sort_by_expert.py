@@ -121,7 +121,7 @@ def test_compiles_ahead_of_time(num_experts, dtype, target):
     dtype=st.sampled_from([torch.int32, torch.int64]),
     block_rows=st.sampled_from([1, 16, 48]),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_any_choice_of_experts(tokens, top_k, num_experts, used, layout, dtype, block_rows):
     """`used` ids are chosen from: from all tokens to one expert, to more ids than there are experts."""
     generator = torch.Generator().manual_seed(tokens)

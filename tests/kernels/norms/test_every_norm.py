@@ -405,7 +405,7 @@ def test_parameters_of_another_dtype(device, name, dtype, parameter_dtype):
 
 
 @pytest.mark.kernel
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     name=st.sampled_from(sorted(NORMS)),
     shape=st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 70)),

@@ -306,7 +306,7 @@ def test_one_tensor_as_input_and_residual(device):
 
 
 @pytest.mark.kernel
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=st.integers(1, 70), hidden_size=st.integers(1, 70), scale=st.sampled_from([1e-4, 1.0, 1e4]))
 def test_any_size_and_scale(rows, hidden_size, scale):
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -347,7 +347,7 @@ def test_compiles_fullgraph(layout, device):
 
 
 @pytest.mark.kernel
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.integers(0, 5),
     st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1, 2]),

@@ -307,7 +307,7 @@ def test_compiles_fullgraph_for_any_batch_and_length(device):
 
 
 @pytest.mark.kernel
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(1, 9), st.integers(0, 5),
     st.sampled_from(NORMS), st.booleans(), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]),

@@ -104,7 +104,7 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype, device):
     strided=st.booleans(),
     padding=st.one_of(st.none(), st.integers(-40, 39)),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_shape_and_layout(shape, vocab, hidden, dtype, int32, strided, padding):
     device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     padding = None if padding is None else padding % (2 * vocab) - vocab

@@ -70,7 +70,7 @@ def test_saved_tensor_hooks_may_be_forbidden() -> None:
     upstream=st.sampled_from([1.0, -2.5]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_value_and_gradients_are_those_of_autograd(
     groups: int, rows: int, trained: tuple[bool, bool, bool], temperature: float, upstream: float, seed: int
 ) -> None:

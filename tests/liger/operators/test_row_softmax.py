@@ -29,7 +29,7 @@ from tests.device import peak_memory
 @given(
     columns=st.integers(1, 40), scale=st.sampled_from([1e-3, 1.0, 20.0]), ties=st.booleans(), seed=st.integers(0, 99)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sparsemax_reference_is_the_projection_onto_the_simplex(
     columns: int, scale: float, ties: bool, seed: int
 ) -> None:
@@ -344,7 +344,7 @@ def test_compiles_fullgraph(device):
     grid=st.sampled_from([None, 1.0]),
     long=st.booleans(),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shape_stride_dtype_and_value(rows, columns, lead, name, dtype, gap, scale, grid, long, device):
     function, reference = PAIRS[name]
     x = scale * torch.randn(lead, rows, columns + gap, device=device)[..., gap:]
