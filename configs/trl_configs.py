@@ -91,9 +91,9 @@ class SharingFlags(PackingFlags):
 class RowsOfGroups:
     """Comes first in a configuration of TRL that counts processes: those that share each sequence count as one.
 
-    TRL multiplies rows by processes where it divides completions into groups and steps. Under context parallelism
-    (`cp_size`) the processes of a group have the same rows. It would also refuse `cp_size`, for which our trainers cut
-    sequences after generation.
+    TRL multiplies rows by processes where it divides completions into groups and steps. Under context or sequence
+    parallelism (`cp_size`, `sp_size`) the processes of a group have the same rows. It would also refuse these sizes, for
+    which our trainers cut sequences after generation.
     """
 
     parallelism_config: Any
@@ -107,8 +107,8 @@ class RowsOfGroups:
     def __post_init__(self) -> None:
         given = self.parallelism_config
         sizes = given or _parallelism_of_launch()
-        if sizes is not None and sizes.cp_enabled:
-            self.parallelism_config, self._alike = None, sizes.cp_size
+        if sizes is not None:
+            self.parallelism_config, self._alike = None, sizes.cp_size * sizes.sp_size
         try:
             super().__post_init__()  # type: ignore[misc]
         finally:

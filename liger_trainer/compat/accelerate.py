@@ -28,6 +28,9 @@ CONTEXT_PARALLEL = Feature(
 SEQUENCE_PARALLEL = Feature(
     "our attention under sequence parallelism",
     Private("accelerate:Accelerator._prepare_deepspeed", uses="register_with_transformers, sp_attn_implementation"),
+    Private("accelerate:Accelerator.prepare_data_loader", uses="_prepare_device_mesh"),
+    Private("accelerate.data_loader:prepare_data_loader", uses="DEEPSPEED, submesh_tp_size"),
+    Private("transformers:Trainer._prepare_for_training", uses="deepspeed_ulysses_dl_adapter"),
 )
 
 OFFLOADED_WEIGHTS = Feature(

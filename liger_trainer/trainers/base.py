@@ -234,7 +234,8 @@ class LigerTrainerMixin(
             add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._known_batches = KnownBatches()
-        self._sp_size = self.get_sp_size()
+        sizes = self.accelerator.parallelism_config
+        self._sp_size = 1 if sizes is None else sizes.sp_size
         self._has_whole_rows = self.get_cp_size() * self.get_sp_size() == 1  # no sequence is split over processes
         self._users_loss, self._has_users_loss = UsersLoss(), computes_loss_in_subclass(self)
         if self.is_world_process_zero():
@@ -342,7 +343,7 @@ class LigerTrainerMixin(
                 self._graphs.gains.busy_from.share_memory_()
             self.data_collator = filling_collator(collator, model, self._graphs.gains.busy_from)
         self.data_collator = checked_collator(self.data_collator, model, reads)
-        if trains and self._exchanges_heads:
+        if trains and self._exchanges_heads and self._ranks is None:  # by DeepSpeed
             self.data_collator = functools.partial(collated_columns, self.data_collator)
         try:
             return super()._get_dataloader(dataset, *args, **kwargs)
@@ -423,8 +424,6 @@ class LigerTrainerMixin(
             if graphs is not None:
                 around.enter_context(self._from_graphs(graphs))
             result = super().compute_loss(model, inputs, return_outputs, items)
-        if training and self._sp_size > 1:
-            result = of_one_rank(result, self._sp_size)
         if training and self._kept is not None:
             self._kept.attach(self.model_wrapped)  # again: in DPO and KTO the reference runs after the policy
         if terms:
@@ -434,6 +433,8 @@ class LigerTrainerMixin(
             self._z_loss.observe(z_loss)
             args: Any = self.args
             result = with_term(result, args.router_z_loss_coef / loss_divisor(self, items) * z_loss)
+        if training and self._sp_size > 1:  # the terms too, which each process adds
+            result = of_one_rank(result, self._sp_size)
         return result
 
     def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:

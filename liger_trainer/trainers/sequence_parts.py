@@ -5,8 +5,10 @@ and models with windows are refused. Where all attentions of a model are ours, n
 the batch, which all processes of a group have, and the `Step` says which keys its tokens see
 (`parallel/sequence_parts.py`). Positions, and the label of the token behind each, are those of the whole rows.
 
-Under sequence parallelism DeepSpeed cuts the batches. It would put a function of its own around ours, which drops masks
-and takes heads of one size alone. Ours exchanges heads itself, by plans of the whole rows.
+Under sequence parallelism DeepSpeed would put a function of its own around ours, which drops masks and takes heads of one
+size alone. Ours exchanges heads itself, by plans of the whole rows. DeepSpeed cuts the batches where a loss is one of
+labels. Where a forward divides them it does not: it knows no other columns, and gives the batches of each process to
+all of its group in turn, which would tear completions of a prompt apart. Loaders then give a group the same batches.
 
 Documents are those that masks would show: the tokens of an attention mask, or where there is none, what `position_ids`
 tell of a packed row.
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -47,7 +50,8 @@ _FILLED = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 class SequencePartsMixin:
     """Gives a process its part of every batch, where our attention runs under context parallelism."""
 
-    _ranks: Ranks | None = None  # the processes that have parts of the same rows; None where accelerate cuts them
+    _ranks: Ranks | None = None  # the processes that cut the same batches; None where another library cuts them
+    _group: Any = None  # of these processes
     _forward_takes_parts = False  # whether the fused forward cuts the batch, and not the trainer
     _exchanges_heads = False  # whether attention is ours on the parts of rows that DeepSpeed cuts
 
@@ -55,6 +59,14 @@ class SequencePartsMixin:
     def _forward_ranks(self) -> Ranks | None:
         """The processes among which a forward divides its batch; None where it does not."""
         return self._ranks if self._forward_takes_parts else None
+
+    def get_cp_size(self) -> int:
+        """How many processes get the same batches, of which each has a part: also those of `sp_size`, if they do."""
+        return super().get_cp_size() if self._ranks is None else self._ranks.ranks  # type: ignore[misc]
+
+    def get_sp_size(self) -> int:
+        """How many processes DeepSpeed gives parts of each other's batches, which makes loaders as many times longer."""
+        return super().get_sp_size() if self._ranks is None else 1  # type: ignore[misc]
 
     def _takes_gathered_keys(self) -> bool:
         """Whether the trainer will give a model parts of sequences with plans, if its attention is ours."""
@@ -82,20 +94,24 @@ class SequencePartsMixin:
                 f"`{option}` is {getattr(sizes, option)}, and {type(config).__name__} puts virtual tokens before each "
                 f"sequence, of which every process has a part. Set `{option}=1`, or train another kind of adapter."
             )
+        if getattr(trainer.args, "precompute_ref_log_probs", False):
+            raise ValueError(
+                f"`precompute_ref_log_probs` is true and `{option}` is {getattr(sizes, option)}: TRL would take the "
+                f"rows of each process for other ones. Set `precompute_ref_log_probs` to false, or `{option}=1`."
+            )
         if sizes.sp_enabled:
             self._exchange_heads(base.config.get_text_config())
             return
-        if getattr(trainer.args, "precompute_ref_log_probs", False):
-            raise ValueError(
-                f"`precompute_ref_log_probs` is true and `cp_size` is {trainer.get_cp_size()}: TRL would take the rows "
-                "of each process for other ones. Set `precompute_ref_log_probs` to false, or `cp_size=1`."
-            )
         require(CONTEXT_PARALLEL)
         require(CONTEXT_PARALLEL_INPUTS)
-        mesh = trainer.accelerator.torch_device_mesh["cp"]
-        self._ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+        self._cut_batches(trainer.accelerator.torch_device_mesh["cp"], option)
         # It would refuse models with windows, and drop the plans of all others.
         trainer.accelerator._prepare_cp = _as_given
+
+    def _cut_batches(self, mesh: DeviceMesh, option: str) -> None:
+        """Has the processes of `mesh`, which get the same batches, cut them."""
+        self._group = mesh.get_group()
+        self._ranks = Ranks(mesh.get_local_rank(), mesh.size(), self._group.group_name, option)
 
     def _exchange_heads(self, config: Any) -> None:
         """Takes the exchange of heads from DeepSpeed, for a model with this configuration."""
@@ -118,6 +134,14 @@ class SequencePartsMixin:
 
         trainer.accelerator._prepare_deepspeed = prepared
         self._exchanges_heads = True
+        if not self._forward_takes_parts:
+            return
+        shape = (trainer.accelerator.num_processes // sizes.sp_size, sizes.sp_size)
+        # Under DeepSpeed, loaders give the same batches to the processes of tensor parallelism alone.
+        mesh = init_device_mesh(trainer.accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
+        trainer.accelerator._prepare_device_mesh = lambda: mesh
+        trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader
+        self._cut_batches(mesh["tp"], "sp_size")
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
@@ -152,7 +176,7 @@ def _ranks_of_deepspeed() -> Ranks:
     from deepspeed.utils import groups
 
     group = groups._get_sequence_parallel_group()
-    return Ranks(group.rank(), group.size(), group.group_name)
+    return Ranks(group.rank(), group.size(), group.group_name, "sp_size")
 
 
 class _OfOneRank(torch.autograd.Function):
@@ -227,7 +251,7 @@ def part_of_batch(inputs: Mapping[str, Any], ranks: Ranks) -> tuple[SequencePart
     batch = dict(inputs)
     ids = batch.get("input_ids")
     if ids is None:
-        raise ValueError(f"`cp_size` is {ranks.ranks}: a batch needs `input_ids`, and this one has {', '.join(batch)}.")
+        raise ValueError(f"`{ranks.option}` is {ranks.ranks}: a batch needs `input_ids`, and this one has {', '.join(batch)}.")
     rows, length = ids.shape
     begins = document_begins(batch, rows, length)
     batch.setdefault("position_ids", torch.arange(length, device=ids.device).expand(rows, -1))
@@ -241,7 +265,8 @@ def part_of_batch(inputs: Mapping[str, Any], ranks: Ranks) -> tuple[SequencePart
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == length:
             batch[name] = F.pad(value, (0, added), value=_FILLED.get(name, 0))[:, here]
-    return SequenceParts(ranks, begins, length + added, ids.device), batch
+    parts = SequenceHeads if ranks.option == "sp_size" else SequenceParts
+    return parts(ranks, begins, length + added, ids.device), batch
 
 
 def document_begins(batch: Mapping[str, Any], rows: int, length: int) -> list[list[int]]:
@@ -273,7 +298,7 @@ def attended(parts: SequenceParts) -> Iterator[None]:
     Raises:
         ValueError: if the model has a mask that no plan is, or masks of its own.
     """
-    refused = f"`{parts.option}` is {parts.ranks.ranks}, and the model has %s. Set `{parts.option}=1`."
+    refused = f"`{parts.ranks.option}` is {parts.ranks.ranks}, and the model has %s. Set `{parts.ranks.option}=1`."
     try:
         with running(dataclasses.replace(current_step(), plan_of=parts.plan)):
             yield

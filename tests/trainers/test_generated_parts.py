@@ -1,4 +1,4 @@
-"""GRPO and RLOO with `cp_size=2`: groups of processes generate, count and learn as one process of TRL each.
+"""GRPO and RLOO with `cp_size=2` or `sp_size=2`: groups of processes generate, count and learn as one of TRL each.
 
 Four gloo processes under `accelerate launch`, two groups of two, are compared with TRL's own trainer on two. The second
 process of a group would get other rewards, and other completions of a `rollout_func`.
@@ -21,16 +21,21 @@ import liger_trainer
 from liger_trainer.trainers import rows_once
 from liger_trainer.trainers.generation_trainers import GenerationMixin, seed_groups_alike
 from tests.distributed.accelerate_launch import as_launched
-from tests.distributed.accelerate_worker import shard_on_cpu
+from tests.distributed.accelerate_worker import prepare_process, weights_of
+from tests.distributed.accelerate_zero3 import HAS_DEEPSPEED, release_groups
 from tests.trainers import parity
-from tests.trainers.test_sequence_parts import Gradients, model_of
+from tests.trainers.test_sequence_parts import model_of
 from tests.trainers.tiny import logged, tokenizer
 
-LAUNCH = ["--config_file", "configs/accelerate/fsdp2.yaml", "--mixed_precision", "no", "worker.py"]
-GROUPS = ["--use_parallelism_config", "--use_fsdp", "--fsdp_version", "2"]
-GROUPS += ["--parallelism_config_cp_size", "2", "--parallelism_config_dp_shard_size", "2"]
+GROUPS = ["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"]
+LAUNCHES: dict[str, tuple[str, list[str], int]] = {
+    "stock": ("fsdp2", [], 2),
+    "cp_size": ("fsdp2", [*GROUPS, "--use_fsdp", "--fsdp_version", "2", "--parallelism_config_cp_size", "2"], 4),
+    "sp_size": ("zero2", [*GROUPS, "--parallelism_config_sp_size", "2"], 4),
+}
 # A group of completions is spread over both processes with rows of their own, or both groups of two.
 SETTINGS = {"use_cpu": False, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
+SETTINGS |= {"optim": "sgd", "learning_rate": 0.1}
 
 
 def judged(completions: list[str], log_extra: Any, log_metric: Any, **columns: Any) -> list[float]:
@@ -42,7 +47,7 @@ def judged(completions: list[str], log_extra: Any, log_metric: Any, **columns: A
 
 
 def _place_in_group() -> int:
-    return int(os.environ["RANK"]) % 2 if "PARALLELISM_CONFIG_CP_SIZE" in os.environ else 0
+    return int(os.environ["RANK"]) % 2 if "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ else 0
 
 
 def rolled_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -63,57 +68,67 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def train(name: str, folder: str, ours: bool) -> dict[str, Any]:
-    """What a process logs, its gradients of the first step, and what it says of completions."""
+    """What a process logs and has learnt, and what it says of completions."""
     kind, case = CASES[name]
-    keeps = Gradients()
     more = {"reward_funcs": judged, **SETTINGS, **case}
     trainer = parity.build(kind, ours, f"{folder}/{name}{ours}", f"{folder}/model", **more)
-    trainer.add_callback(keeps)
+    before = {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
     trainer.train()
     args, logs = trainer.args, trainer._logs
     return {
         "logs": logged(trainer),
-        "gradients": keeps.found,
+        "learnt": {key: value - before[key] for key, value in weights_of(trainer).items() if key in before},
         "sizes": (args.generation_batch_size, args.steps_per_generation),
         "completions": {column: list(logs[column]) for column in ("prompt", "completion", "advantages")},
         "columns": {name: list(values) for which in ("rewards", "extra") for name, values in logs[which].items()},
     }
 
 
-def work(folder: str, ours: bool) -> None:
+def work(folder: str, launch: str) -> None:
     """What every process runs."""
-    shard_on_cpu()
-    found = {name: train(name, folder, ours) for name in CASES}
-    torch.save(found, Path(folder, f"{'ours' if ours else 'stock'}{os.environ['RANK']}.pt"))
+    prepare_process()
+    found = {}
+    for name in CASES:
+        found[name] = train(name, folder, launch != "stock")
+        if launch == "sp_size":
+            release_groups()
+    torch.save(found, Path(folder, f"{launch}{os.environ['RANK']}.pt"))
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("groups")
     model_of("mistral").save_pretrained(folder / "model")
-    found = []
-    for name, ours, count, flags in (("stock", False, 2, []), ("ours", True, 4, GROUPS)):
-        flags = [*flags, "--num_processes", str(count), *LAUNCH]
-        done = as_launched(flags, work, str(folder), ours, environment={"CUDA_VISIBLE_DEVICES": ""})
+    found = {}
+    for launch, (config, flags, count) in LAUNCHES.items():
+        if config == "zero2" and not HAS_DEEPSPEED:
+            continue
+        flags = ["--config_file", f"configs/accelerate/{config}.yaml", "--mixed_precision", "no", *flags]
+        flags += ["--num_processes", str(count), "worker.py"]
+        done = as_launched(flags, work, str(folder), launch, environment={"CUDA_VISIBLE_DEVICES": ""})
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append([torch.load(folder / f"{name}{rank}.pt") for rank in range(count)])
-    return found[0], found[1]
+        found[launch] = [torch.load(folder / f"{launch}{rank}.pt") for rank in range(count)]
+    return found
 
 
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 @pytest.mark.parametrize("name", CASES)
-def test_groups_learn_what_processes_of_trl_do(name: str, processes: tuple[list[Any], list[Any]]) -> None:
-    stock, ours = processes
-    for rank, result in enumerate(ours):
+def test_groups_learn_what_processes_of_trl_do(name: str, size: str, processes: dict[str, list[Any]]) -> None:
+    if size not in processes:
+        pytest.skip("DeepSpeed is not installed")
+    stock = processes["stock"]
+    for rank, result in enumerate(processes[size]):
         found, expected = result[name], stock[rank // 2][name]
         assert found["sizes"] == expected["sizes"]
         parity.assert_close_logs(found["logs"], expected["logs"], {"total_flos"})
         for column, values in {**expected["completions"], **expected["columns"]}.items():
             got = {**found["completions"], **found["columns"]}[column]
             assert got == (pytest.approx(values, abs=1e-5) if isinstance(values[0], float) else values), column
-        assert found["gradients"].keys() == expected["gradients"].keys()
-        for key, gradient in expected["gradients"].items():
-            atol = 1e-5 * float(gradient.abs().max())
-            torch.testing.assert_close(found["gradients"][key], gradient, rtol=1e-5, atol=atol)
+        if rank == 0:
+            assert found["learnt"].keys() == expected["learnt"].keys()
+            for key, learnt in expected["learnt"].items():
+                atol = 1e-5 * float(learnt.abs().max()) + 1e-8
+                torch.testing.assert_close(found["learnt"][key], learnt, rtol=1e-5, atol=atol, msg=key)
 
 
 @pytest.mark.parametrize("name", ["LigerGRPOConfig", "LigerRLOOConfig"])
