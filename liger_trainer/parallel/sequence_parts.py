@@ -157,8 +157,8 @@ def gathered_columns(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The columns of whole rows, of which each process has a part; the gradient is the sum of all processes'.
 
     Where every process computes the same loss of the whole rows, the gradient of its own part is thus R times that of
-    the loss. FSDP and DDP take the mean over the processes, in which each token is in one part: R / R. DeepSpeed takes
-    the sum, for which the loss's own gradient has to be divided by R.
+    the loss. FSDP, DDP and ZeRO-3 take the mean over the processes, in which each token is in one part: R / R. ZeRO-2
+    and below take the sum, for which the loss's own gradient has to be divided by R.
 
     Args:
         part: (N, ..., S / R), what this process has of its columns, in fp32.

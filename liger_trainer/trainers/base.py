@@ -85,7 +85,7 @@ from liger_trainer.trainers.moe import (
     mean_z_loss,
     with_term,
 )
-from liger_trainer.trainers.sequence_parts import SequencePartsMixin, collated_columns, of_one_rank
+from liger_trainer.trainers.sequence_parts import SequencePartsMixin, added_parts, collated_columns, of_one_rank
 from liger_trainer.trainers.step import (
     KnownBatches,
     checked_collator,
@@ -234,8 +234,7 @@ class LigerTrainerMixin(
             add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._known_batches = KnownBatches()
-        sizes = self.accelerator.parallelism_config
-        self._sp_size = 1 if sizes is None else sizes.sp_size
+        self._added_parts = added_parts(self)
         self._has_whole_rows = self.get_cp_size() * self.get_sp_size() == 1  # no sequence is split over processes
         self._users_loss, self._has_users_loss = UsersLoss(), computes_loss_in_subclass(self)
         if self.is_world_process_zero():
@@ -433,8 +432,8 @@ class LigerTrainerMixin(
             self._z_loss.observe(z_loss)
             args: Any = self.args
             result = with_term(result, args.router_z_loss_coef / loss_divisor(self, items) * z_loss)
-        if training and self._sp_size > 1:  # the terms too, which each process adds
-            result = of_one_rank(result, self._sp_size)
+        if training and self._added_parts > 1:  # the terms too, which each process has
+            result = of_one_rank(result, self._added_parts)
         return result
 
     def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:

@@ -5,10 +5,11 @@ and models with windows are refused. Where all attentions of a model are ours, n
 the batch, which all processes of a group have, and the `Step` says which keys its tokens see
 (`parallel/sequence_parts.py`). Positions, and the label of the token behind each, are those of the whole rows.
 
-Under sequence parallelism DeepSpeed would put a function of its own around ours, which drops masks and takes heads of one
-size alone. Ours exchanges heads itself, by plans of the whole rows. DeepSpeed cuts the batches where a loss is one of
-labels. Where a forward divides them it does not: it knows no other columns, and gives the batches of each process to
-all of its group in turn, which would tear completions of a prompt apart. Loaders then give a group the same batches.
+Under sequence parallelism DeepSpeed would put a function of its own around ours, which drops masks and takes heads of
+one size alone. Ours exchanges heads itself, by plans of the whole rows. DeepSpeed cuts the batches where a loss is one
+of labels. It takes no other columns, no lists of prompts, and gives the batches of each process to all of a group in
+turn, which would tear the completions of a prompt apart. So where a forward cuts batches, DeepSpeed does not: loaders
+give all processes of a group the same ones.
 
 Documents are those that masks would show: the tokens of an attention mask, or where there is none, what `position_ids`
 tell of a packed row.
@@ -33,7 +34,7 @@ from liger_trainer.attention.config_names import NAME
 from liger_trainer.attention.interface import NotPackable, attention_forward, has_our_attention
 from liger_trainer.attention.masks import cut_row
 from liger_trainer.compat.accelerate import CONTEXT_PARALLEL, SEQUENCE_PARALLEL
-from liger_trainer.compat.deepspeed import EXCHANGED_HEADS
+from liger_trainer.compat.deepspeed import ADDED_PARTS, EXCHANGED_HEADS
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import CONTEXT_PARALLEL_INPUTS
 from liger_trainer.head.lm_head import without_adapters
@@ -65,7 +66,7 @@ class SequencePartsMixin:
         return super().get_cp_size() if self._ranks is None else self._ranks.ranks  # type: ignore[misc]
 
     def get_sp_size(self) -> int:
-        """How many processes DeepSpeed gives parts of each other's batches, which makes loaders as many times longer."""
+        """How many processes DeepSpeed gives parts of each other's batches, by which loaders are longer."""
         return super().get_sp_size() if self._ranks is None else 1  # type: ignore[misc]
 
     def _takes_gathered_keys(self) -> bool:
@@ -179,6 +180,30 @@ def _ranks_of_deepspeed() -> Ranks:
     return Ranks(group.rank(), group.size(), group.group_name, "sp_size")
 
 
+def added_parts(trainer: Any) -> int:
+    """Of how many processes with parts of the same rows DeepSpeed adds up the gradients; 1 if it takes their mean.
+
+    ZeRO-3 averages over all processes, ZeRO-2 and below over groups of them.
+
+    Raises:
+        ValueError: for ZeRO-3 without `reduce_scatter`, which does one for some gradients and the other for the rest.
+    """
+    sizes = trainer.accelerator.parallelism_config
+    if sizes is None or not sizes.sp_enabled:
+        return 1
+    require(ADDED_PARTS)
+    zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    if zero["stage"] != 3:
+        return sizes.sp_size
+    if not zero.get("reduce_scatter", True):
+        raise ValueError(
+            f"`sp_size` is {sizes.sp_size} and `reduce_scatter` is false in DeepSpeed's configuration: with ZeRO-3 it "
+            "would add up some of the gradients of a sequence's parts, and average the others. Set `reduce_scatter` to "
+            "true, or `stage` to 2."
+        )
+    return 1
+
+
 class _OfOneRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -193,8 +218,9 @@ class _OfOneRank(torch.autograd.Function):
 def of_one_rank(result: Any, ranks: int) -> Any:
     """The loss of whole rows that each of the processes with a part of them has, with its gradient divided by R.
 
-    transformers gathers the losses of all parts, so the gradient of a part's own loss is the sum of R equal ones.
-    DeepSpeed adds up the gradients of the parts, and the step would be R times too large.
+    transformers gathers the losses of all parts, and our forwards their log-probabilities, so the gradient of a part's
+    own ones is the sum of R equal ones. Where DeepSpeed adds up the gradients of the parts, the step would be R times
+    too large.
 
     Args:
         result: The loss, or the loss and the model's outputs, as `deepspeed_sp_compute_loss` returns them.
@@ -251,7 +277,8 @@ def part_of_batch(inputs: Mapping[str, Any], ranks: Ranks) -> tuple[SequencePart
     batch = dict(inputs)
     ids = batch.get("input_ids")
     if ids is None:
-        raise ValueError(f"`{ranks.option}` is {ranks.ranks}: a batch needs `input_ids`, and this one has {', '.join(batch)}.")
+        has = ", ".join(batch)
+        raise ValueError(f"`{ranks.option}` is {ranks.ranks}: a batch needs `input_ids`, and this one has {has}.")
     rows, length = ids.shape
     begins = document_begins(batch, rows, length)
     batch.setdefault("position_ids", torch.arange(length, device=ids.device).expand(rows, -1))
