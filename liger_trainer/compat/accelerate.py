@@ -30,7 +30,6 @@ SEQUENCE_PARALLEL = Feature(
     Private("accelerate:Accelerator._prepare_deepspeed", uses="register_with_transformers, sp_attn_implementation"),
     Private("accelerate:Accelerator.prepare_data_loader", uses="_prepare_device_mesh"),
     Private("accelerate.data_loader:prepare_data_loader", uses="DEEPSPEED, submesh_tp_size"),
-    Private("transformers:Trainer._prepare_for_training", uses="deepspeed_ulysses_dl_adapter"),
 )
 
 OFFLOADED_WEIGHTS = Feature(

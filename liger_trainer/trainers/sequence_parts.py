@@ -36,7 +36,7 @@ from liger_trainer.attention.masks import cut_row
 from liger_trainer.compat.accelerate import CONTEXT_PARALLEL, SEQUENCE_PARALLEL
 from liger_trainer.compat.deepspeed import ADDED_PARTS, EXCHANGED_HEADS
 from liger_trainer.compat.private import require
-from liger_trainer.compat.transformers import CONTEXT_PARALLEL_INPUTS
+from liger_trainer.compat.transformers import CONTEXT_PARALLEL_INPUTS, SEQUENCE_PARALLEL_LOADER
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.step import bounds_of, current_step, running
 from liger_trainer.kernels.attention.exchanged_heads import check_heads
@@ -137,6 +137,7 @@ class SequencePartsMixin:
         self._exchanges_heads = True
         if not self._forward_takes_parts:
             return
+        require(SEQUENCE_PARALLEL_LOADER)
         shape = (trainer.accelerator.num_processes // sizes.sp_size, sizes.sp_size)
         # Under DeepSpeed, loaders give the same batches to the processes of tensor parallelism alone.
         mesh = init_device_mesh(trainer.accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
