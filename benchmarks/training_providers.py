@@ -278,7 +278,7 @@ def _completed(name: str, setup: Setup, ours: bool, settings: dict[str, Any]) ->
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
             place = next(steps) * task.gpus + self.accelerator.process_index
             self.given = completions(task, vocab, place, self.accelerator.device)
-            return self.given
+            return self._known(self.given) if ours else self.given  # as after a generation
 
     settings |= {"num_generations": task.group_size or task.batch, "max_completion_length": task.length}
     prompts = _dataset([{"prompt": "prompt"}] * task.samples)

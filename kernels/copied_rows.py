@@ -24,7 +24,7 @@ import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
 from liger_trainer.kernels.operator import operator
-from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, tl, triton, use_triton
+from liger_trainer.kernels.runtime import cdiv, next_power_of_2, on_device, sent, tl, triton, use_triton
 
 _MAX_BLOCK = 1024
 
@@ -53,7 +53,8 @@ def copies_of(index: torch.Tensor, rows: int, device: torch.device | str = "cpu"
     """
     begins = torch.zeros(rows + 1, dtype=torch.int32)
     begins[1:] = torch.bincount(index, minlength=rows).cumsum(0)
-    return Copies(*(part.to(device) for part in (index.int(), index.argsort(stable=True).int(), begins)))
+    parts = index.int(), index.argsort(stable=True).int(), begins
+    return Copies(*(sent(part, torch.device(device)) for part in parts))
 
 
 @triton.jit

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 
+from liger_trainer.kernels.runtime import sent
+
 CHUNK = 64
 """Tokens of a chunk."""
 
@@ -104,7 +106,7 @@ def documents_of(
         chunks += [(place, begin + start, min(size - start, CHUNK)) for start in range(0, size, CHUNK)]
     with torch.inference_mode(False):  # a training may use them later
         tables = [
-            torch.tensor(rows, dtype=torch.int32).view(-1, columns).to(device)
+            sent(torch.tensor(rows, dtype=torch.int32).view(-1, columns), torch.device(device))
             for rows, columns in ((spans, 6), (chunks, 3))
         ]
     return Documents(tables[0], tables[1], len(roots), count > sum(length), count)

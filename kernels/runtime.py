@@ -255,8 +255,12 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A table of the host on `device`; from pinned memory, so that the host waits for nothing that the device does."""
-    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+    """A table of the host on `device`; from pinned memory, so that the host waits for nothing that the device does.
+
+    One that is on a device already, as where that is torch's default, is copied as usual.
+    """
+    pinned = device.type == "cuda" and table.device.type == "cpu"
+    return (table.pin_memory() if pinned else table).to(device, non_blocking=True)
 
 
 def graph_is_kept() -> bool:

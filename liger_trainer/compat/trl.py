@@ -62,6 +62,38 @@ REWARD_METRICS = Feature(
     needed=False,
 )
 
+DPO_METRICS = Feature(
+    "reading the metrics of LigerDPOTrainer once a log",
+    Private(
+        "trl:DPOTrainer._compute_loss",
+        uses="gather, gather_for_metrics, sum, mean, item, _metrics, _total_train_tokens, _tp_size",
+    ),
+    needed=False,
+)
+
+KTO_METRICS = Feature(
+    "reading the metrics of LigerKTOTrainer once a log",
+    Private(
+        "trl:KTOTrainer._compute_loss",
+        uses="gather_for_metrics, sum, mean, clamp, nansum, item, _metrics, _total_train_tokens, _tp_size",
+    ),
+    needed=False,
+)
+
+
+def _policy_metrics_of(name: str) -> Feature:
+    return Feature(
+        f"reading the metrics of Liger{name}Trainer once a log",
+        Private(f"trl:{name}Trainer._compute_loss", uses="nanmin, nanmax, gather, reduce, clamp, item, _metrics"),
+        Private("trl.trainer.utils:nanmin", "tensor", uses="isnan, all, min"),
+        Private("trl.trainer.utils:nanmax", "tensor", uses="isnan, all, max"),
+        needed=False,
+    )
+
+
+GRPO_METRICS = _policy_metrics_of("GRPO")
+RLOO_METRICS = _policy_metrics_of("RLOO")
+
 EQUAL_BATCHES = Feature(
     "counts of tokens with `cp_size`",
     *(Private(f"trl:{name}Trainer._compute_loss", uses="_tp_size") for name in ("DPO", "KTO")),

@@ -26,7 +26,7 @@ class SharedMemory:
         """As many bytes as `tensor` has, or more, as long as the result is held.
 
         Args:
-            name: What they are for; tensors that exist at the same time have different names.
+            name: The name of their use: tensors that exist at the same time have different ones.
             tensor: A tensor without gaps between its numbers.
         """
         nbytes = 1 << (max(1, tensor.nbytes) - 1).bit_length()

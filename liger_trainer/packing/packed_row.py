@@ -20,6 +20,7 @@ from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies, copied_rows, copies_of
 from liger_trainer.kernels.documents import Documents, documents_of
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
+from liger_trainer.kernels.runtime import sent
 from liger_trainer.packing.layout import Layout, filled, groups_of, layout_of, parts_of, starts_and_lengths
 
 _Result = TypeVar("_Result")
@@ -100,9 +101,9 @@ class PackedRow:
         shared = None
         if keys is not None:
             copies = copies_of(torch.from_numpy(keys), len(self.layout.tokens), device)
-            shared = SharedKeys(copies, torch.from_numpy(key_offsets).to(device), most_keys)
+            shared = SharedKeys(copies, sent(torch.from_numpy(key_offsets), device), most_keys)
         longest, seen = int(np.diff(offsets).max()), window if window < most_keys else 0
-        plan = AttentionPlan(seen, torch.from_numpy(offsets).to(device), longest, keys=shared)
+        plan = AttentionPlan(seen, sent(torch.from_numpy(offsets), device), longest, keys=shared)
         bounds_on_host[plan.offsets] = offsets.tolist()
         self._plans[window, chunk] = plan
         return plan
@@ -115,10 +116,11 @@ def packed_rows(
     agreed: Callable[[int, torch.device], int] = lambda rows, device: rows,
     one_level: bool = False,
     fills_below: int = 0,
+    values: torch.Tensor | None = None,
 ) -> list[PackedRow] | None:
     """The batch as packed rows; None if padding is between tokens, which windows could not skip.
 
-    Reads the batch on the host.
+    Reads the batch on the host, if that does not know it.
 
     Args:
         batch: The padded batch.
@@ -128,9 +130,12 @@ def packed_rows(
             token.
         one_level: Whether no shared beginning may continue another, as layers with a state need it.
         fills_below: Packed rows of fewer tokens are filled up, so that there are few shapes; 0 for none.
+        values: `(3, B, S)`, on the host: the ids, 0 or 1 for padding or not, and the labels.
     """
-    mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask.ne(0).long()
-    ids, mask, labels = torch.stack([batch.input_ids, mask, batch.labels.to(mask.device)]).cpu().numpy()
+    if values is None:
+        mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask.ne(0).long()
+        values = torch.stack([batch.input_ids, mask, batch.labels.to(mask.device)]).cpu()
+    ids, mask, labels = values.numpy()
     found = starts_and_lengths(mask)
     if found is None:
         return None
@@ -148,13 +153,13 @@ def packed_rows(
 
 def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:
     device, columns = batch.input_ids.device, batch.input_ids.shape[1]
-    tokens = torch.from_numpy(layout.tokens).to(device)
+    tokens = sent(torch.from_numpy(layout.tokens), device)
     positions = batch.position_ids
     taken = tokens % columns if positions is None or len(positions) == 1 else tokens
     inputs = {
         "input_ids": batch.input_ids.flatten()[tokens][None],
         "position_ids": (taken if positions is None else positions.flatten()[taken])[None],
-        "attention_mask": torch.from_numpy(layout.shared_by).to(device)[None],
+        "attention_mask": sent(torch.from_numpy(layout.shared_by), device)[None],
     }
     return PackedRow(layout, inputs, _scored(layout, labels, device))
 
@@ -166,13 +171,13 @@ def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
         tokens * (targets.max(initial=0) + 1) + targets, return_index=True, return_inverse=True
     )
     tokens, targets = (tokens[first], targets[first]) if len(places) else (np.array([0]), np.array([IGNORE_INDEX]))
-    labels_of_tokens = torch.from_numpy(targets).to(device)
+    labels_of_tokens = sent(torch.from_numpy(targets), device)
     is_scored = torch.zeros(len(layout.tokens), dtype=torch.bool).index_fill(0, torch.from_numpy(tokens), True)
     return Scored(
         copies_of(torch.from_numpy(tokens), len(layout.tokens), device),
         ReadLabels(labels_of_tokens, version_of(labels_of_tokens), runs_of(is_scored)),
         copies_of(torch.from_numpy(copies), len(tokens), device),
-        torch.from_numpy(places).to(device),
+        sent(torch.from_numpy(places), device),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,12 @@ class Packing:
     )
 
     def rows(
-        self, model: PreTrainedModel, kwargs: Mapping[str, Any], labels: torch.Tensor, given_labels: Any = None
+        self,
+        model: PreTrainedModel,
+        kwargs: Mapping[str, Any],
+        labels: torch.Tensor,
+        given_labels: Any = None,
+        values: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> list[PackedRow] | None:
         """The packed rows of a batch, those of the last one if it is the same.
 
@@ -68,6 +73,7 @@ class Packing:
             kwargs: The keyword arguments of its forward.
             labels: (B, S), the label of the token after each.
             given_labels: The object that `labels` was made of: the same for a policy and its reference.
+            values: Returns what the host knows of the batch; see [`packed_rows`].
 
         Raises:
             ValueError: if the batch cannot be packed, but should be split.
@@ -94,7 +100,8 @@ class Packing:
         for each in tensors:
             key += id(each), 0 if each is None else version_of(each)
         if self._last is None or self._last[0] != key or None in key:
-            rows = packed_rows(batch, share, self.most, functools.partial(self._agreed, model), one_level, fills_below)
+            agreed = functools.partial(self._agreed, model)
+            rows = packed_rows(batch, share, self.most, agreed, one_level, fills_below, values())
             if rows is None:
                 self.leave(model, "a row has padding between its tokens")
                 return None

@@ -422,7 +422,7 @@ class LigerTrainerMixin(
             around.enter_context(running(replace(step, fills_below=fills_below)))
             if graphs is not None:
                 around.enter_context(self._from_graphs(graphs))
-            result = super().compute_loss(model, inputs, return_outputs, items)
+            result = super().compute_loss(model, self._on_host(model, inputs), return_outputs, items)
         if training and self._kept is not None:
             self._kept.attach(self.model_wrapped)  # again: in DPO and KTO the reference runs after the policy
         if terms:
@@ -435,6 +435,10 @@ class LigerTrainerMixin(
         if training and self._added_parts > 1:  # the terms too, which each process has
             result = of_one_rank(result, self._added_parts)
         return result
+
+    def _on_host(self, model: nn.Module, inputs: Any) -> Any:
+        """The `inputs` of a loss, for a trainer that asks for their values."""
+        return inputs
 
     def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:
         """What is known of a micro-batch before its loss."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from liger_trainer.compat.trl import FUSED_HEAD
 from liger_trainer.head.deferred_logits import build, recordable, unwrapped
 from liger_trainer.head.forward import compiler_restored, step_of_forward, whole_graph_wanted
 from liger_trainer.head.fused_loss import chunked_log_probs, head_log_probs
-from liger_trainer.head.step import Forward, current_step, expected_gradient, running
+from liger_trainer.head.on_host import OnHost, plain, values_of
+from liger_trainer.head.step import Forward, Padding, Step, bounds_of, current_step, expected_gradient, running
 from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.attention.plan import Ranks
 from liger_trainer.kernels.autograd import one_number
@@ -98,6 +99,8 @@ def fused_forward(
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
+        read = {"labels": labels, "shift_labels": shift_labels, **kwargs}
+        labels, shift_labels, kwargs = plain(labels), plain(shift_labels), {k: plain(v) for k, v in kwargs.items()}
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         if not fused_lm_head:
             return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
@@ -114,12 +117,13 @@ def fused_forward(
             if packing is not None and args:
                 packing.leave(self, "its forward is given positional arguments")
             elif packing is not None and not torch.compiler.is_compiling():
-                rows = packing.rows(self, kwargs, target, labels if shift_labels is None else shift_labels)
+                values = functools.partial(_values_of_batch, read)
+                rows = packing.rows(self, kwargs, target, labels if shift_labels is None else shift_labels, values)
             if ranks is not None:
                 statistics, aux_loss = statistics_of_parts(self, native, kwargs, target, options, ranks)
             elif rows is None:
                 scored = Forward(has_labels=True, labels=labels if shift_labels is None else None)
-                with running(step_of_forward(self, native, args, kwargs, scored)):
+                with running(_with_padding(read)), running(step_of_forward(self, native, args, kwargs, scored)):
                     outputs = native(self, *args, **kwargs)
                 statistics = token_statistics(outputs.logits, target, options)
                 aux_loss = getattr(outputs, "aux_loss", None)
@@ -132,6 +136,23 @@ def fused_forward(
             return fused_output(statistics, target, length, aux_loss, text_config, num_items_in_batch, options)
 
     return forward
+
+
+def _values_of_batch(read: Mapping[str, Any]) -> torch.Tensor | None:
+    """Ids, padding mask and labels of the next tokens, `(3, B, S)`, on the host; None if that does not know them."""
+    ids, mask = read.get("input_ids"), read.get("attention_mask")
+    ids, mask, labels = map(values_of, (ids, mask, next_token_labels(read["labels"], read["shift_labels"])))
+    return None if ids is None or mask is None or labels is None else torch.stack([ids, mask.ne(0).long(), labels])
+
+
+def _with_padding(read: Mapping[str, Any]) -> Step:
+    """The current step, with the padding of this forward if the host knows it: that of the batch may be another."""
+    step, mask = current_step(), read.get("attention_mask")
+    if not isinstance(mask, OnHost) or (step.padding is not None and step.padding.mask is mask.on_device):
+        return step
+    values = values_of(mask)
+    bounds = None if values is None else bounds_of(values)
+    return step if bounds is None else replace(step, padding=Padding(mask.on_device, mask.version, bounds))
 
 
 def _without_router_loss(model: nn.Module, statistics: TokenStatistics) -> torch.Tensor:

@@ -25,13 +25,16 @@ from liger_trainer.compat.private import available, require
 from liger_trainer.compat.trl import (
     GRPO_GENERATION,
     GRPO_HEAD,
+    GRPO_METRICS,
     LOGGED_COMPLETIONS,
     POLICY_LOSS,
     RLOO_GENERATION,
     RLOO_HEAD,
+    RLOO_METRICS,
 )
 from liger_trainer.configs.loss_types import divided_by
 from liger_trainer.configs.trl_configs import LigerGRPOConfig, LigerRLOOConfig
+from liger_trainer.head.on_host import on_host
 from liger_trainer.head.step import current_step, running
 from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.checks.trl_arguments import (
@@ -39,6 +42,7 @@ from liger_trainer.trainers.checks.trl_arguments import (
     checked_reward_functions,
     warn_of_truncated_sampling,
 )
+from liger_trainer.trainers.deferred_metrics import DeferredMetrics, may_defer, nanmax, nanmin
 from liger_trainer.trainers.grouping import GroupedCompletions
 from liger_trainer.trainers.reference import ReferenceMixin
 from liger_trainer.trainers.rows_once import rows_once
@@ -50,6 +54,10 @@ if TYPE_CHECKING:
     class _Base(ReferenceMixin, GRPOTrainer): ...
 else:
     _Base = ReferenceMixin
+
+
+_CHOOSING = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"}
+"""The tensors of generated batches that say which tokens are scored."""
 
 
 class GenerationMixin(_Base, GroupedCompletions):
@@ -83,7 +91,15 @@ class GenerationMixin(_Base, GroupedCompletions):
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         with self._rows_once():
-            return super()._generate_and_score_completions(*args, **kwargs)
+            generated = super()._generate_and_score_completions(*args, **kwargs)
+        return self._known(generated)
+
+    def _known(self, generated: dict[str, Any]) -> dict[str, Any]:
+        """Completions with the values on the host of the tensors that say which tokens are scored."""
+        if self._asks_host(self.model_wrapped):
+            for name in _CHOOSING & generated.keys():
+                generated[name] = on_host(generated[name], generated[name].cpu())
+        return generated
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; its metrics are those of all rows."""
@@ -133,6 +149,14 @@ class GenerationMixin(_Base, GroupedCompletions):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )
+
+
+def deferred_metrics(trainer: Any) -> DeferredMetrics | None:
+    """Has a GRPO or RLOO `trainer` note its metrics on the device; None where it has to read them."""
+    if not may_defer(trainer) or getattr(trainer, "use_adaptive_entropy", False):  # with which a metric is in the loss
+        return None
+    gathering = ("gather", "gather_for_metrics", "reduce")
+    return DeferredMetrics(trainer, gathering, functions={"nanmin": nanmin, "nanmax": nanmax})
 
 
 def check_continuous_batching(trainer: Any) -> None:
@@ -276,6 +300,7 @@ class LigerGRPOTrainer(GenerationMixin, GRPOTrainer):
         require(GRPO_HEAD)
         require(GRPO_GENERATION)
         super().__init__(*args, **kwargs)
+        self._deferred = deferred_metrics(self) if available(GRPO_METRICS) else None
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's loss; `policy_loss` is logged as a mean over the step, whatever the loss type."""
@@ -304,3 +329,4 @@ class LigerRLOOTrainer(GenerationMixin, RLOOTrainer):
         require(RLOO_HEAD)
         require(RLOO_GENERATION)
         super().__init__(*args, **kwargs)
+        self._deferred = deferred_metrics(self) if available(RLOO_METRICS) else None

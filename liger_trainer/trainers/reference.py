@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_compiled_module
 from datasets.fingerprint import Hasher
 from peft import LoraConfig
 from torch import nn
@@ -25,6 +26,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP
 from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
 from liger_trainer.trainers.checkpoints.resuming import naming
+from liger_trainer.trainers.deferred_metrics import DeferredMetricsMixin
 from liger_trainer.trainers.same_rows import as_evaluated, first_scored_call, further_than_rounding
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -37,7 +39,7 @@ class WrongReferenceError(ValueError):
     """The reference is not the policy of the first step, though no other was given; the text names the likely cause."""
 
 
-class ReferenceMixin(LigerTRLMixin):
+class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
     """Comes before a TRL trainer with a reference: stops in the first step if that is not the policy.
 
     Nothing is expected where the reference may differ on purpose: if the user gives one, if adapters do not start as
@@ -88,6 +90,14 @@ class ReferenceMixin(LigerTRLMixin):
         finally:
             if self.state.global_step > 0:
                 self._must_be_policy = False  # a second training starts with a trained policy
+
+    def _asks_host(self, model: nn.Module) -> bool:
+        """Whether tensors that say which tokens are scored go through a loss with their values on the host."""
+        compiled = self.args.torch_compile or is_compiled_module(model)
+        return self._notes_metrics() and self._statistics is not None and not compiled
+
+    def _on_host(self, model: nn.Module, inputs: Any) -> Any:
+        return self._known_batches.on_host(inputs) if type(inputs) is dict and self._asks_host(model) else inputs
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -8,11 +8,15 @@ import trl.trainer.dpo_trainer as trl_dpo_trainer
 import trl.trainer.kto_trainer as trl_kto_trainer
 from trl import DPOTrainer, KTOTrainer
 
-from liger_trainer.compat.private import require
-from liger_trainer.compat.trl import DPO_HEAD, KTO_HEAD
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.trl import DPO_HEAD, DPO_METRICS, KTO_HEAD, KTO_METRICS
 from liger_trainer.configs.trl_configs import LigerDPOConfig, LigerKTOConfig
 from liger_trainer.trainers.base import parameters_of
+from liger_trainer.trainers.deferred_metrics import DeferredMetrics, may_defer
 from liger_trainer.trainers.reference import ReferenceMixin
+
+GATHERING = ("gather", "gather_for_metrics")
+"""The methods by which DPO, KTO and reward models gather for their metrics."""
 
 
 class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
@@ -37,6 +41,8 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require(DPO_HEAD)
         super().__init__(*args, **kwargs)
+        if may_defer(self) and available(DPO_METRICS):
+            self._deferred = DeferredMetrics(self, GATHERING)
 
 
 class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
@@ -54,3 +60,5 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require(KTO_HEAD)
         super().__init__(*args, **kwargs)
+        if may_defer(self) and available(KTO_METRICS):
+            self._deferred = DeferredMetrics(self, GATHERING, leaves_out=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch import nn
@@ -35,12 +34,6 @@ class LigerRewardTrainer(DeferredMetricsMixin, LigerTRLMixin, RewardTrainer):
         super().__init__(*args, **kwargs)
         if may_defer(self) and available(REWARD_METRICS):
             self._deferred = DeferredMetrics(self, ("gather", "gather_for_metrics"))
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss."""
-        deferred = self._deferred if self.model.training else None
-        with contextlib.nullcontext() if deferred is None else deferred.noted():
-            return super().compute_loss(*args, **kwargs)
 
     def _apply_kernels(self, model: nn.Module) -> None:
         super()._apply_kernels(model)

@@ -211,9 +211,7 @@ class LigerSFTTrainer(DeferredMetricsMixin, LigerTRLMixin, SFTTrainer):
         if self._statistics is not None and (smooths or self.compute_loss_func is not None):
             text_config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
             model = cast(nn.Module, OnePassModel(model, text_config, self._statistics))
-        deferred = self._deferred if self.model.training else None
-        with contextlib.nullcontext() if deferred is None else deferred.noted():
-            found = super().compute_loss(model, inputs, *args, **kwargs)
+        found = super().compute_loss(model, inputs, *args, **kwargs)
         if isinstance(found, tuple) and not hasattr(found[1], "logits"):  # asked for by metrics; TRL 2.0 has none
             with torch.no_grad():
                 found = found[0], model(**{name: value for name, value in inputs.items() if name != "labels"})

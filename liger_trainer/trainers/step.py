@@ -2,9 +2,9 @@
 
 The collator checks and reads a batch while that is on the CPU, where it costs nothing, and adds [`Facts`]; the trainer
 takes them out when it gets the batch. They hold for the very tensors that were read, as long as nobody writes to them.
-Labels that no collator has seen, such as those of completions that the policy has just written, are counted on the
-device. The head then waits for that count, which comes before the forward in the device's queue, while the device runs
-the forward.
+Labels that no collator has seen, such as those of completions that a student has just written, are counted on the
+device, unless the host has their values (`head/on_host.py`). The head then waits for that count, which comes before the
+forward in the device's queue, while the device runs the forward.
 
 Shifting and masking leave labels out and add none, so the number of labels bounds every loss of the micro-batch.
 """
@@ -28,6 +28,7 @@ from liger_trainer.callbacks.labelled_share import NO_LABEL
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import LOSS_SCALE
 from liger_trainer.head.lm_head import version_of
+from liger_trainer.head.on_host import on_host, values_of
 from liger_trainer.head.step import Bounds, Padding, ReadLabels, Runs, Step, bounds_of, runs_of
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 
@@ -117,6 +118,11 @@ def _check(batch: Mapping[str, Any], name: str, size: int | None, what: str, ign
 require(LOSS_SCALE)
 
 _KEY = "liger_trainer_facts"
+_CHOOSING = (
+    *("input_ids", "attention_mask", "completion_mask", "label"),
+    *("KL_input_ids", "KL_attention_mask", "KL_completion_mask"),
+)
+"""The tensors of DPO's and KTO's batches that say which tokens are scored, and which answers are good."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +134,13 @@ class Facts:
         bounds: The tokens of the rows of its attention mask; None if it has none, or one with holes.
         scored: The tokens before those with a label, which predict them; None if it has more than one tensor of labels,
             or labels of something else.
+        tensors: By their names, the tensors from which a trainer makes labels and chooses tokens itself.
     """
 
     labels: int | None
     bounds: Bounds | None
     scored: Runs | None = None
+    tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 def add_facts(batch: Any) -> None:
@@ -143,7 +151,9 @@ def add_facts(batch: Any) -> None:
     tensors = [*labels.values(), *([] if mask is None else [mask])]
     if tensors and all(tensor.device.type == "cpu" for tensor in tensors):
         count = int(most_labels(labels)) if labels else None
-        batch[_KEY] = Facts(count, None if mask is None else bounds_of(mask), _scored(labels))
+        choosing = [name for name in _CHOOSING if name in batch] if "completion_mask" in batch else []
+        chosen = {name: batch[name].clone() for name in choosing}  # a collator may use its memory again
+        batch[_KEY] = Facts(count, None if mask is None else bounds_of(mask), _scored(labels), chosen)
 
 
 def _scored(labels: Mapping[str, torch.Tensor]) -> Runs | None:
@@ -165,14 +175,18 @@ class KnownBatches:
     def __init__(self) -> None:
         self._labels: list[tuple[dict[str, torch.Tensor], list[int | None], Facts]] = []  # labels, versions
         self._paddings: list[Padding] = []
+        self._read: list[tuple[torch.Tensor, int | None, torch.Tensor]] = []  # with their version and values
 
     def take(self, batches: Sequence[Any]) -> None:
         """Takes the facts of a step out of its `batches`, in place."""
-        self._labels, self._paddings = [], []
+        self._labels, self._paddings, self._read = [], [], []
         for batch in batches:
             if not isinstance(batch, MutableMapping) or _KEY not in batch:
                 continue
             facts = batch.pop(_KEY)
+            self._read += [
+                (batch[name], version_of(batch[name]), each) for name, each in facts.tensors.items() if name in batch
+            ]
             if facts.labels is not None:
                 labels = labels_of(batch)
                 self._labels.append((labels, [version_of(tensor) for tensor in labels.values()], facts))
@@ -200,6 +214,15 @@ class KnownBatches:
                     step = replace(step, labels=ReadLabels(found["labels"], versions[0], facts.scored))
                 return replace(step, labelled=functools.partial(int, facts.labels))
         return replace(step, labelled=count_later(most_labels(found))) if found else step
+
+    def on_host(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """`inputs` with the values on the host of those tensors whose values were read."""
+        found = dict(inputs)
+        for tensor, version, values in self._read:
+            for name, each in inputs.items():
+                if each is tensor and version == version_of(tensor):
+                    found[name] = on_host(tensor, values)
+        return found
 
 
 def _mask_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -237,7 +260,9 @@ def labels_of_parts(mask: torch.Tensor, rows: int | None) -> torch.Tensor:
 
 def count_later(count: torch.Tensor) -> Callable[[], int]:
     """A function that returns a 0-d `count`, which is copied to the host while the device works."""
-    return CountOnDevice(count) if count.is_cuda else count.item  # type: ignore[return-value]
+    if not count.is_cuda or values_of(count) is not None:
+        return count.item  # type: ignore[return-value]
+    return CountOnDevice(count)
 
 
 class CountOnDevice:

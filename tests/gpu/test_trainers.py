@@ -15,6 +15,7 @@ from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_trainer.trainers.trainer import LigerTrainer
 from tests.attention.training import left_padded
 from tests.device import one_gpu
+from tests.trainers.parity import build
 from tests.trainers.tiny import COMMON, llama, logged, text_dataset, token_rows, tokenizer
 
 pytestmark = [pytest.mark.gpu, one_gpu]
@@ -115,6 +116,44 @@ class NoWaits(TrainerCallback):
 
 
 MADE_TO_WAIT = {"copies": {"accelerator_config": {"non_blocking": False}}, "reads": {}}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_preferences_wait_for_the_device_once_a_log(kind, padding_free, tmp_path):
+    options = {"use_cpu": False, "logging_steps": 100, "max_steps": 7, "max_grad_norm": 1.0, "cuda_graphs": False}
+    llama().save_pretrained(tmp_path / "model")  # from which the reference is loaded
+    trainer = build(kind, True, tmp_path, str(tmp_path / "model"), **options, padding_free=padding_free)
+    trainer.add_callback(NoWaits(3, 6))
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (log,) = logged(trainer)
+    assert "rewards/margins" in log or "rewards/chosen" in log
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_the_loss_of_completions_does_not_wait(kind, tmp_path):
+    options = {"use_cpu": False, "logging_steps": 100, "max_steps": 5, "cuda_graphs": False}
+    llama().save_pretrained(tmp_path / "model")
+    trainer = build(kind, True, tmp_path, str(tmp_path / "model"), **options)
+    loss, calls = trainer.compute_loss, []
+
+    def never_waiting(*args, **kwargs):
+        calls.append(trainer.state.global_step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if trainer.state.global_step > 2 else "default")
+        try:
+            return loss(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer.compute_loss = never_waiting
+    trainer.train()
+    assert max(calls) == 4
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from liger_trainer.compat.private import is_at_least
 from tests.distributed.test_packed_gloo import CASES
 from tests.gpu_distributed.gpus import failures_in, join_group, needs_gpu, results_of, write_results
 
@@ -28,6 +29,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
+    if "ddp" not in case and not is_at_least("torch", "2.12"):
+        pytest.skip("the FSDP2 of torch 2.11 splits no whole numbers")
     for rank in ranks:
         assert rank["backend"] == "nccl"
         assert not rank[case], rank[case]

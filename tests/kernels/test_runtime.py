@@ -95,3 +95,18 @@ def test_no_reference_reads_what_it_replaces():
                 assert not {*replaced} & {*_global_names(function.__code__)}, f"{name} in {file}"
                 references += 1
     assert references > 40
+
+
+def test_a_table_that_is_on_a_device_is_not_pinned():
+    """So are tables that are made where a device is torch's default, as in a proof."""
+
+    class Table:
+        device = torch.device("cuda")
+
+        def to(self, device, non_blocking):
+            return device.type, non_blocking
+
+        def pin_memory(self):
+            raise RuntimeError("cannot pin 'torch.cuda.IntTensor' only dense CPU tensors can be pinned")
+
+    assert runtime.sent(Table(), torch.device("cuda")) == ("cuda", True)

@@ -204,6 +204,14 @@ def test_of_fsdp_the_second_version_alone_takes_codes(folders, tmp_path, monkeyp
         packed_base.check_packed_base(split_by(folders, tmp_path, monkeypatch, "is_fsdp_enabled", 1))
 
 
+def test_the_fsdp2_of_old_versions_of_torch_takes_no_codes(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_base, "is_at_least", lambda library, version: (library, version) != ("torch", "2.12"))
+    with pytest.raises(ValueError, match=r"the FSDP2 of a torch older than 2.12 splits it, .*from torch 2.12 on"):
+        packed_base.check_packed_base(split_by(folders, tmp_path, monkeypatch, "is_fsdp_enabled", 2))
+    assert not packed_base.keeps_packed(SimpleNamespace(fsdp_plugin_args={"fsdp_version": 2}), adapted=True)
+    assert packed_base.keeps_packed(SimpleNamespace(), adapted=True)
+
+
 def test_a_base_stays_packed_where_it_can_be_trained_so(monkeypatch):
     def stays(**args):
         return packed_base.keeps_packed(SimpleNamespace(**args), adapted=True)

@@ -1,4 +1,4 @@
-"""Metrics of SFT and of reward models that are read once a log are those that are read after each micro-batch."""
+"""Metrics that are read once a log are those that are read after each micro-batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
-from liger_trainer.trainers import deferred_metrics, reward_trainer
-from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredNumber
+from liger_trainer.trainers import deferred_metrics, generation_trainers, reference_trainers, reward_trainer
+from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredNumber, nanmax, nanmin
 from tests.trainers.builders import sft
 from tests.trainers.parity import build
 from tests.trainers.tiny import llama, logged, mixtral, text_dataset
@@ -20,7 +20,11 @@ from tests.trainers.tiny import llama, logged, mixtral, text_dataset
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-TRL = ("trl/trainer/sft_trainer.py", "trl/trainer/reward_trainer.py")
+TRL = tuple(f"trl/trainer/{name}.py" for name in ("sft_trainer", "reward_trainer"))
+MODULES = {
+    **dict.fromkeys(("DPO", "KTO"), reference_trainers),
+    **dict.fromkeys(("GRPO", "RLOO"), generation_trainers),
+}
 
 
 class ReadsOfTRL(TorchDispatchMode):
@@ -158,3 +162,115 @@ def test_metrics_of_a_reward_model_wait_on_a_device(tmp_path, folders, monkeypat
         trainer.train()
     assert reads.count == 0
     assert any("min_reward" in entry for entry in trainer.state.log_history)
+
+
+def policy(kind: str, deferred: bool, folder: Any, model: Any, monkeypatch: Any, **case: Any) -> Any:
+    """A trainer of `MODULES` whose metrics wait, or do not, as on a device."""
+    monkeypatch.setattr(MODULES[kind], "may_defer", lambda trainer: deferred)
+    settings = {"max_steps": 5, "logging_steps": 2, **case}
+    trainer = build(kind, True, folder, model, **settings)
+    assert (trainer._deferred is not None) == (deferred and not settings.get("use_adaptive_entropy"))
+    return trainer
+
+
+def compared(trainer: Any) -> list[dict[str, Any]]:
+    """Its logs, without times."""
+    return [{name: value for name, value in log.items() if "step_time" not in name} for log in logged(trainer)]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eval_strategy": "steps", "eval_steps": 2},
+        {"gradient_accumulation_steps": 3, "logging_steps": 1},
+        {"bf16": True},
+        {"model": "mixtral"},
+    ],
+    ids=str,
+)
+def test_logs_of_alignment_are_the_same(kind, options, tmp_path, folders, monkeypatch):
+    options = {"model": "llama", **options}
+    model, logs, weights = folders[options.pop("model")], [], []
+    for deferred in (True, False):
+        trainer = policy(kind, deferred, tmp_path, model, monkeypatch, **options)
+        trainer.train()
+        logs.append(compared(trainer))
+        weights.append([*trainer.model.parameters()])
+        assert all(type(value) in (int, float) for log in trainer.state.log_history for value in log.values())
+        left = trainer._metrics["train"].values()  # after an evaluation, the last log of TRL is one of an evaluation
+        assert all(type(value) in (int, float) for each in left for value in each)
+    assert logs[0] == logs[1]
+    assert all(torch.equal(*each) for each in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+        ("KTO", {"per_device_train_batch_size": 2, "max_steps": 7, "logging_steps": 1}),  # without good or bad answers
+        ("KTO", {"loss_type": "apo_zero_unpaired"}),
+        ("GRPO", {"loss_type": "cispo", "gradient_accumulation_steps": 3, "entropy_coef": 0.01}),
+        ("GRPO", {"use_adaptive_entropy": True}),
+        ("GRPO", {"top_entropy_quantile": 0.5, "beta": 0.1}),
+    ],
+    ids=str,
+)
+def test_logs_of_options_are_the_same(kind, options, tmp_path, folders, monkeypatch):
+    logs = []
+    for deferred in (True, False):
+        trainer = policy(kind, deferred, tmp_path, folders["llama"], monkeypatch, **options)
+        trainer.train()
+        logs.append(compared(trainer))
+    assert logs[0] == logs[1]
+    if options.get("per_device_train_batch_size"):
+        assert len({"rewards/margins" in log for log in logs[0] if "loss" in log}) == 2
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_checkpoint_of_alignment_holds_them(kind, tmp_path, folders, monkeypatch):
+    logs = []
+    for deferred in (True, False):
+        folder = tmp_path / str(deferred)
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 3}
+        policy(kind, deferred, folder, folders["llama"], monkeypatch, **options).train()
+        trainer = policy(kind, deferred, folder, folders["llama"], monkeypatch, **options)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        logs.append(compared(trainer))
+    assert logs[0] == logs[1]
+
+
+def test_the_first_step_shows_a_wrong_reference(tmp_path, folders, monkeypatch):
+    trainer = policy("DPO", True, tmp_path, folders["llama"], monkeypatch)
+    with torch.no_grad():
+        trainer.ref_model.get_input_embeddings().weight.mul_(2.0)
+    with pytest.raises(ValueError, match="`rewards/chosen` must be 0"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("values", [[3.0, 1.0, 2.0], [float("nan"), -1.0], [float("nan")] * 2, [float("inf")]])
+def test_extremes_without_nan_are_those_of_trl(values):
+    from trl.trainer import utils
+
+    given = torch.tensor(values)
+    for ours, theirs in ((nanmin, utils.nanmin), (nanmax, utils.nanmax)):
+        torch.testing.assert_close(ours(given), theirs(given), equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_number_that_was_read_is_one_of_python():
+    three, seven = (torch.tensor(each).as_subclass(DeferredNumber).item() for each in (3.0, 7))
+    before = three
+    three *= 0.1
+    numbers = [before / seven, seven / 3, three, before - 0.1]
+    assert [float(each) for each in numbers] == [3 / 7, 7 / 3, 3 * 0.1, 3 - 0.1]
+    assert before.item() == 3.0
+
+
+def test_what_has_a_gradient_is_no_metric(tmp_path, folders, monkeypatch):
+    weight, number = torch.ones((), requires_grad=True), torch.tensor(2.0).as_subclass(DeferredNumber)
+    assert all(type(each) is torch.Tensor for each in (weight * number, number - weight))
+    assert type(number - 1) is DeferredNumber
+    trainer = policy("KTO", True, tmp_path, folders["llama"], monkeypatch)
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model.train(), next(iter(trainer.get_train_dataloader())))
+    assert type(loss) is torch.Tensor

@@ -16,13 +16,14 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
-from liger_trainer.compat.private import require
+from liger_trainer.compat.private import is_at_least, require
 from liger_trainer.configs.flags import packed_base_of
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packed.experts import OURS_ALONE, packed_stacks
 from liger_trainer.packed.loading import is_packed, method_of, packed_loading
 from liger_trainer.trainers.checks.low_bit import splits_weights
 
+_SPLITS_CODES = "2.12"  # of torch: the FSDP2 of older ones takes no weights that are whole numbers
 _FROM_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initialisations that read the base's weights
 
 
@@ -35,9 +36,15 @@ def keeps_packed(args: Any, adapted: bool) -> bool:
     wanted = packed_base_of(args)
     if wanted is not None:
         return wanted
-    against = [parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"), _fsdp_version(args) not in (None, 2)]
+    split = _fsdp_version(args)
+    against = [parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"), split is not None and not (split == 2 and _may_split())]
     against += [getattr(args, name, None) for name in ("deepspeed", "use_vllm")]
     return adapted and not any(against)
+
+
+def _may_split() -> bool:
+    """Whether FSDP2 can split codes."""
+    return is_at_least("torch", _SPLITS_CODES)
 
 
 def _fsdp_version(args: Any) -> int | None:
@@ -101,10 +108,12 @@ def check_packed_base(trainer: Any) -> None:
     way, plugin = splits_weights(trainer, model), getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if way == "FSDP" and plugin is not None and plugin.fsdp_version == 1:
         way = "FSDP1 (`fsdp_version: 1`)"
+    elif way == "FSDP" and not _may_split():
+        way = f"the FSDP2 of a torch older than {_SPLITS_CODES}"
     if way not in (None, "FSDP"):
         raise ValueError(
-            f"`model` has packed weights, and {way} splits it, which takes no codes. Launch it on one GPU, or with "
-            "`--accelerate_config ddp` or `fsdp2`; or set `packed_base` to false."
+            f"`model` has packed weights, and {way} splits it, which takes no codes. Launch it on one GPU, with "
+            f"`--accelerate_config ddp` or, from torch {_SPLITS_CODES} on, `fsdp2`; or set `packed_base` to false."
         )
     if getattr(trainer.args, "use_vllm", False):
         raise ValueError(
