@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import ParallelismConfig
+from transformers import TrainingArguments
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from liger_trainer.configs.flags import KernelFlags
@@ -91,9 +92,9 @@ class SharingFlags(PackingFlags):
 class RowsOfGroups:
     """Comes first in a configuration of TRL that counts processes: those that share each sequence count as one.
 
-    TRL multiplies rows by processes where it divides completions into groups and steps. Under context parallelism
-    (`cp_size`) the processes of a group have the same rows. It would also refuse `cp_size`, for which our trainers cut
-    sequences after generation.
+    TRL multiplies rows by processes where it divides completions into groups and steps. Under context or sequence
+    parallelism (`cp_size`, `sp_size`) the processes of a group have the same rows. It would also refuse these sizes,
+    for which our trainers cut sequences after generation.
     """
 
     parallelism_config: Any
@@ -107,12 +108,23 @@ class RowsOfGroups:
     def __post_init__(self) -> None:
         given = self.parallelism_config
         sizes = given or _parallelism_of_launch()
-        if sizes is not None and sizes.cp_enabled:
-            self.parallelism_config, self._alike = None, sizes.cp_size
+        if sizes is not None:
+            self.parallelism_config, self._alike = None, sizes.cp_size * sizes.sp_size
         try:
             super().__post_init__()  # type: ignore[misc]
         finally:
             self.parallelism_config, self._alike = given, 1
+
+
+class AllProcesses(TrainingArguments):
+    """Comes last in a configuration with [`RowsOfGroups`]: transformers counts all processes, as DeepSpeed will."""
+
+    _alike: int
+
+    def __post_init__(self) -> None:
+        alike, self._alike = self._alike, 1
+        super().__post_init__()
+        self._alike = alike
 
 
 def _parallelism_of_launch() -> ParallelismConfig | None:
@@ -138,7 +150,7 @@ class LigerDPOConfig(SharingFlags, DPOConfig):  # type: ignore[misc]  # `padding
 
 
 @dataclass
-class LigerGRPOConfig(RowsOfGroups, SharingFlags, GRPOConfig):
+class LigerGRPOConfig(RowsOfGroups, SharingFlags, GRPOConfig, AllProcesses):
     """[`~trl.GRPOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""
 
 
@@ -153,7 +165,7 @@ class LigerRewardConfig(SharingFlags, RewardConfig):
 
 
 @dataclass
-class LigerRLOOConfig(RowsOfGroups, SharingFlags, RLOOConfig):
+class LigerRLOOConfig(RowsOfGroups, SharingFlags, RLOOConfig, AllProcesses):
     """[`~trl.RLOOConfig`] with the flags of [`SharingFlags`]; the kernels are on by default."""
 
 

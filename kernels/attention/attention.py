@@ -243,7 +243,7 @@ def attention(
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if plan.exchanged is not None:
-        rank, ranks, group = plan.exchanged
+        rank, ranks, group, _ = plan.exchanged
         some = None if sinks is None else sinks.tensor_split(ranks)[rank]
         q, k, v = exchanged_heads(q, k, v, ranks, group)
         return exchanged_tokens(_of_keys(q, k, v, plan, scale, softcap, some), ranks, group)

@@ -51,11 +51,14 @@ class Ranks(NamedTuple):
         rank: The number of this one among them.
         ranks: How many they are, at least 2.
         group: The name of their group.
+        option: The size of the launch that spreads the rows. With `sp_size` a process has one part of each row, and
+            heads are exchanged; with `cp_size` it has two, and keys are gathered.
     """
 
     rank: int
     ranks: int
     group: str
+    option: str = "cp_size"
 
 
 class AttentionPlan(NamedTuple):
@@ -103,7 +106,7 @@ class AttentionPlan(NamedTuple):
     def spread(self) -> str:
         """The size by which a launch spreads the tokens of the rows over processes; empty if it does not."""
         if self.exchanged is not None:
-            return "sp_size"
+            return self.exchanged.option
         return "cp_size" if self.keys is not None and self.keys.ranks > 1 else ""
 
     @property

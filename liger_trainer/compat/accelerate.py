@@ -28,6 +28,8 @@ CONTEXT_PARALLEL = Feature(
 SEQUENCE_PARALLEL = Feature(
     "our attention under sequence parallelism",
     Private("accelerate:Accelerator._prepare_deepspeed", uses="register_with_transformers, sp_attn_implementation"),
+    Private("accelerate:Accelerator.prepare_data_loader", uses="_prepare_device_mesh"),
+    Private("accelerate.data_loader:prepare_data_loader", uses="DEEPSPEED, submesh_tp_size"),
 )
 
 OFFLOADED_WEIGHTS = Feature(

@@ -19,6 +19,19 @@ EXCHANGED_HEADS = Feature(
     Private("deepspeed.utils.groups:_get_sequence_parallel_group"),
 )
 
+ADDED_PARTS = Feature(
+    "the gradient under sequence parallelism",
+    Private("deepspeed.runtime.engine:DeepSpeedEngine._reduce_non_expert_gradients", uses="sequence_parallel_size"),
+    Private(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
+        uses="sequence_parallel_size",
+    ),
+    Private(
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+        uses="reduce_scatter_coalesced",
+    ),
+)
+
 PARTITIONED_HEAD = Feature(
     "reading an LM head that ZeRO-3 has partitioned",
     Private(

@@ -104,6 +104,11 @@ GRADIENT_NORM = Feature(
     needed=False,
 )
 
+SEQUENCE_PARALLEL_LOADER = Feature(
+    "batches that a forward cuts under sequence parallelism",
+    Private(f"{_TRAINER}._prepare_for_training", uses="deepspeed_ulysses_dl_adapter"),
+)
+
 CONTEXT_PARALLEL_INPUTS = Feature(
     "our attention under context parallelism",
     Private(f"{_TRAINER}._prepare_context_parallel_inputs", "self, model, inputs", uses="maybe_context_parallel"),

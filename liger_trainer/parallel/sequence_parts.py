@@ -8,9 +8,9 @@ the first, whose queries are at its end. An `AttentionPlan` with `SharedKeys` sa
 copies bring the gathered keys into their order, too.
 
 Under sequence parallelism (Ulysses) process r has the r-th of R parts of each row, and attends with some heads to whole
-rows (`kernels/attention/exchanged_heads.py`).
+rows (`kernels/attention/exchanged_heads.py`). `Ranks.option` says which of the two it is.
 
-Shapes: B rows of S tokens, R processes; S is a multiple of 2R.
+Shapes: B rows of S tokens, R processes; S is a multiple of 2R, or of R under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -30,15 +30,17 @@ from liger_trainer.kernels.copied_rows import Copies, copies_of
 from liger_trainer.kernels.runtime import sent
 
 
-def _chunks_of(columns: torch.Tensor, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunks_of(columns: torch.Tensor, rank: int, ranks: Ranks) -> tuple[torch.Tensor, ...]:
     """The chunks of the last dimension that a process has, as views."""
-    chunks = columns.chunk(2 * ranks, -1)
+    if ranks.option == "sp_size":
+        return (columns.chunk(ranks.ranks, -1)[rank],)
+    chunks = columns.chunk(2 * ranks.ranks, -1)
     return chunks[rank], chunks[-1 - rank]
 
 
 def columns_of(ranks: Ranks, length: int) -> torch.Tensor:
     """int64 (S / R,), on the CPU: the tokens of a row of `length` that this process has."""
-    return torch.cat(_chunks_of(torch.arange(length), ranks.rank, ranks.ranks))
+    return torch.cat(_chunks_of(torch.arange(length), ranks.rank, ranks))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +60,6 @@ class SequenceParts:
     length: int
     device: torch.device
     plans: dict[tuple[int, int], AttentionPlan] = dataclasses.field(default_factory=dict)
-    option: ClassVar[str] = "cp_size"  # the size of the launch that spreads the rows
 
     def plan(self, window: int, chunk: int) -> AttentionPlan:
         """The plan of this process's tokens, (B, S / R), that see `window` keys, in chunks of a document; 0 for all."""
@@ -106,8 +107,6 @@ class SequenceParts:
 class SequenceHeads(SequenceParts):
     """Rows of which every process has a part, in order, and attends with some heads to all tokens."""
 
-    option = "sp_size"
-
     def _plan(self, window: int, chunk: int) -> AttentionPlan:
         offsets = [0]
         for row, firsts in enumerate(self.begins):
@@ -139,7 +138,8 @@ class _GatheredColumns(torch.autograd.Function):
         parts = collectives.wait_tensor(everyone).view(ranks.ranks, *part.shape)
         whole = part.new_empty(*part.shape[:-1], length)
         for rank, of_rank in enumerate(parts):
-            for chunk, columns in zip(_chunks_of(whole, rank, ranks.ranks), of_rank.chunk(2, -1)):
+            chunks = _chunks_of(whole, rank, ranks)
+            for chunk, columns in zip(chunks, of_rank.chunk(len(chunks), -1)):
                 chunk.copy_(columns)
         return whole
 
@@ -147,7 +147,7 @@ class _GatheredColumns(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ranks: Ranks = ctx.ranks
-        parts = torch.cat([torch.cat(_chunks_of(grad, rank, ranks.ranks), -1) for rank in range(ranks.ranks)])
+        parts = torch.cat([torch.cat(_chunks_of(grad, rank, ranks), -1) for rank in range(ranks.ranks)])
         collectives = torch.ops._c10d_functional
         mine = collectives.reduce_scatter_tensor(parts, "sum", ranks.ranks, ranks.group)
         return collectives.wait_tensor(mine), None
@@ -157,7 +157,8 @@ def gathered_columns(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The columns of whole rows, of which each process has a part; the gradient is the sum of all processes'.
 
     Where every process computes the same loss of the whole rows, the gradient of its own part is thus R times that of
-    the loss. FSDP and DDP take the mean over the processes, in which each token is in one part: R / R.
+    the loss. FSDP, DDP and ZeRO-3 take the mean over the processes, in which each token is in one part: R / R. ZeRO-2
+    and below take the sum, for which the loss's own gradient has to be divided by R.
 
     Args:
         part: (N, ..., S / R), what this process has of its columns, in fp32.

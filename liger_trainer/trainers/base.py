@@ -85,7 +85,7 @@ from liger_trainer.trainers.moe import (
     mean_z_loss,
     with_term,
 )
-from liger_trainer.trainers.sequence_parts import SequencePartsMixin, collated_columns, of_one_rank
+from liger_trainer.trainers.sequence_parts import SequencePartsMixin, added_parts, collated_columns, of_one_rank
 from liger_trainer.trainers.step import (
     KnownBatches,
     checked_collator,
@@ -234,7 +234,7 @@ class LigerTrainerMixin(
             add_tags([CARD_TAG])
         self._offloading = step_offloading(self)
         self._known_batches = KnownBatches()
-        self._sp_size = self.get_sp_size()
+        self._added_parts = added_parts(self)
         self._has_whole_rows = self.get_cp_size() * self.get_sp_size() == 1  # no sequence is split over processes
         self._users_loss, self._has_users_loss = UsersLoss(), computes_loss_in_subclass(self)
         if self.is_world_process_zero():
@@ -342,7 +342,7 @@ class LigerTrainerMixin(
                 self._graphs.gains.busy_from.share_memory_()
             self.data_collator = filling_collator(collator, model, self._graphs.gains.busy_from)
         self.data_collator = checked_collator(self.data_collator, model, reads)
-        if trains and self._exchanges_heads:
+        if trains and self._exchanges_heads and self._ranks is None:  # by DeepSpeed
             self.data_collator = functools.partial(collated_columns, self.data_collator)
         try:
             return super()._get_dataloader(dataset, *args, **kwargs)
@@ -423,8 +423,6 @@ class LigerTrainerMixin(
             if graphs is not None:
                 around.enter_context(self._from_graphs(graphs))
             result = super().compute_loss(model, self._on_host(model, inputs), return_outputs, items)
-        if training and self._sp_size > 1:
-            result = of_one_rank(result, self._sp_size)
         if training and self._kept is not None:
             self._kept.attach(self.model_wrapped)  # again: in DPO and KTO the reference runs after the policy
         if terms:
@@ -434,6 +432,8 @@ class LigerTrainerMixin(
             self._z_loss.observe(z_loss)
             args: Any = self.args
             result = with_term(result, args.router_z_loss_coef / loss_divisor(self, items) * z_loss)
+        if training and self._added_parts > 1:  # the terms too, which each process has
+            result = of_one_rank(result, self._added_parts)
         return result
 
     def _on_host(self, model: nn.Module, inputs: Any) -> Any:

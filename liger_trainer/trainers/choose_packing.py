@@ -124,7 +124,7 @@ def choose_packing(
     if _asked(args, PADDING_FREE, PackingFlags) is False:
         return None, []
     agreement = None
-    split = "" if ranks is None else f"`cp_size` is {ranks.ranks}, and every process has a part of each row"
+    split = "" if ranks is None else f"`{ranks.option}` is {ranks.ranks}, and every process has a part of each row"
     reason = split or _reason_against(args, model)
     target = type(base).__name__
     if not reason:

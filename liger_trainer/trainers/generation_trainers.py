@@ -115,11 +115,11 @@ class GenerationMixin(_Base, GroupedCompletions):
             self.reward_funcs = own
 
     def _same_in_group(self, generated: Any) -> Any:
-        """What the first process of a context parallel group has generated, on all of them."""
+        """What the first of the processes that share each sequence has generated, on all of them."""
         if self._ranks is None:
             return generated
         said = [generated]
-        dist.broadcast_object_list(said, group_src=0, group=self.accelerator.torch_device_mesh["cp"].get_group())
+        dist.broadcast_object_list(said, group_src=0, group=self._group)
         return said[0]
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
@@ -230,9 +230,9 @@ def seed_groups_alike(trainer: Any) -> None:
     """Gives all processes that train on the same rows of a GRPO or RLOO `trainer` the same seed.
 
     Raises:
-        ValueError: for what differs on the processes of a tensor or context parallel group: vLLM, tools, and under
-            tensor parallelism a streamed dataset, and groups of completions that are spread over processes; under
-            context parallelism for a configuration that counts the processes of a group one by one.
+        ValueError: for what differs on the processes of a group, which share a tensor or each sequence: vLLM, tools,
+            and under tensor parallelism a streamed dataset, and groups of completions that are spread over processes;
+            where they share each sequence for a configuration that counts the processes of a group one by one.
     """
     tp_size, args = trainer.get_tp_size(), trainer.args
     size = tp_size * trainer.get_cp_size()
@@ -240,8 +240,9 @@ def seed_groups_alike(trainer: Any) -> None:
         return
     split = f"the model is split by tensor parallelism (`tp_size` is {tp_size})"
     if tp_size < size:
-        split = f"processes share each sequence (`cp_size` is {size // tp_size})"
-        _check_context_parallel(trainer, split)
+        option = trainer._ranks.option
+        split = f"processes share each sequence (`{option}` is {size // tp_size})"
+        _check_shared_sequences(trainer, option, split)
     if args.use_vllm:
         raise ValueError(
             f"`use_vllm` is true and {split}. vLLM gives every process completions of its own, and these must be the "
@@ -262,7 +263,7 @@ def seed_groups_alike(trainer: Any) -> None:
     set_seed(args.seed + args.process_index // size)
 
 
-def _check_context_parallel(trainer: Any, split: str) -> None:
+def _check_shared_sequences(trainer: Any, option: str, split: str) -> None:
     if not isinstance(trainer.args, trainer.config_class):
         raise ValueError(
             f"`args` is a {type(trainer.args).__name__} and {split}: its `generation_batch_size` counts each of them. "
@@ -271,7 +272,7 @@ def _check_context_parallel(trainer: Any, split: str) -> None:
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
         raise ValueError(
             f"`tools` or `environment_factory` is given and {split}: each of them would call the tools, and may get "
-            "other answers. Set `cp_size=1`, or write a `rollout_func`, whose first answer all of them take."
+            f"other answers. Set `{option}=1`, or write a `rollout_func`, whose first answer all of them take."
         )
 
 

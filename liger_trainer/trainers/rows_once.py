@@ -1,4 +1,4 @@
-"""Counts of TRL in which processes that train on equal rows are one: those of tensor and context parallel groups.
+"""Counts of TRL in which processes that train on equal rows are one: those that share a tensor or each sequence.
 
 TRL gathers completions, rewards and counts of all processes. Where R of them have the same rows, each row is gathered R
 times: totals are R times too large, and a standard deviation is one of R times as many numbers. The processes of a

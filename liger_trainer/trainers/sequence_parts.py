@@ -5,8 +5,11 @@ and models with windows are refused. Where all attentions of a model are ours, n
 the batch, which all processes of a group have, and the `Step` says which keys its tokens see
 (`parallel/sequence_parts.py`). Positions, and the label of the token behind each, are those of the whole rows.
 
-Under sequence parallelism DeepSpeed cuts the batches. It would put a function of its own around ours, which drops masks
-and takes heads of one size alone. Ours exchanges heads itself, by plans of the whole rows.
+Under sequence parallelism DeepSpeed would put a function of its own around ours, which drops masks and takes heads of
+one size alone. Ours exchanges heads itself, by plans of the whole rows. DeepSpeed cuts the batches where a loss is one
+of labels. It takes no other columns, no lists of prompts, and gives the batches of each process to all of a group in
+turn, which would tear the completions of a prompt apart. So where a forward cuts batches, DeepSpeed does not: loaders
+give all processes of a group the same ones.
 
 Documents are those that masks would show: the tokens of an attention mask, or where there is none, what `position_ids`
 tell of a packed row.
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,9 +34,9 @@ from liger_trainer.attention.config_names import NAME
 from liger_trainer.attention.interface import NotPackable, attention_forward, has_our_attention
 from liger_trainer.attention.masks import cut_row
 from liger_trainer.compat.accelerate import CONTEXT_PARALLEL, SEQUENCE_PARALLEL
-from liger_trainer.compat.deepspeed import EXCHANGED_HEADS
+from liger_trainer.compat.deepspeed import ADDED_PARTS, EXCHANGED_HEADS
 from liger_trainer.compat.private import require
-from liger_trainer.compat.transformers import CONTEXT_PARALLEL_INPUTS
+from liger_trainer.compat.transformers import CONTEXT_PARALLEL_INPUTS, SEQUENCE_PARALLEL_LOADER
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.step import bounds_of, current_step, running
 from liger_trainer.kernels.attention.exchanged_heads import check_heads
@@ -47,7 +51,8 @@ _FILLED = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 class SequencePartsMixin:
     """Gives a process its part of every batch, where our attention runs under context parallelism."""
 
-    _ranks: Ranks | None = None  # the processes that have parts of the same rows; None where accelerate cuts them
+    _ranks: Ranks | None = None  # the processes that cut the same batches; None where another library cuts them
+    _group: Any = None  # of these processes
     _forward_takes_parts = False  # whether the fused forward cuts the batch, and not the trainer
     _exchanges_heads = False  # whether attention is ours on the parts of rows that DeepSpeed cuts
 
@@ -55,6 +60,14 @@ class SequencePartsMixin:
     def _forward_ranks(self) -> Ranks | None:
         """The processes among which a forward divides its batch; None where it does not."""
         return self._ranks if self._forward_takes_parts else None
+
+    def get_cp_size(self) -> int:
+        """How many processes get the same batches, of which each has a part: also those of `sp_size`, if they do."""
+        return super().get_cp_size() if self._ranks is None else self._ranks.ranks  # type: ignore[misc]
+
+    def get_sp_size(self) -> int:
+        """How many processes DeepSpeed gives parts of each other's batches, by which loaders are longer."""
+        return super().get_sp_size() if self._ranks is None else 1  # type: ignore[misc]
 
     def _takes_gathered_keys(self) -> bool:
         """Whether the trainer will give a model parts of sequences with plans, if its attention is ours."""
@@ -82,20 +95,24 @@ class SequencePartsMixin:
                 f"`{option}` is {getattr(sizes, option)}, and {type(config).__name__} puts virtual tokens before each "
                 f"sequence, of which every process has a part. Set `{option}=1`, or train another kind of adapter."
             )
+        if getattr(trainer.args, "precompute_ref_log_probs", False):
+            raise ValueError(
+                f"`precompute_ref_log_probs` is true and `{option}` is {getattr(sizes, option)}: TRL would take the "
+                f"rows of each process for other ones. Set `precompute_ref_log_probs` to false, or `{option}=1`."
+            )
         if sizes.sp_enabled:
             self._exchange_heads(base.config.get_text_config())
             return
-        if getattr(trainer.args, "precompute_ref_log_probs", False):
-            raise ValueError(
-                f"`precompute_ref_log_probs` is true and `cp_size` is {trainer.get_cp_size()}: TRL would take the rows "
-                "of each process for other ones. Set `precompute_ref_log_probs` to false, or `cp_size=1`."
-            )
         require(CONTEXT_PARALLEL)
         require(CONTEXT_PARALLEL_INPUTS)
-        mesh = trainer.accelerator.torch_device_mesh["cp"]
-        self._ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+        self._cut_batches(trainer.accelerator.torch_device_mesh["cp"], option)
         # It would refuse models with windows, and drop the plans of all others.
         trainer.accelerator._prepare_cp = _as_given
+
+    def _cut_batches(self, mesh: DeviceMesh, option: str) -> None:
+        """Has the processes of `mesh`, which get the same batches, cut them."""
+        self._group = mesh.get_group()
+        self._ranks = Ranks(mesh.get_local_rank(), mesh.size(), self._group.group_name, option)
 
     def _exchange_heads(self, config: Any) -> None:
         """Takes the exchange of heads from DeepSpeed, for a model with this configuration."""
@@ -118,6 +135,15 @@ class SequencePartsMixin:
 
         trainer.accelerator._prepare_deepspeed = prepared
         self._exchanges_heads = True
+        if not self._forward_takes_parts:
+            return
+        require(SEQUENCE_PARALLEL_LOADER)
+        shape = (trainer.accelerator.num_processes // sizes.sp_size, sizes.sp_size)
+        # Under DeepSpeed, loaders give the same batches to the processes of tensor parallelism alone.
+        mesh = init_device_mesh(trainer.accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
+        trainer.accelerator._prepare_device_mesh = lambda: mesh
+        trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader
+        self._cut_batches(mesh["tp"], "sp_size")
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
@@ -152,7 +178,31 @@ def _ranks_of_deepspeed() -> Ranks:
     from deepspeed.utils import groups
 
     group = groups._get_sequence_parallel_group()
-    return Ranks(group.rank(), group.size(), group.group_name)
+    return Ranks(group.rank(), group.size(), group.group_name, "sp_size")
+
+
+def added_parts(trainer: Any) -> int:
+    """Of how many processes with parts of the same rows DeepSpeed adds up the gradients; 1 if it takes their mean.
+
+    ZeRO-3 averages over all processes, ZeRO-2 and below over groups of them.
+
+    Raises:
+        ValueError: for ZeRO-3 without `reduce_scatter`, which does one for some gradients and the other for the rest.
+    """
+    sizes = trainer.accelerator.parallelism_config
+    if sizes is None or not sizes.sp_enabled:
+        return 1
+    require(ADDED_PARTS)
+    zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    if zero["stage"] != 3:
+        return sizes.sp_size
+    if not zero.get("reduce_scatter", True):
+        raise ValueError(
+            f"`sp_size` is {sizes.sp_size} and `reduce_scatter` is false in DeepSpeed's configuration: with ZeRO-3 it "
+            "would add up some of the gradients of a sequence's parts, and average the others. Set `reduce_scatter` to "
+            "true, or `stage` to 2."
+        )
+    return 1
 
 
 class _OfOneRank(torch.autograd.Function):
@@ -169,8 +219,9 @@ class _OfOneRank(torch.autograd.Function):
 def of_one_rank(result: Any, ranks: int) -> Any:
     """The loss of whole rows that each of the processes with a part of them has, with its gradient divided by R.
 
-    transformers gathers the losses of all parts, so the gradient of a part's own loss is the sum of R equal ones.
-    DeepSpeed adds up the gradients of the parts, and the step would be R times too large.
+    transformers gathers the losses of all parts, and our forwards their log-probabilities, so the gradient of a part's
+    own ones is the sum of R equal ones. Where DeepSpeed adds up the gradients of the parts, the step would be R times
+    too large.
 
     Args:
         result: The loss, or the loss and the model's outputs, as `deepspeed_sp_compute_loss` returns them.
@@ -227,7 +278,8 @@ def part_of_batch(inputs: Mapping[str, Any], ranks: Ranks) -> tuple[SequencePart
     batch = dict(inputs)
     ids = batch.get("input_ids")
     if ids is None:
-        raise ValueError(f"`cp_size` is {ranks.ranks}: a batch needs `input_ids`, and this one has {', '.join(batch)}.")
+        has = ", ".join(batch)
+        raise ValueError(f"`{ranks.option}` is {ranks.ranks}: a batch needs `input_ids`, and this one has {has}.")
     rows, length = ids.shape
     begins = document_begins(batch, rows, length)
     batch.setdefault("position_ids", torch.arange(length, device=ids.device).expand(rows, -1))
@@ -241,7 +293,8 @@ def part_of_batch(inputs: Mapping[str, Any], ranks: Ranks) -> tuple[SequencePart
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == length:
             batch[name] = F.pad(value, (0, added), value=_FILLED.get(name, 0))[:, here]
-    return SequenceParts(ranks, begins, length + added, ids.device), batch
+    parts = SequenceHeads if ranks.option == "sp_size" else SequenceParts
+    return parts(ranks, begins, length + added, ids.device), batch
 
 
 def document_begins(batch: Mapping[str, Any], rows: int, length: int) -> list[list[int]]:
@@ -273,7 +326,7 @@ def attended(parts: SequenceParts) -> Iterator[None]:
     Raises:
         ValueError: if the model has a mask that no plan is, or masks of its own.
     """
-    refused = f"`{parts.option}` is {parts.ranks.ranks}, and the model has %s. Set `{parts.option}=1`."
+    refused = f"`{parts.ranks.option}` is {parts.ranks.ranks}, and the model has %s. Set `{parts.ranks.option}=1`."
     try:
         with running(dataclasses.replace(current_step(), plan_of=parts.plan)):
             yield

@@ -27,6 +27,7 @@ from liger_trainer.configs.trl_configs import (
     LigerSFTConfig,
 )
 from liger_trainer.run_report.report import changed_arguments
+from liger_trainer.trainers.base import extended_config
 
 CLASSES = [LigerTrainingArguments, LigerSFTConfig, LigerDPOConfig, LigerKTOConfig, LigerGRPOConfig, LigerRLOOConfig]
 
@@ -46,7 +47,7 @@ def test_defaults_are_on_and_the_base_defaults_stay(cls, tmp_path):
     assert args.kernel_report is True
     assert args.kernel_config().logits_memory == 512 * 2**20
     assert retained_bytes_of(args) is None
-    base = make(cls.__bases__[-1], tmp_path)
+    base = make(extended_config(cls), tmp_path)
     ours = ("use_liger_kernel", "logging_dir", "logging_nan_inf_filter", *DIFFERENT.get(cls, ()))
     for name in base.to_dict().keys() - set(ours):
         assert getattr(args, name) == getattr(base, name), name
@@ -56,14 +57,14 @@ def test_defaults_are_on_and_the_base_defaults_stay(cls, tmp_path):
 def test_retained_logits(cls, tmp_path):
     sizes = {"0": 0, 0: 0, "2GiB": 2**31}
     assert [retained_bytes_of(make(cls, tmp_path, retain_logits_memory=value)) for value in sizes] == [*sizes.values()]
-    assert retained_bytes_of(make(cls.__bases__[-1], tmp_path)) is None
+    assert retained_bytes_of(make(extended_config(cls), tmp_path)) is None
 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_activation_memory(cls, tmp_path):
     sizes = {"0": 0, 0: 0, "20GiB": 20 * 2**30, 2**30: 2**30, "auto": "auto", None: None}
     assert [activation_memory_of(make(cls, tmp_path, activation_memory=value)) for value in sizes] == [*sizes.values()]
-    assert activation_memory_of(make(cls.__bases__[-1], tmp_path)) is None
+    assert activation_memory_of(make(extended_config(cls), tmp_path)) is None
     options = f"--output_dir {tmp_path} --report_to none --use_cpu --bf16 false --activation_memory 1.5GiB"
     (args,) = HfArgumentParser(cls).parse_args_into_dataclasses(options.split())
     assert activation_memory_of(args) == 3 * 2**29

@@ -20,6 +20,15 @@ def spare_compilation() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def release_groups() -> None:
+    """Lets this process train with `sp_size` again; DeepSpeed makes the groups for it once."""
+    from deepspeed.runtime.sequence_parallel.parallel_state_sp import _release_sequence_parallel_groups
+    from deepspeed.utils import groups
+
+    _release_sequence_parallel_groups()
+    groups.mpu = None
+
+
 def split_everything() -> None:
     """Makes ZeRO-3 split every parameter, and drop it right after use, as it does where a model is large.
 

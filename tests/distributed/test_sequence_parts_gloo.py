@@ -28,13 +28,13 @@ ROWS = {
 }
 
 
-def _groups() -> dict[int, Ranks]:
+def _groups(option: str = "cp_size") -> dict[int, Ranks]:
     """All four processes, and each two of them that have the same rows."""
     pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
     rank = dist.get_rank()
     return {
-        4: Ranks(rank, 4, dist.group.WORLD.group_name),  # type: ignore[union-attr]
-        2: Ranks(rank % 2, 2, pairs[rank // 2].group_name),
+        4: Ranks(rank, 4, dist.group.WORLD.group_name, option),  # type: ignore[union-attr]
+        2: Ranks(rank % 2, 2, pairs[rank // 2].group_name, option),
     }
 
 
@@ -56,7 +56,7 @@ def _compare(
     chunk: int = 0,
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
-    spread: type[SequenceParts] = SequenceParts,
+    option: str = "cp_size",
 ) -> None:
     begins = ROWS[rows]
     generator = torch.Generator().manual_seed(3)
@@ -72,12 +72,9 @@ def _compare(
     whole = attention_reference(q, k, v, plan=_plan_of_all(begins, window, chunk), **options)
     expected = torch.autograd.grad(whole, inputs, d_out)
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-    for ranks in _groups().values():  # four, of which each two share a head of keys that they exchange
-        here = (
-            columns_of(ranks, LENGTH)
-            if spread is SequenceParts
-            else torch.arange(LENGTH).chunk(ranks.ranks)[ranks.rank]
-        )
+    spread = SequenceParts if option == "cp_size" else SequenceHeads
+    for ranks in _groups(option).values():  # four, of which each two share a head of keys that they exchange
+        here = columns_of(ranks, LENGTH)
         parts = spread(ranks, begins, LENGTH, torch.device("cpu"))
         mine = [x[:, here].detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
         mine = [x.requires_grad_() for x in (*mine, sinks.detach().clone())]
@@ -108,7 +105,7 @@ def _bf16(rank: int) -> None:
     assert k.grad.flatten().tolist() == [1 + 2.0**-7] * 2
 
 
-def _statistics(rank: int) -> None:
+def _statistics(rank: int, option: str = "cp_size") -> None:
     """The mean over all processes of a gradient through whole rows, of each process's part, is that of one process."""
     generator = torch.Generator().manual_seed(4)
     rows = torch.randn(3, 2, LENGTH, 5, generator=generator, dtype=torch.float64)
@@ -118,7 +115,7 @@ def _statistics(rank: int) -> None:
         return torch.nn.functional.logsigmoid(scores.tanh().sum(-1)).square().sum()
 
     expected = torch.autograd.grad(loss(rows @ weight), weight)
-    for ranks in _groups().values():
+    for ranks in _groups(option).values():
         part = rows[:, :, columns_of(ranks, LENGTH)] @ weight
         whole = gathered_columns(part, ranks)
         torch.testing.assert_close(whole, rows @ weight, rtol=0, atol=1e-12)
@@ -134,12 +131,13 @@ CASES = {
     "whole, chunks": partial(_compare, rows="whole", chunk=11),
     "documents, soft-cap": partial(_compare, rows="documents", softcap=2.0),
     "documents, windows, fp32": partial(_compare, rows="documents", window=7, dtype=torch.float32),
-    **{f"{rows}, heads": partial(_compare, rows=rows, spread=SequenceHeads) for rows in ROWS},
-    "documents, heads, windows": partial(_compare, rows="documents", window=7, spread=SequenceHeads),
-    "documents, heads, chunks": partial(_compare, rows="documents", chunk=9, spread=SequenceHeads),
-    "documents, heads, soft-cap": partial(_compare, rows="documents", softcap=2.0, spread=SequenceHeads),
+    **{f"{rows}, heads": partial(_compare, rows=rows, option="sp_size") for rows in ROWS},
+    "documents, heads, windows": partial(_compare, rows="documents", window=7, option="sp_size"),
+    "documents, heads, chunks": partial(_compare, rows="documents", chunk=9, option="sp_size"),
+    "documents, heads, soft-cap": partial(_compare, rows="documents", softcap=2.0, option="sp_size"),
     "sums in fp32": _bf16,
     "statistics of whole rows": _statistics,
+    "statistics of whole rows, one part each": partial(_statistics, option="sp_size"),
 }
 
 

@@ -129,6 +129,7 @@ def test_a_model_is_split_once():
         args=SimpleNamespace(n_gpu=1),
         get_cp_size=lambda: 1,
         get_sp_size=lambda: 1,
+        _ranks=None,
         is_distributed_loading_by_transformers=True,
         is_fsdp_enabled=False,
         is_deepspeed_enabled=False,

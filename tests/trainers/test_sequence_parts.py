@@ -155,9 +155,9 @@ BATCH = {
 }
 
 
-def of_both(batch: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def of_both(batch: dict[str, Any], option: str = "cp_size") -> tuple[list[Any], dict[str, torch.Tensor]]:
     """The parts of two processes, and the columns that they have together, in order."""
-    ranks = [Ranks(rank, 2, "none") for rank in range(2)]
+    ranks = [Ranks(rank, 2, "none", option) for rank in range(2)]
     parts, batches = zip(*(part_of_batch(batch, each) for each in ranks))
     order = torch.cat([columns_of(each, 12) for each in ranks]).argsort()
     assert batches[0].keys() == batches[1].keys()
@@ -165,8 +165,9 @@ def of_both(batch: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
     return list(parts), whole
 
 
-def test_processes_have_the_columns_of_the_batch_together() -> None:
-    parts, whole = of_both(BATCH)
+@pytest.mark.parametrize("option", ["cp_size", "sp_size"])
+def test_processes_have_the_columns_of_the_batch_together(option: str) -> None:
+    parts, whole = of_both(BATCH, option)
     assert [each.begins for each in parts] == [[[0, 10], [0, 3, 8, 10]]] * 2
     assert whole["input_ids"].tolist() == [[*range(3, 13), 0, 0], [*range(13, 23), 0, 0]]
     assert whole["position_ids"].tolist() == [[*range(10), 0, 0]] * 2
@@ -175,6 +176,20 @@ def test_processes_have_the_columns_of_the_batch_together() -> None:
     assert whole["shift_labels"].tolist() == [[*range(4, 13), *[-100] * 3], [*range(14, 23), *[-100] * 3]]
     assert "beta" in part_of_batch(BATCH, Ranks(0, 2, "none"))[1]
     assert BATCH.keys() == {"input_ids", "labels", "attention_mask", "beta"}, "the batch itself has changed"
+
+
+def test_processes_that_exchange_heads_have_one_part_each() -> None:
+    parts, batch = part_of_batch(BATCH, Ranks(1, 2, "none", "sp_size"))
+    assert batch["input_ids"].tolist() == [[*range(9, 13), 0, 0], [*range(19, 23), 0, 0]]
+    plan = parts.plan(0, 0)
+    assert plan.exchanged == parts.ranks
+    assert plan.offsets.tolist() == [0, 10, 12, 15, 20, 22, 24]
+    with pytest.raises(ValueError, match="`sp_size` is 2: a batch needs `input_ids`, and this one has labels"):
+        part_of_batch({"labels": BATCH["labels"]}, parts.ranks)
+    refused = r"`sp_size` is 2, and the model has masks that are not made by transformers\. Set `sp_size=1`"
+    parts = part_of_batch(BATCH, parts.ranks)[0]
+    with pytest.raises(ValueError, match=refused), attended(parts):
+        pass
 
 
 def test_packed_rows_have_the_documents_of_their_positions() -> None:
@@ -211,24 +226,24 @@ def test_masks_that_are_no_plans_are_refused() -> None:
         attention_mask(2, 6, 6, mask_function=lambda *index: True, config=None)
 
 
+@pytest.mark.parametrize("option", ["cp_size", "sp_size"])
 @pytest.mark.parametrize(
     ("config", "precomputes", "refused"),
     [
         (types.SimpleNamespace(is_prompt_learning=True), False, "SimpleNamespace puts virtual tokens before each"),
-        (None, True, "`precompute_ref_log_probs` is true and `cp_size` is 2: TRL would take the rows of each process"),
+        (None, True, "`precompute_ref_log_probs` is true and `SIZE` is 2: TRL would take the rows .* or `SIZE=1`"),
     ],
 )
-def test_what_needs_whole_sequences_is_refused(config: Any, precomputes: bool, refused: str) -> None:
+def test_what_needs_whole_sequences_is_refused(option: str, config: Any, precomputes: bool, refused: str) -> None:
     trainer: Any = SequencePartsMixin()
     trainer.args = types.SimpleNamespace(torch_compile=False, precompute_ref_log_probs=precomputes)
-    parallelism = types.SimpleNamespace(cp_enabled=True, sp_enabled=False, cp_size=2)
+    parallelism = types.SimpleNamespace(cp_enabled=option == "cp_size", sp_enabled=option == "sp_size", **{option: 2})
     trainer.accelerator = types.SimpleNamespace(parallelism_config=parallelism)
-    trainer.get_cp_size = lambda: 2
     model = model_of("llama")
     trainer._split_sequences(model)  # whose attention is not ours
     apply_liger_kernel(model)
     model.active_peft_config = config
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(ValueError, match=refused.replace("SIZE", option)):
         trainer._split_sequences(model)
 
 

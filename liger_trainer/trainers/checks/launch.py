@@ -41,7 +41,9 @@ def check_launch(trainer: Any, takes_parts_of_sequences: bool) -> None:
     name = type(trainer).__name__
     if trainer.args.n_gpu > 1:
         raise ValueError(data_parallel_message(name))
-    for option, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
+    sizes = {"cp_size": trainer.get_cp_size(), "sp_size": trainer.get_sp_size()}
+    ranks = trainer._ranks
+    for option, size in (sizes if ranks is None else {ranks.option: ranks.ranks}).items():
         if size > 1 and not takes_parts_of_sequences:
             raise ValueError(
                 f"`parallelism_config` has `{option}={size}`, which gives every process a part of each sequence; the "
