@@ -25,8 +25,8 @@ from tests.selection import selected
 _KIND = f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _KIND))
 
-# The same examples in every run, so that an unchanged tree passes or fails as it did; `random` draws new ones. None has a
-# limit of time: machines differ, and other programs run beside the tests.
+# The same examples in every run, so that an unchanged tree passes or fails as it did; `random` draws new ones. None has
+# a limit of time: machines differ, and other programs run beside the tests.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
