@@ -161,24 +161,21 @@ def _packed_row(batch: Padded, layout: Layout, labels: np.ndarray) -> PackedRow:
         "position_ids": (taken if positions is None else positions.flatten()[taken])[None],
         "attention_mask": sent(torch.from_numpy(layout.shared_by), device)[None],
     }
-    return PackedRow(layout, inputs, _scored(layout, labels, device))
-
-
-def _scored(layout: Layout, labels: np.ndarray, device: torch.device) -> Scored:
     places = np.flatnonzero((labels != IGNORE_INDEX) & (layout.places >= 0))
-    tokens, targets = layout.places.flat[places], labels.flat[places]
+    scored, targets = layout.places.flat[places], labels.flat[places]
     _, first, copies = np.unique(
-        tokens * (targets.max(initial=0) + 1) + targets, return_index=True, return_inverse=True
+        scored * (targets.max(initial=0) + 1) + targets, return_index=True, return_inverse=True
     )
-    tokens, targets = (tokens[first], targets[first]) if len(places) else (np.array([0]), np.array([IGNORE_INDEX]))
+    scored, targets = (scored[first], targets[first]) if len(places) else (np.array([0]), np.array([IGNORE_INDEX]))
     labels_of_tokens = sent(torch.from_numpy(targets), device)
-    is_scored = torch.zeros(len(layout.tokens), dtype=torch.bool).index_fill(0, torch.from_numpy(tokens), True)
-    return Scored(
-        copies_of(torch.from_numpy(tokens), len(layout.tokens), device),
+    is_scored = torch.zeros(len(layout.tokens), dtype=torch.bool).index_fill(0, torch.from_numpy(scored), True)
+    found = Scored(
+        copies_of(torch.from_numpy(scored), len(layout.tokens), device),
         ReadLabels(labels_of_tokens, version_of(labels_of_tokens), runs_of(is_scored)),
-        copies_of(torch.from_numpy(copies), len(tokens), device),
+        copies_of(torch.from_numpy(copies), len(scored), device),
         sent(torch.from_numpy(places), device),
     )
+    return PackedRow(layout, inputs, found)
 
 
 def each_row(compute: Callable[[PackedRow], _Result], rows: Sequence[PackedRow], model: Any) -> list[_Result]:

@@ -62,7 +62,7 @@ class Packing:
         kwargs: Mapping[str, Any],
         labels: torch.Tensor,
         given_labels: Any = None,
-        values: Callable[[], torch.Tensor | None] = lambda: None,
+        values: Callable[[], torch.Tensor | None] | None = None,
     ) -> list[PackedRow] | None:
         """The packed rows of a batch, those of the last one if it is the same.
 
@@ -73,7 +73,7 @@ class Packing:
             kwargs: The keyword arguments of its forward.
             labels: (B, S), the label of the token after each.
             given_labels: The object that `labels` was made of: the same for a policy and its reference.
-            values: Returns what the host knows of the batch; see [`packed_rows`].
+            values: Returns what the host knows of the batch, if that knows anything; see [`packed_rows`].
 
         Raises:
             ValueError: if the batch cannot be packed, but should be split.
@@ -101,7 +101,8 @@ class Packing:
             key += id(each), 0 if each is None else version_of(each)
         if self._last is None or self._last[0] != key or None in key:
             agreed = functools.partial(self._agreed, model)
-            rows = packed_rows(batch, share, self.most, agreed, one_level, fills_below, values())
+            read = None if values is None else values()
+            rows = packed_rows(batch, share, self.most, agreed, one_level, fills_below, read)
             if rows is None:
                 self.leave(model, "a row has padding between its tokens")
                 return None

@@ -74,6 +74,7 @@ from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.packed_base import check_packed_base
 from liger_trainer.trainers.checks.shared_keys import check_shared_keys
 from liger_trainer.trainers.cuda_graphs import CudaGraphsMixin
+from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredNumber
 from liger_trainer.trainers.evaluating import EvaluatingMixin
 from liger_trainer.trainers.filling import filling_collator, take_filled, without_filling
 from liger_trainer.trainers.label_smoothing import FusedLabelSmoother
@@ -165,6 +166,7 @@ class LigerTrainerMixin(
 
     model: nn.Module
     kernel_report: KernelReport | None = None
+    _deferred: DeferredMetrics | None = None  # of a trainer of TRL whose metrics may be read later
     _shifts_labels: bool | None = None  # as the trainer's own loss does; None to ask the model
     _counts_labels = True  # whether the labels of a batch are those of its forwards
     _takes_parts_of_sequences = True  # whether the loss is right where a process has a part of each sequence
@@ -422,7 +424,12 @@ class LigerTrainerMixin(
             around.enter_context(running(replace(step, fills_below=fills_below)))
             if graphs is not None:
                 around.enter_context(self._from_graphs(graphs))
-            result = super().compute_loss(model, self._on_host(model, inputs), return_outputs, items)
+            if self._deferred is not None and self.model.training:
+                around.enter_context(self._deferred.noted())
+                inputs = self._on_host(model, inputs)
+            result = super().compute_loss(model, inputs, return_outputs, items)
+        if isinstance(result, DeferredNumber):  # that of KTO, where nothing has a gradient
+            result = result.as_subclass(torch.Tensor)
         if training and self._kept is not None:
             self._kept.attach(self.model_wrapped)  # again: in DPO and KTO the reference runs after the policy
         if terms:
@@ -437,7 +444,7 @@ class LigerTrainerMixin(
         return result
 
     def _on_host(self, model: nn.Module, inputs: Any) -> Any:
-        """The `inputs` of a loss, for a trainer that asks for their values."""
+        """The `inputs` of a loss whose metrics are noted, for a trainer that asks for their values."""
         return inputs
 
     def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:

@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
 from liger_trainer.head.on_host import plain
 
@@ -191,24 +190,9 @@ def nanmax(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DeferredMetricsMixin:
-    """Comes before a trainer of TRL, whose metrics are noted in `_deferred`, and reads them in time."""
+    """Comes before a trainer of TRL, whose loss notes its metrics in `_deferred`, and reads them in time."""
 
-    _deferred: DeferredMetrics | None = None
-    model: Any
-
-    def _notes_metrics(self) -> bool:
-        """Whether the metrics of this micro-batch may be read later."""
-        return self._deferred is not None and self.model.training
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss."""
-        if not self._notes_metrics():
-            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        assert self._deferred is not None
-        with self._deferred.noted():
-            result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        # That of KTO is one where nothing has a gradient.
-        return result.as_subclass(torch.Tensor) if isinstance(result, DeferredNumber) else result
+    _deferred: DeferredMetrics | None
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Logs; see [`~transformers.Trainer.log`]."""

@@ -13,6 +13,7 @@ only the values show it, and reading them makes the host wait for the device. [`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,9 @@ def fused_forward(
         **kwargs: Any,
     ) -> Any:
         read = {"labels": labels, "shift_labels": shift_labels, **kwargs}
-        labels, shift_labels, kwargs = plain(labels), plain(shift_labels), {k: plain(v) for k, v in kwargs.items()}
+        known = any(isinstance(each, OnHost) for each in read.values())
+        if known:
+            labels, shift_labels, kwargs = plain(labels), plain(shift_labels), {k: plain(v) for k, v in kwargs.items()}
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         if not fused_lm_head:
             return inner(self, *args, **kwargs, **{key: value for key, value in given.items() if value is not None})
@@ -117,13 +120,14 @@ def fused_forward(
             if packing is not None and args:
                 packing.leave(self, "its forward is given positional arguments")
             elif packing is not None and not torch.compiler.is_compiling():
-                values = functools.partial(_values_of_batch, read)
+                values = functools.partial(_values_of_batch, read) if known else None
                 rows = packing.rows(self, kwargs, target, labels if shift_labels is None else shift_labels, values)
             if ranks is not None:
                 statistics, aux_loss = statistics_of_parts(self, native, kwargs, target, options, ranks)
             elif rows is None:
                 scored = Forward(has_labels=True, labels=labels if shift_labels is None else None)
-                with running(_with_padding(read)), running(step_of_forward(self, native, args, kwargs, scored)):
+                padded = running(_with_padding(read)) if known else contextlib.nullcontext()
+                with padded, running(step_of_forward(self, native, args, kwargs, scored)):
                     outputs = native(self, *args, **kwargs)
                 statistics = token_statistics(outputs.logits, target, options)
                 aux_loss = getattr(outputs, "aux_loss", None)

@@ -94,7 +94,8 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
     def _asks_host(self, model: nn.Module) -> bool:
         """Whether tensors that say which tokens are scored go through a loss with their values on the host."""
         compiled = self.args.torch_compile or is_compiled_module(model)
-        return self._notes_metrics() and self._statistics is not None and not compiled
+        noted = self._deferred is not None and self.model.training
+        return noted and self._statistics is not None and not compiled
 
     def _on_host(self, model: nn.Module, inputs: Any) -> Any:
         return self._known_batches.on_host(inputs) if type(inputs) is dict and self._asks_host(model) else inputs
