@@ -15,6 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from liger_trainer.callbacks.logged import is_distributed
+from liger_trainer.kernels.runtime import sent
 
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *([] if _HANGUP is None else [_HANGUP]))
@@ -96,10 +97,9 @@ class StopOnSignalCallback(TrainerCallback):
         if device.type == "cpu":
             torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp.MAX)
             return int(number)
-        cuda = device.type == "cuda"
-        reduced = (number.pin_memory() if cuda else number).to(device, non_blocking=True)
+        reduced = sent(number, device)
         torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX)
-        copied = torch.empty((), dtype=torch.int32, pin_memory=cuda)
+        copied = torch.empty((), dtype=torch.int32, pin_memory=device.type == "cuda")
         copied.copy_(reduced, non_blocking=True)
         ready = torch.get_device_module(device).Event()
         ready.record()

@@ -100,7 +100,10 @@ class CudaCaptures:
         self._pools = {keeps: self._new_pool() for keeps in (False, True)}
 
     def settle(self) -> None:
-        """Gives back what trials have left: torch keeps it for their stream, where nothing else runs."""
+        """Gives back what trials and captures have left, which torch keeps for their stream.
+
+        Not what a layer has left that runs beside its graphs: it may do so in each step, and this waits for the device.
+        """
         if self._is_settled:
             return
         self._is_settled, self.reserved = True, 0  # the allocator's peak has what was captured since
@@ -115,6 +118,7 @@ class CudaCaptures:
         Raises:
             RuntimeError: if `run` waits for the device, or does something else that no graph can hold.
         """
+        self._is_settled = False
         graph = torch.cuda.CUDAGraph()
         with self._counted(), self.beside(), _without_collection():
             # Other threads, such as one that pins the memory of batches, may call CUDA meanwhile.
@@ -161,6 +165,7 @@ class CudaCaptures:
 
         A capture says so too, but afterwards torch has to be mended.
         """
+        self._is_settled = False
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         launching = 0.0
 
@@ -185,7 +190,6 @@ class CudaCaptures:
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """On the stream of the captures, after what was launched so far and before what comes."""
-        self._is_settled = False
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

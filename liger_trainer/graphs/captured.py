@@ -25,8 +25,7 @@ from liger_trainer.graphs.calls import (
     tensors_of,
 )
 from liger_trainer.graphs.capture import Captures
-from liger_trainer.graphs.gains import Gains
-from liger_trainer.graphs.known_calls import KnownCalls
+from liger_trainer.graphs.known_calls import Gains, KnownCalls
 from liger_trainer.graphs.layers import ForwardPass, Layer, LayerGraphs, NotCaptured
 from liger_trainer.graphs.memory import Buffers, SharedMemory
 from liger_trainer.kernels.lowbit.buffers import free_buffers

@@ -17,6 +17,8 @@ import torch
 
 from liger_trainer.head.on_host import plain
 
+GATHERING = ("gather", "gather_for_metrics")
+"""The methods of accelerate by which most of TRL's trainers gather for their metrics, and for nothing else."""
 _MOST = 256  # micro-batches whose numbers wait to be read, each in a block of the device's memory
 
 

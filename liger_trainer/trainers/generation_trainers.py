@@ -42,7 +42,7 @@ from liger_trainer.trainers.checks.trl_arguments import (
     checked_reward_functions,
     warn_of_truncated_sampling,
 )
-from liger_trainer.trainers.deferred_metrics import DeferredMetrics, may_defer, nanmax, nanmin
+from liger_trainer.trainers.deferred_metrics import GATHERING, DeferredMetrics, may_defer, nanmax, nanmin
 from liger_trainer.trainers.grouping import GroupedCompletions
 from liger_trainer.trainers.reference import ReferenceMixin
 from liger_trainer.trainers.rows_once import rows_once
@@ -155,8 +155,7 @@ def deferred_metrics(trainer: Any) -> DeferredMetrics | None:
     """Has a GRPO or RLOO `trainer` note its metrics on the device; None where it has to read them."""
     if not may_defer(trainer) or getattr(trainer, "use_adaptive_entropy", False):  # with which a metric is in the loss
         return None
-    gathering = ("gather", "gather_for_metrics", "reduce")
-    return DeferredMetrics(trainer, gathering, functions={"nanmin": nanmin, "nanmax": nanmax})
+    return DeferredMetrics(trainer, (*GATHERING, "reduce"), functions={"nanmin": nanmin, "nanmax": nanmax})
 
 
 def check_continuous_batching(trainer: Any) -> None:

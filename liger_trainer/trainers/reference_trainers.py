@@ -12,11 +12,8 @@ from liger_trainer.compat.private import available, require
 from liger_trainer.compat.trl import DPO_HEAD, DPO_METRICS, KTO_HEAD, KTO_METRICS
 from liger_trainer.configs.trl_configs import LigerDPOConfig, LigerKTOConfig
 from liger_trainer.trainers.base import parameters_of
-from liger_trainer.trainers.deferred_metrics import DeferredMetrics, may_defer
+from liger_trainer.trainers.deferred_metrics import GATHERING, DeferredMetrics, may_defer
 from liger_trainer.trainers.reference import ReferenceMixin
-
-GATHERING = ("gather", "gather_for_metrics")
-"""The methods by which DPO, KTO and reward models gather for their metrics."""
 
 
 class LigerDPOTrainer(ReferenceMixin, DPOTrainer):

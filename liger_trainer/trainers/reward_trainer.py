@@ -13,7 +13,7 @@ from liger_trainer.configs.trl_configs import LigerRewardConfig
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.choose_packing import install_packed_scores, may_be_packed
-from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredMetricsMixin, may_defer
+from liger_trainer.trainers.deferred_metrics import GATHERING, DeferredMetrics, DeferredMetricsMixin, may_defer
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 
@@ -33,7 +33,7 @@ class LigerRewardTrainer(DeferredMetricsMixin, LigerTRLMixin, RewardTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if may_defer(self) and available(REWARD_METRICS):
-            self._deferred = DeferredMetrics(self, ("gather", "gather_for_metrics"))
+            self._deferred = DeferredMetrics(self, GATHERING)
 
     def _apply_kernels(self, model: nn.Module) -> None:
         super()._apply_kernels(model)

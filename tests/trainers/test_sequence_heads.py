@@ -30,7 +30,7 @@ from tests.distributed.accelerate_zero3 import release_groups
 from tests.trainers import parity
 from tests.trainers.builders import causal, sft
 from tests.trainers.parity import lora
-from tests.trainers.test_sequence_parts import SETTINGS, model_of, rows
+from tests.trainers.test_sequence_parts import ALIGNMENT, SETTINGS, model_of, rows
 from tests.trainers.tiny import llama, logged
 
 pytest.importorskip("deepspeed")
@@ -53,20 +53,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT, packed": ("gemma3_text", {"packing": True, "max_length": 24, "pad_to_multiple_of": 96}),
     "SFT, LoRA": ("mistral", {"max_length": 64, "pad_to_multiple_of": 64, "peft_config": lora()}),
     # These divide rows of any length themselves.
-    "DPO": ("mistral", {}),
-    "DPO, lengths": ("gemma3_text", {"loss_type": ["ipo", "sigmoid"], "ld_alpha": 0.5, "use_weighting": True}),
-    "DPO, LoRA": ("gemma3_text", {"peft_config": lora(), "eval_strategy": "steps", "eval_steps": 1}),
+    **ALIGNMENT,
     "DPO, epochs": ("mistral", {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}),
-    "KTO": ("mistral", {"gradient_accumulation_steps": 2}),
-    "KTO, LoRA": ("gemma3_text", {"peft_config": lora()}),
     "GRPO": ("mistral", {"beta": 0.1}),
-    "GRPO, sequences": (
-        "gemma3_text",
-        {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.7, "entropy_coef": 0.1, "max_steps": 3}
-        | {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "luspo"},
-    ),
-    "GRPO, LoRA": ("mistral", {"peft_config": lora(), "beta": 0.1, "eval_strategy": "steps", "eval_steps": 1}),
-    "RLOO": ("mistral", {"gradient_accumulation_steps": 2}),
 }
 LAUNCHES: dict[str, list[str]] = {"zero2": [*CASES], "zero3": ["padded", "SFT", "DPO", "GRPO"]}
 

@@ -33,6 +33,21 @@ from tests.trainers.tiny import logged, token_rows
 WINDOW = 3
 SETTINGS = {"max_steps": 2, "learning_rate": 1e-3, "max_grad_norm": 0.0, "adam_epsilon": 1e-3}
 PACKED = {"packing": True, "max_length": 24}
+ALIGNMENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "DPO": ("mistral", {}),
+    "DPO, lengths": ("gemma3_text", {"loss_type": ["ipo", "sigmoid"], "ld_alpha": 0.5, "use_weighting": True}),
+    "DPO, LoRA": ("gemma3_text", {"peft_config": lora(), "eval_strategy": "steps", "eval_steps": 1}),
+    "KTO": ("mistral", {"gradient_accumulation_steps": 2}),
+    "KTO, LoRA": ("gemma3_text", {"peft_config": lora()}),
+    "GRPO, sequences": (
+        "gemma3_text",
+        {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.7, "entropy_coef": 0.1, "max_steps": 3}
+        | {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "luspo"},
+    ),
+    "GRPO, LoRA": ("mistral", {"peft_config": lora(), "beta": 0.1, "eval_strategy": "steps", "eval_steps": 1}),
+    "RLOO": ("mistral", {"gradient_accumulation_steps": 2}),
+}
+"""Alignment with either way to spread sequences: a family of models, and settings."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("llama", {}),
     "windows": ("mistral", {"gradient_accumulation_steps": 2}),
@@ -47,20 +62,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT, packed": ("gemma3_text", PACKED),
     "SFT, packed, all keys": ("llama", {**PACKED, "per_device_train_batch_size": 1}),
     "SFT, dft": ("mistral", {"loss_type": "dft"}),
-    "DPO": ("mistral", {}),
-    "DPO, lengths": ("gemma3_text", {"loss_type": ["ipo", "sigmoid"], "ld_alpha": 0.5, "use_weighting": True}),
-    "DPO, LoRA": ("gemma3_text", {"peft_config": lora(), "eval_strategy": "steps", "eval_steps": 1}),
-    "KTO": ("mistral", {"gradient_accumulation_steps": 2}),
-    "KTO, LoRA": ("gemma3_text", {"peft_config": lora()}),
+    **ALIGNMENT,
     "GRPO": ("mistral", {}),
     "GRPO, clipped": ("gemma3_text", {"max_steps": 4, "beta": 0.1, "steps_per_generation": 2, "num_iterations": 2}),
-    "GRPO, sequences": (
-        "gemma3_text",
-        {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.7, "entropy_coef": 0.1, "max_steps": 3}
-        | {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "luspo"},
-    ),
-    "GRPO, LoRA": ("mistral", {"peft_config": lora(), "beta": 0.1, "eval_strategy": "steps", "eval_steps": 1}),
-    "RLOO": ("mistral", {"gradient_accumulation_steps": 2}),
 }
 
 
