@@ -60,6 +60,7 @@ class Cluster:
     link: float  # bytes/s that a GPU sends to others of its host
     network: float  # bytes/s that a GPU sends to other hosts
     link_step: float = NVLINK_STEP  # seconds of a ring's step within a host
+    fp8: bool = False  # whether the GPUs have the matmuls that `fp8` needs
 
     @property
     def gpus_per_host(self) -> int:

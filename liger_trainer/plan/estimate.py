@@ -27,9 +27,10 @@ token, where a token attends to C tokens in the mean:
     q, k, v     Q + 2 K                 2 H (Q + 2 K)
     gate, up    2 I                     4 H I           not with `tiled_mlp`
     experts     2 k E                   4 H k E         gate and up of k experts a token, in our operator
+    down        H                       2 I H           where a norm follows; else a recomputation leaves it out
     mixer       its projections         2 H times these; the last one as of attention; and the recurrence's result
 
-Adapters change none of these widths. The down projection is not repeated by a recomputation. Norms, rope and
+Adapters change none of these widths. Norms, rope and
 activations come last, as they save little time for their bytes; they are not counted here.
 
 A result with more time a byte is kept before others; where two are equal, in this order. Time is counted in FLOP of
@@ -110,6 +111,7 @@ def _results_of(shape: LayerShape, compute: int, length: int, implementation: st
         Result("q, k, v", compute * projected, 2 * hidden * projected),
         Result("gate, up", compute * 2 * shape.intermediate, 4 * hidden * shape.intermediate, not tiled),
         Result("experts", compute * chosen, 2 * hidden * chosen, shape.fused_experts),
+        Result("down", compute * hidden * shape.post_norms, 2 * hidden * shape.intermediate, not tiled),
     ]
     yield from (result for result in found if result.bytes)
 

@@ -1,6 +1,6 @@
 """What one GPU sends in a training step, by the way the model is split.
 
-    FSDP2       each unit's weights gathered for the forward, and again for the backward, of every micro-batch; its
+    FSDP2       each unit's weights gathered for each forward, and again for the backward, of every micro-batch; its
                 gradients reduced and split once a step (`sync_each_batch`: every micro-batch)
     HSDP        the same among the GPUs of one copy; then the gradients' shards are summed over the copies
     DDP         the trained weights' gradients summed once a step
@@ -41,9 +41,9 @@ class Traffic:
     reductions: int = 1  # how often a step reduces gradients
     copied: float = 0.0  # bytes of a layer's gathered weights, which are copied out of the buffer of a gather
 
-    def step(self, layers: int, micro_batches: int) -> Sent:
-        """Everything of a step."""
-        gathers, reductions = 2 * micro_batches, self.reductions
+    def step(self, layers: int, micro_batches: int, scored: float = 0.0) -> Sent:
+        """Everything of a step; a micro-batch has `scored` forwards without gradients."""
+        gathers, reductions = (2 + scored) * micro_batches, self.reductions
         weights = (self.gather * layers + self.root_gather) * gathers
         gradients = (self.reduce * layers + self.root_reduce) * reductions
         return weights + gradients + self.activations * micro_batches + self.at_end
@@ -95,16 +95,17 @@ def _split_weights(setting: Setting, cluster: Cluster, part: Group, experts: Gro
 def _activations(run: Run, setting: Setting, cluster: Cluster) -> Sent:
     """What the layers of a micro-batch send of their activations; they wait for it."""
     shape, layers, again = run.shape, run.parameters.layers, int(setting.checkpointing)
+    scored = run.work.scored
     tokens, compute = tokens_of(run, setting), precision_of(run, setting).compute
     if setting.expert_parallel_size > 1:
         rows = tokens * shape.experts_per_token * shape.hidden * compute
         sent = cluster.exchange(rows, cluster.group(setting.expert_parallel_size))
-        return sent * (layers * shape.sparse_share * (4 + again))
+        return sent * (layers * shape.sparse_share * (4 + again + 2 * scored))
     if setting.tensor_parallel_size > 1:
         states = tokens * shape.hidden * compute
         return cluster.all_reduce(states, cluster.group(setting.tensor_parallel_size)) * (layers * (4 + 2 * again) + 2)
     if setting.sequence_parts > 1:
         width = sum(kind.share * kind.key_value for kind in shape.kinds)
         size = 2 * width * compute * tokens * setting.sequence_parts
-        return cluster.gather(size, cluster.group(setting.sequence_parts)) * (layers * (3 + again))
+        return cluster.gather(size, cluster.group(setting.sequence_parts)) * (layers * (3 + again + scored))
     return NOTHING

@@ -23,6 +23,7 @@ from torch import nn
 from liger_trainer.compat.private import available
 from liger_trainer.compat.transformers import PLANNED_ATTENTION
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
+from liger_trainer.kernels.fp8.modes import Fp8Mode
 from liger_trainer.patching.recurrent.mixers import is_depthwise
 from liger_trainer.plan.parameters import Parameters, decoder_layers
 
@@ -329,6 +330,9 @@ class Work:
     generated: int = 0
     all_micro_batches: bool = True  # whether the sequences of all accumulation steps are generated together
     reserved_fraction: float = 0.0  # fraction of the GPU that vLLM takes for itself
+    # Forwards without gradients beside each one with them: of a reference, of KTO's mismatched completions, or of the
+    # policy before the step.
+    scored: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,4 +350,6 @@ class Run:
     implementation: str = "sdpa"
     recompute_mlp: bool = False  # whether gated MLPs recompute their product in the backward pass
     checkpoint_every: int = 1  # with checkpointing, one layer out of this many is checkpointed
+    fp8: Fp8Mode | None = None  # how linear layers multiply in fp8; None for the dtype of the model
+    fp8_base: bool = False  # whether frozen linear layers are stored in fp8, and multiply so
     sync_each_batch: bool = False  # whether gradients are reduced after every micro-batch instead of once per step

@@ -21,13 +21,13 @@ def cluster(gpus=1, hosts=1, card="H200", network=None):
 
 
 @functools.cache
-def counted(name, layers=0, rank=0, bits=None, fused_adapters=True, fused_experts=True):
+def counted(name, layers=0, rank=0, bits=None, fused_adapters=True, fused_experts=True, dtype=torch.bfloat16):
     """Parameters and layer shape of a benchmarked model, with the benchmark's adapters if `rank` is not 0."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(MODELS[name], layers), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(model_config(MODELS[name], layers), dtype=dtype)
         if rank:
             model = get_peft_model(model, Setup(Task(name, lora=rank), model, {}, []).lora)
     return count_parameters(model, bits, nested=True), read_layer_shape(model, fused_adapters, fused_experts)
@@ -45,12 +45,13 @@ def run_of(
     fused=True,
     fused_experts=True,
     recompute_mlp=False,
+    dtype=torch.bfloat16,
     **work,
 ):
     """A run of a benchmarked model on sequences of `prompt` + `length` tokens."""
-    parameters, shape = counted(name, layers, rank, bits, fused, fused_experts)
+    parameters, shape = counted(name, layers, rank, bits, fused, fused_experts, dtype)
     work = Work(rows=rows, length=prompt + length, loss_length=length, head=HeadSettings(loss=loss), **work)
-    return Run(parameters, shape, work, recompute_mlp=recompute_mlp)
+    return Run(parameters, shape, work, weight_bytes=dtype.itemsize, recompute_mlp=recompute_mlp)
 
 
 def moment(name, run, setting):

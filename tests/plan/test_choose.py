@@ -1,9 +1,12 @@
 """The recommended setting is the fastest that fits, and its command sets the recipe so."""
 
+import dataclasses
+
 import pytest
 
 from liger_trainer.plan.estimate import estimate
 from liger_trainer.plan.settings import Setting
+from liger_trainer.plan.speed import step_time
 from liger_trainer.recipe.file import RecipeError, find_recipe
 from liger_trainer.tools.planning.inputs import read_inputs
 from liger_trainer.tools.planning.report import (
@@ -150,11 +153,37 @@ def test_deepspeed_is_not_proposed_for_liger_adamw():
     assert any("accelerate makes the weights fp32" in note for note in inputs.notes)
 
 
-def test_fp8_is_planned_as_bf16():
-    (plain, _), (inputs, _) = (plan_of("llama3_8b_sft", 1, 80 * GB, *more) for more in ([], ["--fp8", "rowwise"]))
-    assert inputs.run == plain.run
-    (note,) = set(inputs.notes) - set(plain.notes)
-    assert note.startswith("`fp8` is planned as bf16")
+def test_fp8_is_faster_where_it_runs():
+    """In the memory of bf16; not with adapters, nor on a GPU without it."""
+    fp8 = ["--fp8", "rowwise"]
+    plain, faster = (plan_of("llama3_8b_sft", 1, 141 * GB, *more)[1].written for more in ([], fp8))
+    assert faster.memory == plain.memory
+    assert 1.2 < plain.cost / faster.cost < 1.4
+    assert plan_of("llama3_8b_sft_lora", 1, 80 * GB, *fp8)[0].run.fp8 is None
+    run = plan_of("llama3_8b_sft", 1, 141 * GB, *fp8)[0].run
+    older = cluster(card="A100")
+    assert step_time(run, plain.setting, older) == step_time(dataclasses.replace(run, fp8=None), plain.setting, older)
+    base = dataclasses.replace(run, fp8=None, fp8_base=True)
+    assert step_time(base, plain.setting, older) == step_time(dataclasses.replace(run, fp8=None), plain.setting, older)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "scored"),
+    [
+        ("llama3_8b_sft", [], 0),
+        ("llama3_8b_dpo_lora", [], 1),
+        ("llama3_8b_dpo_lora", ["--precompute_ref_log_probs", "true"], 0),
+        ("llama3_8b_kto", [], 3),
+        ("llama3_8b_kto", ["--precompute_ref_log_probs", "true"], 1),
+        ("llama3_8b_kto", ["--loss_type", "apo_zero_unpaired"], 1),
+        ("llama3_8b_grpo", ["--use_vllm", "false", "--beta", "0"], 0),
+        ("llama3_8b_grpo", ["--use_vllm", "false", "--beta", "0.1"], 1),
+        ("llama3_8b_grpo", ["--use_vllm", "false", "--beta", "0", "--num_iterations", "2"], 0.5),
+        ("llama3_8b_grpo", ["--use_vllm", "true", "--beta", "0"], 1),
+    ],
+)
+def test_forwards_without_gradients(recipe, options, scored):
+    assert plan_of(recipe, 1, 141 * GB, *options)[0].run.work.scored == scored
 
 
 def test_batches_that_are_part_of_the_loss_stay():

@@ -181,15 +181,13 @@ def test_auto_takes_at_most_all_and_nothing_where_nothing_fits():
 
 
 @pytest.mark.parametrize(
-    ("rank", "room", "faster"),
-    [(0, 70, 1.075), (0, 80, 1.121), (0, 94.5, 1.195), (16, 141, 1.289)],
+    ("rank", "size", "faster"), [(0, 7.938, 1.046), (0, 27.875, 1.138), (0, 59.066, 1.225), (16, 100, 1.301)]
 )
-def test_how_much_faster(rank, room, faster):
-    """Relative to full checkpointing; by the measured time of each result, and all of them as measured."""
-    run = run_of("llama3-8b", 4096, rank=rank)
-    size = largest_activation_memory(run, FOUR, room * GIB)
-    times = [step_time(run, setting, cluster()).token for setting in (FOUR, with_budget(size))]
-    assert times[0] / times[1] == pytest.approx(faster, abs=0.01)
+def test_how_much_faster(rank, size, faster):
+    """Relative to full checkpointing, as in `activation-memory-llama.json` and `alone/keep-lora.json`."""
+    run = dataclasses.replace(run_of("llama3-8b", 4096, rank=rank), implementation="liger_trainer")
+    times = [step_time(run, setting, cluster()).token for setting in (FOUR, with_budget(int(size * GIB)))]
+    assert times[0] / times[1] == pytest.approx(faster, abs=0.025)
 
 
 def test_everything_kept_is_as_fast_as_no_checkpointing():

@@ -94,7 +94,27 @@ def test_options_cost_time():
 
     for rank in (0, 16):
         assert token(rank, checkpointing=False) < token(rank) < token(rank, tiled_mlp=True)
-        assert token(rank, tiled_mlp=True) < token(rank, offloading=1.0)
+        assert token(rank) < token(rank, offloading=0.5) < token(rank, offloading=1.0)
+
+
+def test_every_forward_without_gradients_takes_as_long_as_the_one_with():
+    """And under FSDP2 gathers each layer once more."""
+    few, setting = dataclasses.replace(RUN.work, scored=1), Setting("fsdp2", 8, 8)
+    with_one, with_two, without = (
+        step_time(dataclasses.replace(RUN, work=work), setting, cluster(8))
+        for work in (few, dataclasses.replace(few, scored=2), RUN.work)
+    )
+    assert with_two.computing - with_one.computing == pytest.approx(with_one.computing - without.computing)
+    assert 0.2 < with_one.computing / without.computing - 1 < 0.3
+    assert with_one.sent.within - without.sent.within == pytest.approx(2 * 8_030_261_248 * 7 / 8)
+    assert without.waiting < with_one.waiting < with_two.waiting
+    rows = [
+        traffic(
+            dataclasses.replace(MIXTURE, work=work), Setting("expert_parallel", 8, expert_parallel_size=8), cluster(8)
+        )
+        for work in (few, RUN.work)
+    ]
+    assert rows[0].activations.within == pytest.approx(rows[1].activations.within * 7 / 5)
 
 
 def test_experts_cost_more_to_send_than_they_compute():

@@ -51,6 +51,8 @@ CARDS = (
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
 MEASURED = ("H100", "H200")  # on which the model of the time was compared with runs
 
+_WITH_FP8 = ("B200", "H200", "H100", "H800")  # `kernels.fp8.linear.has_fp8`
+
 
 def card_named(text: str) -> Card | None:
     """The card of a name such as ``"h100"`` or ``"NVIDIA H100 80GB HBM3"``; None if it is not known."""
@@ -87,6 +89,7 @@ def cluster_of(card: Card, gpus: int, hosts: int = 1, network: tuple[float, bool
         link=LINK_SHARE * card.link,
         network=LINK_SHARE * rate / (gpus // hosts if of_host else 1),
         link_step=PCIE_STEP if card.link <= _PCIE_5 else NVLINK_STEP,
+        fp8=card.name.split()[0] in _WITH_FP8,
     )
 
 

@@ -115,6 +115,8 @@ def read_inputs(
         implementation=_attention(values, kernels, model, split),
         checkpoint_every=every,
         recompute_mlp=bool(values["use_liger_kernel"] and kernels.recompute_mlp),
+        fp8=kernels.fp8 if values["use_liger_kernel"] and not values["use_peft"] else None,
+        fp8_base=bool(values["fp8_base"]),
         sync_each_batch=reduced,
     )
     packed = stays_packed(values, config)
@@ -270,13 +272,28 @@ def _work(values: Mapping[str, Any], source: Path, base_bytes: float, gpus: int,
     if trainer.generates:
         answer = values["max_completion_length"] or 0
         length = answer + prompt_length
-        return Work(1, length, answer, head, reference, **_generation(values, gpus))
+        return Work(1, length, answer, head, reference, **_generation(values, gpus), scored=_scored(values, gpus))
     length = values["max_length"]
     if not length:
         raise RecipeError(
             f"{source}: `max_length` is not set, so the longest sequence is not known; plan with `--max_length N`."
         )
-    return Work(2 if trainer.pairs else 1, length, length, head, reference)
+    return Work(2 if trainer.pairs else 1, length, length, head, reference, scored=_scored(values, gpus))
+
+
+def _scored(values: Mapping[str, Any], gpus: int) -> float:
+    """Forwards without gradients beside each one with them, as TRL's trainers make them."""
+    kind = TRAINERS[values["trainer"]]
+    if not kind.generates:
+        reference = int(kind.has_reference and not values["precompute_ref_log_probs"])
+        mismatched = int(values["trainer"] == "kto" and values["loss_type"] == "kto")
+        return reference + mismatched * (1 + reference)
+    accumulation, repeats = values["gradient_accumulation_steps"], values["num_iterations"]
+    each = values["per_device_train_batch_size"] * gpus
+    drawn = (values["generation_batch_size"] or 0) // each or values["steps_per_generation"] or accumulation
+    old = values["trainer"] == "rloo" or accumulation % (drawn * repeats) > 0
+    old = old or bool(values["use_vllm"] and values["vllm_importance_sampling_correction"])
+    return (old + (values["beta"] != 0)) / repeats
 
 
 def _has_reference(values: Mapping[str, Any]) -> bool:
@@ -315,16 +332,13 @@ def _notes(
     if name is not None and published_config(name, values["model_revision"]) is not None:
         notes.append(f"The sizes of {name} are those packaged with liger_trainer; the Hub was not asked.")
     if TRAINERS[values["trainer"]].generates:
-        notes.append(f"Prompts are assumed to have {prompt_length} tokens (`--prompt_length`).")
+        notes.append(
+            f"Prompts are assumed to have {prompt_length} tokens (`--prompt_length`); generating is not in the time."
+        )
     if values.get("tokens_per_micro_batch"):
         notes.append("`tokens_per_micro_batch` is not counted: a batch is planned as one forward, padded.")
-    if values["use_liger_kernel"] and kernels.fp8 is not None:
-        notes.append(
-            "`fp8` is planned as bf16: measured with `rowwise_gw_hp`, the memory is the same; how much faster it is, "
-            "and so whether it changes the order of the rows, is not known."
-        )
     if not values["use_liger_kernel"]:
-        notes.append("`use_liger_kernel` is false: layers without the kernels take more memory than planned.")
+        notes.append("`use_liger_kernel` is false: layers without the kernels take more memory and time than planned.")
     if config.get_text_config() is not config:
         notes.append("Activations of images are not counted.")
     kinds = sorted({kind for kind in getattr(config.get_text_config(), "layer_types", None) or () if "linear" in kind})

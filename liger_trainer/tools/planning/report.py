@@ -285,8 +285,10 @@ def speed_of(plan: Plan, best: Row, card: str, measured: bool) -> str:
         )
         text += f" and {time.sent.between / 1e9:.1f} GB between hosts; of the {time.sent.seconds:.2f} s of these "
         text += f"messages {time.hidden:.0%} are hidden. "
-    text += f"The largest error was {LARGEST_ERROR:.0%}, on one to four H100 and H200 with Llama-3 8B"
+    text += f"The largest error was {LARGEST_ERROR:.0%}, in the measured runs on one to four H100 and H200"
+    one, measured_ways = best.setting, ("single", "fsdp2")
     unknown = ["between hosts"] if plan.cluster.hosts > 1 else []
+    unknown += [] if one.strategy in measured_ways and one.replicas * one.sharing == 1 else [f"under {_split(one)}"]
     unknown += [] if measured else [f"on {card}"]
     return text + (f"; {' and '.join(unknown)} nothing was measured." if unknown else ".")
 
