@@ -163,6 +163,7 @@ class Work:
     lengths: str = ""  # "64:1024" draws each completion's tokens, "512" fixes them; empty for `length`
     prompt: int = 0  # tokens before each completion; 0 with `lengths` of whole sequences, and without `lengths`
     group_size: int = 0  # completions of a prompt for `GROUPS` with `lengths`; 0 for a prompt of its own each
+    expert_parallel: int = 1  # processes that share a layer's experts, while FSDP2 splits the rest over all
 
 
 @dataclasses.dataclass
@@ -193,7 +194,8 @@ class TrainingRecord(Work):
         """The task without the length of a sequence and the number of GPUs."""
         model = (self.model, self.layers, self.trainer, self.batch)
         rows = (self.documents, self.padding, self.labelled, self.lengths, self.prompt, self.group_size)
-        return (*model, self.dtype, *rows, self.checkpointing, self.lora, self.quantize, self.accelerate_config)
+        split = (self.accelerate_config, self.expert_parallel)
+        return (*model, self.dtype, *rows, self.checkpointing, self.lora, self.quantize, *split)
 
 
 @dataclasses.dataclass

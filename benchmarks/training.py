@@ -192,8 +192,8 @@ def launch_command(task: Task) -> list[str]:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", task.accelerate_config]
     launcher += ["--num_processes", str(task.gpus), "--main_process_port", "0"]
     launcher += ["--mixed_precision", "no"]  # which the training arguments set, for each provider
-    # Every process makes the same random weights on its own device; there is nothing to send from the first one's host.
-    return [*launcher, "--fsdp_cpu_ram_efficient_loading", "false", *step]
+    # Every process makes the same random weights on its own device; there is nothing to send from the first one.
+    return [*launcher, "--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false", *step]
 
 
 def _environment(task: Task) -> dict[str, str]:

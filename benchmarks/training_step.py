@@ -179,12 +179,23 @@ def _model(task: Task, device: torch.device) -> Any:
     kind: Any = AutoModelForCausalLM
     if task.trainer == "reward":
         kind, config.num_labels = AutoModelForSequenceClassification, 1
+    if task.expert_parallel > 1:
+        return _split_model(task, kind, config, dtype)
     packed = task.quantize in PACKED_BASES
     with torch.device("meta") if packed else device:
         model = kind.from_config(config, dtype=dtype)
     if packed:
         return pack_randomly(task.model, task.quantize, model, device)
     return quantise(model, task.quantize, compress_statistics=True) if task.quantize else model
+
+
+def _split_model(task: Task, kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The model as `from_pretrained` splits one, each process with random weights in its own part."""
+    torch.manual_seed(int(os.environ["RANK"]))  # parts that are alike would tie experts of different processes
+    with torch.device("meta"):
+        own = type(kind.from_config(config))
+    split = {"fsdp_size": task.gpus, "ep_size": task.expert_parallel}
+    return own.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=split)
 
 
 def training_arguments(task: Task, device: torch.device, folder: str) -> dict[str, Any]:

@@ -40,6 +40,19 @@ def short(setup):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     return setup.trainer(use_liger_kernel=False)
 """
+SPLIT = """
+import torch
+from liger_trainer.benchmarks.training_step import training_provider
+
+@training_provider("split")
+def split(setup):
+    experts = setup.model.model.layers[0].mlp.experts.gate_up_proj.to_local()
+    assert experts.shape[0] == 2
+    both = [torch.empty_like(experts) for _ in range(2)]
+    torch.distributed.all_gather(both, experts.contiguous())
+    assert not torch.equal(*both)
+    return setup.trainer(ours=True)
+"""
 ENDLESS = """
 import os, pathlib, time
 from liger_trainer.benchmarks.training_step import training_provider
@@ -77,6 +90,63 @@ def test_lengths_in_the_same_processes(tmp_path, capsys):
     assert "OOM" in printed
 
 
+def test_fsdp1_in_every_setting(tmp_path):
+    """LigerAdamW is refused there in one line, since FSDP1 cannot save its states."""
+    (tmp_path / "mine.py").write_text(AS_ON_GPUS)
+    several = ["--gpus", "2", "--accelerate_config", "fsdp1", "--length", "16", "--seconds", "120", "--steps", "5"]
+    providers = "liger_trainer activation_memory=1MiB,liger_trainer fp8,liger_trainer optim=liger_adamw"
+    mine = ["--providers", providers, "--provider_file", str(tmp_path / "mine.py")]
+    assert main(["bench", "training", *TINY, *several, *mine, "--output", str(tmp_path)]) == 0
+    *trained, refused = Run.read(tmp_path / "results.json").training
+    assert [record.failure for record in trained] == ["", ""]
+    assert trained[0].kept_gibibytes > 0
+    assert trained[0].losses == pytest.approx(trained[1].losses, abs=0.04)
+    assert refused.failure.startswith("ValueError: LigerAdamW has states of several dtypes for bf16 weights")
+
+
+def test_experts_that_processes_share(tmp_path, capsys):
+    """No process makes more of the model than its own part, and the parts differ."""
+    options = [
+        "--model",
+        "tiny-moe",
+        "--layers",
+        "1",
+        "--batch",
+        "2",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--length",
+        "16",
+    ]
+    options += ["--gpus", "2", "--expert_parallel", "2", "--device", "cpu", "--seconds", "120"]
+    (tmp_path / "mine.py").write_text(SPLIT)
+    mine = ["--providers", "hf,split", "--provider_file", str(tmp_path / "mine.py")]
+    assert main(["bench", "training", *options, *mine, "--output", str(tmp_path)]) == 0
+    stock, ours = Run.read(tmp_path / "results.json").training
+    assert (stock.failure, ours.failure) == ("", "")
+    assert (ours.expert_parallel, ours.accelerate_config) == (2, "ddp")
+    assert stock.losses == pytest.approx(ours.losses, abs=0.04)
+    assert "2 GPUs · ddp · experts shared by 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "tiny"], "tiny has none that transformers can split; give a divisor"),
+        (["--expert_parallel", "3", "--gpus", "3"], "tiny-moe has 4 experts a layer; give a divisor"),
+        (["--gpus", "3"], "give a multiple of it for each of `--gpus`"),
+        (["--accelerate_config", "fsdp2"], "`--accelerate_config` splits the model with FSDP2; leave that out"),
+        (["--lora", "4", "--quantize", "fp8_blocks"], "`--quantize` is for whole models; leave that out"),
+    ],
+)
+def test_experts_that_processes_cannot_share(options, words, capsys):
+    several = ["--model", "tiny-moe", "--gpus", "2", "--expert_parallel", "2", "--device", "cpu"]
+    assert main(["bench", "training", *several, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_length_that_takes_too_long_is_ended(tmp_path):
     (tmp_path / "mine.py").write_text(ENDLESS)
     task = Task("tiny", device="cpu", gpus=2, accelerate_config=str(shipped_configs()["ddp"]))
@@ -101,7 +171,8 @@ def test_what_is_no_fsdp_is_not_called_so(monkeypatch):
 def test_commands():
     assert launch_command(Task("tiny"))[1:] == ["-m", "liger_trainer.benchmarks.training_step"]
     command = launch_command(Task("tiny", gpus=4, accelerate_config="my.yaml"))
-    for option, value in {"--config_file": "my.yaml", "--num_processes": "4"}.items():
+    options = {"--config_file": "my.yaml", "--num_processes": "4", "--fsdp_sync_module_states": "false"}
+    for option, value in options.items():
         assert command[command.index(option) + 1] == value
 
 

@@ -102,6 +102,13 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help="ddp, fsdp2, ..., or an accelerate configuration file; default for several --gpus: fsdp2, or ddp on CPUs",
     )
+    training.add_argument(
+        "--expert_parallel",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="GPUs that share a layer's experts, while FSDP2 splits the rest over all, under ddp; default: 1",
+    )
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="layers of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
     training.add_argument(

@@ -12,6 +12,7 @@ import sys
 import torch
 
 from liger_trainer.benchmarks.device import Device, find_device
+from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.packed_base import check_packed_base
 from liger_trainer.benchmarks.records import (
     ACTIVATION_MEMORY,
@@ -43,6 +44,7 @@ from liger_trainer.benchmarks.training_providers import (
     optimizers_of,
 )
 from liger_trainer.kernels.fp8.linear import has_fp8
+from liger_trainer.recipe.experts import can_split_experts, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, split_by
 
 _IN_16_BITS, _NF4 = "bf16", "nf4"  # of `--quantize`, beside `PACKED_BASES`
@@ -79,6 +81,7 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
 def _check_longest(arguments: argparse.Namespace) -> None:
     steps = ("lengths", "prompt", "group", "documents", "padding", "quantize", "optim", "activation_memory")
     option = next((name for name in steps if getattr(arguments, name)), "labelled" if arguments.labelled < 1 else None)
+    option = "expert_parallel" if arguments.expert_parallel > 1 else option
     if option is not None:
         raise BenchmarkError(f"`--{option}` is for `bench training`; leave it out.")
     if len(arguments.length or []) > 1:
@@ -152,10 +155,28 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         lengths=arguments.lengths or "",
         prompt=prompt,
         group_size=group_size,
+        expert_parallel=arguments.expert_parallel,
     )
+    _check_expert_parallel(arguments, task)
     for tokens in arguments.length or [length]:
         _check_rows(dataclasses.replace(task, length=tokens))
     return task
+
+
+def _check_expert_parallel(arguments: argparse.Namespace, task: Task) -> None:
+    size = task.expert_parallel
+    if size == 1:
+        return
+    given, config = f"`--expert_parallel` is {size}", model_config(MODELS[task.model], task.layers)
+    experts = count_experts(config) if can_split_experts(config) else 0
+    if not experts or experts % size:
+        reason = f"has {experts} experts a layer" if experts else "has none that transformers can split"
+        raise BenchmarkError(f"{given}, but {task.model} {reason}; give a divisor of their number, or leave it out.")
+    if any(gpus % size for gpus in arguments.gpus or [1]):
+        raise BenchmarkError(f"{given}; give a multiple of it for each of `--gpus`.")
+    if (way := split_by(task.accelerate_config)) is not None or arguments.quantize:
+        reason = f"`--accelerate_config` splits the model with {way}" if way else "`--quantize` is for whole models"
+        raise BenchmarkError(f"{given}, which splits the model as it is loaded, but {reason}; leave that out.")
 
 
 def _trainer(arguments: argparse.Namespace) -> str:
@@ -271,7 +292,9 @@ def _split_by(task: Task) -> str | None:
 
 def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
     """The accelerate configuration file, given or needed for several GPUs; empty for one process."""
-    gpus, default = max(arguments.gpus or [1]), "ddp" if device.module is None else "fsdp2"
+    gpus, default = max(arguments.gpus or [1]), "fsdp2"
+    if device.module is None or arguments.expert_parallel > 1:
+        default = "ddp"
     name = arguments.accelerate_config or (default if gpus > 1 else "")
     if not name:
         return ""

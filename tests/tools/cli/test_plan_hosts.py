@@ -88,6 +88,7 @@ def test_long_sequences_are_shared(run):
     size, shards = int(launch.parallelism_config_cp_size), int(launch.parallelism_config_dp_shard_size)
     assert size * shards == 32
     assert size == int(re.search(r"CP of (\d+)", best)[1])
+    assert f"between hosts and under FSDP2, CP of {size} nothing was measured" in out
 
 
 def test_a_split_that_recipes_have_no_key_for_is_named(run, monkeypatch):
