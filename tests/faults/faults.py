@@ -1759,7 +1759,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("a down projection before a norm is left out of a recomputation", "_layer",
          r"0\.0 if shape\.post_norms else ", "", "plan/test_speed_measured::test_the_documentation_has_the_errors"),
         ("a plan casts no weights under autocast", "_casts", r"precision_of\(run, setting\)\.autocast", "False",
-         "plan/test_speed_measured::test_tokens_a_second", "fp32"),
+         "plan/test_speed_measured::test_the_documentation_has_the_errors"),
         ("an untried layout is said to be measured", "speed_of", r"one\.replicas \* one\.sharing == 1", "True",
          "tools/cli/test_plan_hosts::test_long_sequences_are_shared"),
         ("copies of a split model take no more memory", "Setting.shards", r"self\.gpus // self\.replicas", "self.gpus",
