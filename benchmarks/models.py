@@ -118,6 +118,12 @@ MODELS = {
             known="Qwen/Qwen3-0.6B",
         ),
         Model(
+            *("qwen3-4b", "Qwen3-4B", 2560, 9728, 151936, 36, 32, 8, 128),
+            qk_norm=True,
+            tied=True,
+            known="Qwen/Qwen3-4B",
+        ),
+        Model(
             *("smollm2-135m", "SmolLM2-135M", 576, 1536, 49152, 30, 9, 3, 64),
             tied=True,
             known="HuggingFaceTB/SmolLM2-135M-Instruct",
