@@ -408,6 +408,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "attention/test_labelled_tokens::test_loss_and_gradients_are_those_of_all_tokens", "E2B"),
         ("a model with the config of a patched one cuts plans", "_keep_tokens", r"name\.slices = True", "pass",
          "attention/test_shared_layers::test_a_model_with_the_config_of_a_patched_one", "E2B"),
+        ("a reference's layers are gathered at once under FSDP2", "split_layers", r"if chosen\(module\)", "if False",
+         "trainers/test_reference_layers::test_layers_are_units"),
         ("an indexer is not asked where documents are longer than its selection", "indexer_forward",
          r"plan\.longest_keys\(length\) <= self\.index_topk", "True",
          "attention/test_indexed::test_loss_and_gradients_equal_those_of_eager", "3-full-deepseek_v32"),
