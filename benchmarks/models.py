@@ -54,6 +54,7 @@ class Model:
     dense_layers: int = 0  # the first ones, without experts
     latent_attention: bool = False  # number and size of heads are then those of rotated queries and keys
     sliding_window: int | None = None
+    global_head_dim: int = 0  # of the layers without a window, if they have another
     attention_softcap: float | None = None  # of the attention's scores
     sinks: bool = False  # a learned number a head in the attention's softmax
     tied: bool = False  # of a Llama or a hybrid: whether the head is the embedding; Gemma's always is
@@ -107,10 +108,20 @@ MODELS = {
         Model("gemma3-27b", "Gemma3 27B", 5376, 21504, 262208, 62, 32, 16, 128, **_GEMMA),
         # Configurations that the recipes know, or transformers' own.
         Model(
+            *("ministral-3-8b", "Ministral 3 8B", 4096, 14336, 131072, 34, 32, 8, 128),
+            known="ministral3",
+        ),
+        Model(
             *("qwen3-0.6b", "Qwen3-0.6B", 1024, 3072, 151936, 28, 16, 8, 128),
             qk_norm=True,
             tied=True,
             known="Qwen/Qwen3-0.6B",
+        ),
+        Model(
+            *("qwen3-4b", "Qwen3-4B", 2560, 9728, 151936, 36, 32, 8, 128),
+            qk_norm=True,
+            tied=True,
+            known="Qwen/Qwen3-4B",
         ),
         Model(
             *("smollm2-135m", "SmolLM2-135M", 576, 1536, 49152, 30, 9, 3, 64),
@@ -128,6 +139,7 @@ MODELS = {
             *("gemma4-text", "Gemma 4 text", 2304, 9216, 262144, 30, 8, 4, 256),
             qk_norm=True,
             sliding_window=512,
+            global_head_dim=512,
             tied=True,
             known="gemma4_text",
         ),
@@ -135,6 +147,7 @@ MODELS = {
             *("gemma4-e2b", "Gemma 4 E2B", 1536, 6144, 262144, 35, 8, 1, 256),
             qk_norm=True,
             sliding_window=512,
+            global_head_dim=512,
             tied=True,
             known="google/gemma-4-E2B-it",
         ),

@@ -385,6 +385,9 @@ TRAINING_PROVIDERS |= {
     "hf": _with(ours=False, use_liger_kernel=False),
     "hf activation_offloading": _with(ours=False, use_liger_kernel=False, activation_offloading=True),
     "torch.compile": _with(ours=False, use_liger_kernel=False, torch_compile=True),
+    "torch.compile reduce-overhead": _with(
+        ours=False, use_liger_kernel=False, torch_compile=True, torch_compile_mode="reduce-overhead"
+    ),
     "hf fla": _with_fla(_with(ours=False, use_liger_kernel=False)),
     "liger-kernel": _liger,
     "liger-kernel fla": _with_fla(_liger),

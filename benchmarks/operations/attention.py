@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from liger_trainer.benchmarks.models import Model
 from liger_trainer.benchmarks.operations.head import in_parts, soft_capped
@@ -103,7 +104,8 @@ def attention_cases(data: Data, model: Model, tokens: int) -> Iterator[Case]:
     length = min(tokens, _ROW)
     rows = {"batch": tokens // length, "length": length, "document": length}
     row = {"batch": 1, "length": tokens, "document": tokens}
-    yield _case(data, model, "", **rows, window=0)
+    whole = dataclasses.replace(model, head_dim=model.global_head_dim or model.head_dim)
+    yield _case(data, whole, "", **rows, window=0)
     if model.sliding_window is None:
         document = min(_DOCUMENT, max(tokens // 16, 2))
         yield _case(data, model, "packed", **row | {"document": document}, window=0)
@@ -214,6 +216,13 @@ def unmasked_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor
     shape = q.shape
     q, k, v = _heads_first(*(tensor.unflatten(1, (-1, layout.document)).flatten(0, 1) for tensor in (q, k, v)))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(shape)
+
+
+@provider("attention", "cudnn")
+def cudnn(q: Tensor, k: Tensor, v: Tensor, layout: Layout, sinks: Tensor | None) -> Tensor:
+    """The same, in cuDNN's attention."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return unmasked_sdpa(q, k, v, layout, sinks)
 
 
 @provider("attention", "flash")

@@ -237,26 +237,14 @@ def bits_of(plan: AttentionPlan, indices: torch.Tensor, length: int, first: int 
     selected = torch.zeros(batch, queries, length, dtype=torch.bool, device=device)
     selected.scatter_(-1, indices.long(), True)
 
-    rows = torch.arange(batch, device=device)[:, None] * length
-    token = rows + torch.arange(first, first + queries, device=device)
-    base, position = rows.expand_as(token), token - rows  # of the document's keys, and of the query in it
-    if plan.offsets is not None:
-        offsets = plan.offsets.to(device)
-        document = torch.bucketize(token, offsets, right=True) - 1
-        base, position = offsets[document], token - offsets[document]
-        if plan.keys is not None:
-            keys = plan.keys.offsets.to(device)
-            base, position = keys[document], position + (keys - offsets).diff()[document]
-
+    base, position = places_of(plan, batch, length, first, queries, device)
     words = cdiv(plan.longest_keys(length), 32)
     place = torch.arange(32 * words, device=device)
     if plan.offsets is None:
         selected = F.pad(selected, (0, 32 * words - length))
     else:
         index = base[..., None] + place
-        if plan.keys is None:
-            index = index - rows[..., None]
-        else:
+        if plan.keys is not None:
             assert plan.keys.copies is not None
             copies = plan.keys.copies.index.to(device)
             index = copies[index.clamp(max=len(copies) - 1)].long()
@@ -265,3 +253,33 @@ def bits_of(plan: AttentionPlan, indices: torch.Tensor, length: int, first: int 
     powers = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
     in_bytes = (selected.view(batch, queries, 4 * words, 8) * powers).sum(-1, dtype=torch.uint8)
     return in_bytes.view(torch.int32).movedim(-1, 0).contiguous()
+
+
+def places_of(
+    plan: AttentionPlan, batch: int, length: int, first: int, queries: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the keys are that a block of queries sees.
+
+    Args:
+        plan: The plan. Its window plays no part.
+        batch: Number of rows; 1 for a plan with `keys`.
+        length: Tokens of each row.
+        first: The first query's token in the row.
+        queries: How many there are.
+        device: Device of the results.
+
+    Returns:
+        int (batch, queries): where the keys of the query's document begin, in its row or, with `keys`, among the keys
+        of all documents; and how many of these keys come before the query's own.
+    """
+    rows = torch.arange(batch, device=device)[:, None] * length
+    token = rows + torch.arange(first, first + queries, device=device)
+    if plan.offsets is None:
+        return torch.zeros_like(token), token - rows
+    offsets = plan.offsets.to(device)
+    document = torch.bucketize(token, offsets, right=True) - 1
+    base, position = offsets[document], token - offsets[document]
+    if plan.keys is None:
+        return base - rows, position
+    keys = plan.keys.offsets.to(device)
+    return keys[document], position + (keys - offsets).diff()[document]

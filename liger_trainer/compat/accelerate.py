@@ -14,6 +14,13 @@ FSDP_PLUGIN = Feature(
     Private("accelerate.state:AcceleratorState.__init__", uses="fsdp_plugin"),
 )
 
+SPLIT_LAYERS = Feature(
+    "splitting each layer of a reference by itself under FSDP2",
+    Private("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", "fsdp2_plugin, model"),
+    Private("accelerate.utils.fsdp_utils:get_parameters_from_modules", "modules, model, device"),
+    needed=False,
+)
+
 AUTOCAST_FORWARD = Feature(
     "continuous batching with mixed precision, without the forward that returns fp32",
     Private("accelerate:Accelerator.prepare_model", uses="_original_forward, convert_outputs_to_fp32"),

@@ -279,3 +279,9 @@ OFFLOADING = Feature(
         for name in ("SFT", "DPO", "KTO", "Reward")
     ),
 )
+
+SPLIT_REFERENCE = Feature(
+    "splitting each layer of a reference by itself under FSDP2, before TRL splits the rest",
+    Private("trl.models.utils:prepare_fsdp", "model, accelerator", uses="fully_shard"),
+    needed=False,
+)

@@ -11,7 +11,6 @@ on to layers that share a selection, as it would the indices.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -19,10 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from liger_trainer.attention.masks import MaskPart
-from liger_trainer.kernels.attention.plan import BLOCK, AttentionPlan, bits_of, dense
+from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.kernels.attention.selection import select
 from liger_trainer.patching.model_forward import CACHE_NAMES
 
 logger = logging.getLogger("liger_trainer")
@@ -46,9 +47,10 @@ def _arguments(forward: Callable) -> tuple[str, ...]:
 def indexer_forward(original: Callable) -> Callable:
     """The forward of an indexer whose class has the forward `original`.
 
-    Given the mask of a plan, it returns int32 (batch, tokens, 0) where every query sees all of its keys. Else
-    `original` selects keys for blocks of queries, returned as the `bits` of a plan, int32 (words, batch * tokens).
-    With a cache, and given another mask, `original` runs: int32 (batch, tokens, selected), the places of the keys.
+    Given the mask of a plan, it returns int32 (batch, tokens, 0) where every query sees all of its keys. Else keys are
+    selected by what `original` projects, and returned as the `bits` of a plan, int32 (words, batch * tokens). With a
+    cache, with scores of another form, and given another mask, `original` runs: int32 (batch, tokens, selected), the
+    places of the keys.
     """
     names = _arguments(original)
     cache = next((name for name in names if name in CACHE_NAMES), None)
@@ -65,7 +67,7 @@ def indexer_forward(original: Callable) -> Callable:
             return torch.empty(batch, length, 0, dtype=torch.int32, device=hidden_states.device)
         bits = None
         if cache is not None and not cached:
-            bits = _in_blocks(functools.partial(original, self), given, cache, plan, hidden_states)
+            bits = _selected(functools.partial(original, self), {**given, cache: _Cache()}, plan, self.index_topk)
         if bits is None:
             given[_MASK] = plan.dense(batch, length, hidden_states.device)[:, 0]
             return original(self, **given)
@@ -74,58 +76,76 @@ def indexer_forward(original: Callable) -> Callable:
     return forward
 
 
-class _Keys:
-    """Stands in for a cache: gives an indexer the keys of all tokens, or takes those that it has made."""
+class _Scores:
+    """Stands for an indexer's keys in its class's code, and then for the scores, which are never all in memory.
 
-    def __init__(self, keys: torch.Tensor | None = None) -> None:
-        self.keys = keys
-
-    def update_indexer(self, keys: torch.Tensor, _layer: int) -> torch.Tensor:
-        """The keys of all tokens."""
-        if self.keys is None:
-            self.keys = keys
-            raise _KeysMadeError
-        return self.keys
-
-
-class _KeysMadeError(Exception):
-    pass
-
-
-@torch.no_grad()
-def _in_blocks(
-    original: Callable, given: dict[str, Any], cache: str, plan: AttentionPlan, hidden_states: torch.Tensor
-) -> torch.Tensor | None:
-    """What `original` selects, as bits; None if it asks no cache.
-
-    Its mask, and its scores in fp32, (heads, block, tokens), then take memory for a block of queries.
+    It follows the code as far as ``relu(scale * q @ keys)``, and ends it where the heads are added up.
     """
-    batch, length = hidden_states.shape[:2]
 
-    def of(start: int, keys: _Keys) -> dict[str, Any]:
-        part = {name: _of_tokens(value, start, length) for name, value in given.items() if name != _MASK}
-        mask = dense(plan, batch, length, hidden_states.device, rows=slice(start, start + BLOCK))
-        return {**part, _MASK: mask.expand(batch, -1, -1, -1)[:, 0], cache: keys}
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+        self.queries: torch.Tensor | None = None
+        self.scale = 1.0
+        self.is_positive = False
 
-    made, blocks = [], range(0, length, BLOCK)
-    for start in blocks:
-        keys = _Keys()
-        with contextlib.suppress(_KeysMadeError):
-            original(**of(start, keys))
-        if keys.keys is None:
-            return None
-        made.append(keys.keys)
-    known = _Keys(torch.cat(made, 1))
-    selected = (bits_of(plan, original(**of(start, known)), length, start) for start in blocks)
-    return torch.cat([*selected], 2).flatten(1)
+    def _itself(self, *_args: int) -> _Scores:
+        """The keys as the right side of a product: in fp32, transposed, for every head."""
+        if self.queries is not None:
+            raise _OtherCodeError
+        return self
+
+    transpose = float = unsqueeze = _itself
+
+    def __mul__(self, scale: Any) -> _Scores:
+        if self.queries is None or self.is_positive or isinstance(scale, torch.Tensor):
+            raise _OtherCodeError
+        self.scale *= scale
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, _types: Any, args: Any = (), kwargs: Any = None) -> _Scores:
+        its = args[-1]
+        if function is torch.matmul and its.queries is None:
+            its.queries = args[0]
+        elif function is F.relu and its.queries is not None:
+            its.is_positive = True
+        elif function is torch.matmul and its.is_positive:
+            raise _ScoresAskedError(its, args[0].squeeze(-2))
+        else:
+            raise _OtherCodeError
+        return its
 
 
-def _of_tokens(value: Any, start: int, length: int) -> Any:
-    """The part of an argument that is for a block of queries: dimension 1 are the tokens."""
-    if isinstance(value, tuple):
-        return tuple(_of_tokens(each, start, length) for each in value)
-    of_tokens = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
-    return value[:, start : start + BLOCK] if of_tokens else value
+class _ScoresAskedError(Exception):
+    """Ends the code of an indexer, with what its scores are made of."""
+
+    def __init__(self, scores: _Scores, weights: torch.Tensor) -> None:
+        self.scores, self.weights = scores, weights
+
+
+class _OtherCodeError(Exception):
+    """Ends the code of an indexer that computes something else."""
+
+
+class _Cache:
+    """Stands in for a cache, which is asked for the keys of all tokens."""
+
+    def update_indexer(self, keys: torch.Tensor, _layer: int) -> _Scores:
+        return _Scores(keys)
+
+
+@torch.compiler.disable
+def _selected(original: Callable, given: dict[str, Any], plan: AttentionPlan, count: int) -> torch.Tensor | None:
+    """What `original` selects, as bits; None if its code is another one."""
+    try:
+        original(**given)
+    except _ScoresAskedError as asked:
+        scores, weights = asked.scores, asked.weights
+        assert scores.queries is not None
+        return select(plan, scores.queries, scores.keys, weights, scores.scale, count)
+    except (_OtherCodeError, AttributeError, TypeError):  # such as a method that keys have, and `_Scores` has not
+        return None
+    return None
 
 
 def freeze_indexers(model: nn.Module) -> None:

@@ -5,12 +5,13 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments, apply_liger_kernel, revert_liger_kernel
 from liger_trainer.attention import interface
 from liger_trainer.attention.masks import sliced
-from liger_trainer.kernels.attention import attention_launch
+from liger_trainer.kernels.attention import attention_launch, selection
 from liger_trainer.kernels.attention.plan import AttentionPlan, SharedKeys, bits_of, dense
 from liger_trainer.kernels.copied_rows import copies_of
 from liger_trainer.packing.proof import small_config
@@ -60,9 +61,47 @@ def test_latents_of_an_earlier_layer(kind, selected):
 @families
 @pytest.mark.parametrize("kind", BATCHES)
 def test_by_blocks_of_queries(name, kind, monkeypatch):
-    monkeypatch.setattr(indexer, "BLOCK", 5)
+    monkeypatch.setattr(selection, "BLOCK", 5)
     model = build(name, index_topk=SMALLEST).train()
     _assert_equal(eager(model), patched(model), {**BATCHES[kind](), "use_cache": False})
+
+
+@families
+def test_scores_are_what_every_class_computes(name, monkeypatch):
+    """Otherwise its own code makes the scores of all pairs."""
+    model, batch = patched(build(name, index_topk=SMALLEST).train()), {**BATCHES["full"](), "use_cache": False}
+    given = []
+    monkeypatch.setattr(indexer, "select", lambda *args: given.append(args[-2:]) or selection.select(*args))
+    model(**batch)
+    scale = 1.0 if name == "hy_v4" else _indexers(model)[0].head_dim ** -0.5
+    assert given == [(pytest.approx(scale), SMALLEST)] * len(_indexers(model))
+
+
+FORMS = {
+    "sigmoid": lambda scores, weights: torch.matmul(weights, torch.sigmoid(scores)),
+    "no ReLU": lambda scores, weights: torch.matmul(weights, scores),
+    "a bias": lambda scores, weights: torch.matmul(weights, F.relu(scores + 1)),
+    "a scale for each head": lambda scores, weights: torch.matmul(weights, F.relu(scores * weights.mT)),
+    "absolute values": lambda scores, weights: torch.matmul(weights, scores.abs()),
+    "a scale after the ReLU": lambda scores, weights: torch.matmul(weights, F.relu(scores) * 2.0),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_of_another_form_are_left_to_the_class(form):
+    q, k, weights = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 8), torch.randn(1, 6, 1, 2)
+
+    def original(cache, form=FORMS[form]):
+        keys = cache.update_indexer(k, 0)
+        scores = torch.matmul(q, keys.transpose(-1, -2).float().unsqueeze(1)) * 0.5
+        return form(scores, weights)
+
+    given, plan = {"cache": indexer._Cache()}, AttentionPlan(0, None, 6)
+    assert indexer._selected(original, given, plan, 3) is None
+    known = functools.partial(original, form=lambda scores, weights: torch.matmul(weights, F.relu(scores)))
+    assert torch.equal(
+        indexer._selected(known, given, plan, 3), selection.select(plan, q, k, weights.squeeze(-2), 0.5, 3)
+    )
 
 
 @families
@@ -122,7 +161,7 @@ def test_layers_that_share_a_selection_are_handed_its_bits(name, kind, monkeypat
 
 
 def test_an_indexer_makes_nothing_of_all_pairs(monkeypatch):
-    monkeypatch.setattr(indexer, "BLOCK", 8)
+    monkeypatch.setattr(selection, "BLOCK", 8)
     its = _indexers(patched(build("deepseek_v32", index_topk=4).train()))[0]
     length, heads = 128, 4
     table = torch.ones(1, length, 8)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from accelerate.state import DistributedType, PartialState
 from datasets import Dataset
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import liger_trainer
@@ -107,7 +107,10 @@ def _alignment(case: Case, ours: bool, switched: bool, folder: Path, settings: d
     if isinstance(source, str):  # under FSDP TRL would put it, and the reference, on the GPU with the most room
         settings["model_init_kwargs"] = {"device_map": None, "use_kernels": switched}
     naive = not ours and case.parameters == "lora with head"  # which TRL's head refuses
-    return parity.build(case.trainer.upper(), ours, output, source, naive=naive, **settings)
+    trainer = parity.build(case.trainer.upper(), ours, output, source, naive=naive, **settings)
+    if ours and trainer.ref_model is not None and trainer.accelerator.is_fsdp2:
+        assert all(isinstance(layer, FSDPModule) for layer in trainer.ref_model.get_decoder().layers)
+    return trainer
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:

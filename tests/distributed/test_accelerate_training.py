@@ -57,7 +57,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
         *("sft, full", "sft, lora", "sft, lora with head", "trainer, lora with head", "dpo, lora", "grpo, full"),
         *("accumulated", "a rank without labels", "clipped", "checkpointed, reentrant", "sft, dora with head"),
         *("sft, modules to save", "sft, token rows", "trainer, frozen head", "kept", "evaluated", "sampled, lora"),
-        *("use_kernels", "use_kernels, lora", "use_kernels, dpo"),
+        *("use_kernels", "use_kernels, lora", "use_kernels, dpo", "dpo, full"),
     ),
     "fsdp2 kept": (),
     "hsdp": (),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from liger_trainer import apply_liger_kernel, revert_liger_kernel
+from liger_trainer.patching.trial import FP32_TOLERANCE, OF_RECURRENCES
 from tests.device import assert_no_host_sync
 from tests.patching.comparisons import LAYERS, loss_and_gradients, relative, total_error
 from tests.patching.test_families import expected_kernels, families, kernels
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.gpu
 def test_report(family, device):
     report = apply_liger_kernel(TINY_MODELS[family]().to(device), LAYERS)
     assert kernels(report) == expected_kernels(family), str(report)
-    assert all(row.probe_error <= 1e-5 for row in report.applied)
+    for row in report.applied:  # those of recurrences are sums over all tokens, of terms of either sign
+        limit = OF_RECURRENCES.gradients if row.component == "recurrence" else FP32_TOLERANCE
+        assert row.probe_error <= limit, str(report)
 
 
 @families

@@ -16,6 +16,7 @@ import liger_trainer
 from liger_trainer import functional as ops
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan
+from liger_trainer.kernels.attention.selection import select
 from liger_trainer.optim import LigerAdamW
 from tests.aot import CARDS, compile_launch, launches_on
 from tests.operators import OPERATORS, VARIANTS, Operator, ids, labels, leaf, table
@@ -42,6 +43,12 @@ def _delta_rule(key_heads, heads, rows, columns, *by_channel):
     gates = leaf(1, 64, heads, *by_channel), leaf(1, 64, heads)
     keys = leaf(1, 64, key_heads, rows)
     return _real("delta_rule", keys, keys, leaf(1, 64, heads, columns), *gates)
+
+
+def _selection(q, k, weights):
+    """An indexer's keys; its operator has no gradient."""
+    select(AttentionPlan(0, None, 64), q, k, weights.float(), 0.1, 16)
+    return (q * k[:, :, None]).sum(-1) * weights
 
 
 def _step(*weights):
@@ -144,6 +151,7 @@ CASES = {
     "attention, 512": _attention(8, 2, 512, softcap=30.0),
     "attention, selected keys, 64": _attention(4, 4, 64, window=0, bits=_BITS),
     "attention, selected keys, 256": _attention(4, 4, 256, window=0, bits=_BITS),
+    "select": Operator(_selection, (leaf(1, 64, 32, 128), leaf(1, 64, 128), leaf(1, 64, 32))),
     "delta_rule": _delta_rule(2, 4, 128, 128),
     "delta_rule, 96 and 192": _delta_rule(2, 2, 96, 192),
     "delta_rule, 256": _delta_rule(1, 1, 256, 256),
