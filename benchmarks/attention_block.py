@@ -80,9 +80,9 @@ def measure(config: PretrainedConfig, provider: str, rows: Rows, device: Device,
     """Runs the layers forward and backward, for the gradients of the inputs and of all weights.
 
     Args:
-        config: Of the decoder; see `published`.
+        config: The decoder's; see `published`.
         provider: One of `PROVIDERS`.
-        rows: What the layers get.
+        rows: The rows that the layers get.
         device: Where they run, in bfloat16, or in float32 on a CPU.
         rounds: How many times; once more before, which is not timed.
     """
