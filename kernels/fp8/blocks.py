@@ -93,8 +93,10 @@ def cast_groups(x: torch.Tensor) -> Cast:
 def cast_groups_reference(x: torch.Tensor) -> Cast:
     """`cast_groups` in plain torch."""
     filled = F.pad(x, (0, 0, 0, -len(x) % MULTIPLE))
+    num_rows, groups = len(filled), filled.shape[1] // BLOCK
     codes, scales = cast_rows_reference(filled.reshape(-1, BLOCK))
-    return codes.view(filled.shape), scales.view(len(filled), -1).t().contiguous().t()
+    by_columns = scales.new_empty(groups, num_rows).copy_(scales.view(num_rows, groups).t())
+    return codes.view(filled.shape), by_columns.t()
 
 
 def block_product(left: Cast, right: Cast, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -142,6 +144,12 @@ def obstacle_to_blocks(device: torch.device) -> str:
         return ""
     if torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return "products with scales of blocks are Hopper's alone"
+    return _trial(device)
+
+
+@torch.no_grad()
+def _trial(device: torch.device) -> str:
+    """Why a small product is not what it should be; empty if it is."""
     tokens, outputs, inputs = _TRIED
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(tokens, inputs, generator=generator, device=device)
