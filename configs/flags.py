@@ -144,8 +144,8 @@ class KernelFlags:
     fp8_base: bool = field(
         default=False,
         metadata={
-            "help": "Whether the frozen linear layers under LoRA adapters are stored in fp8, or stay in the fp8 in which "
-            "they were published, and multiply in it."
+            "help": "Whether the frozen linear layers under LoRA adapters are stored in fp8, or stay as they were "
+            "published in it, and multiply in it."
         },
     )
     packed_base: Switch = field(

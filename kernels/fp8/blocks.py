@@ -1,4 +1,4 @@
-"""Products in fp8 of a weight with a scale for each block of 128 x 128, as FP8 checkpoints have it (DeepSeek, Qwen, GLM).
+"""Products in fp8 of a weight with a scale for each block of 128 x 128, as DeepSeek's, Qwen's and GLM's FP8 has it.
 
 ::
 
@@ -57,11 +57,10 @@ def _cast_groups_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     group = tl.program_id(1)
     columns = group * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (rows < num_rows) & (columns < num_columns)
+    inside, filled = rows < num_rows, rows < filled_rows
     x = tl.load(x_ptr + rows * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(magnitude(x, inside), axis=1, keep_dims=True)
-    filled = rows < filled_rows
-    tl.store(codes_ptr + rows * num_columns + columns, codes_of(x, largest), mask=filled & (columns < num_columns))
+    tl.store(codes_ptr + rows * num_columns + columns, codes_of(x, largest), mask=filled)
     tl.store(scales_ptr + group.to(tl.int64) * filled_rows + rows, scale_of(largest), mask=filled)
 
 

@@ -47,8 +47,8 @@ class Fp8Weight(NamedTuple):
 
     Args:
         codes: (N, K), contiguous, the bytes of float8_e4m3fn as uint8; N and K are multiples of 16, in blocks of 128.
-        scales: (N, 1) for a scale a row, (1, 1) for one of all, or (N / 128, K / 128) for one a block of 128 x 128; fp32
-            or, of a published weight, bf16, fp16 or the bytes of float8_e8m0fnu. Codes times scales are the weight.
+        scales: (N, 1) for a scale a row, (1, 1) for one of all, or (N / 128, K / 128) for one a block of 128 x 128;
+            fp32 or, of a published weight, bf16, fp16 or the bytes of float8_e8m0fnu. The weight is codes times scales.
     """
 
     codes: torch.Tensor

@@ -102,7 +102,9 @@ class PackedLinear(nn.Linear):
             return f"{self.format} with a scale for {height} x {width} is decoded for its products"
         multiple = MULTIPLE if of_rows else BLOCK
         if rows % multiple or columns % multiple:
-            return f"its weight is {(rows, columns)}, decoded for its products; the sizes must be multiples of {multiple}"
+            return (
+                f"its weight is {(rows, columns)}, decoded for its products; the sizes must be multiples of {multiple}"
+            )
         if not has_fp8(device):
             return f"{device.type} has no products in fp8, which NVIDIA's Hopper and newer have; it is decoded"
         obstacle = "" if of_rows else obstacle_to_blocks(device)

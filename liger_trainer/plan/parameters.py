@@ -92,8 +92,8 @@ def count_parameters(
         bits: 4 or 8 if bitsandbytes will quantise the linear layers, else None. With 4, stacked experts are quantised
             too (`quantize_experts`). The head never is.
         nested: Whether the scales of 4-bit weights are quantised too (double quantisation).
-        fp8_base: Whether the linear layers of the decoder, adapters excepted, are stored in fp8; those of a checkpoint in
-            fp8 that stays packed are then not decoded.
+        fp8_base: Whether the linear layers of the decoder, adapters excepted, are stored in fp8; those of a checkpoint
+            in fp8 that stays packed are then not decoded.
         packed: For a checkpoint that stays packed, the bytes of a weight of the decoder's linear layers, and of stacked
             experts; None for those that do not.
     """

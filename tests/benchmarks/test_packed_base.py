@@ -268,7 +268,10 @@ FP8_BASES = ["liger_trainer fp8 base", "liger_trainer fp8 base activation_offloa
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--quantize", "int4"], "cannot multiply in fp8 with a base in 'int4' (`--quantize bf16,fp8_blocks,fp8_rows`)"),
+        (
+            ["--quantize", "int4"],
+            "cannot multiply in fp8 with a base in 'int4' (`--quantize bf16,fp8_blocks,fp8_rows`)",
+        ),
         (["--accelerate_config", "fsdp2"], "cannot store a base in fp8 that FSDP2 splits, only a whole one"),
         (["--accelerate_config", "zero3"], "cannot store a base in fp8 that DeepSpeed splits, only a whole one"),
         ([], "cannot multiply in fp8 here, which needs a GPU of NVIDIA's Hopper generation or newer"),

@@ -45,8 +45,8 @@ def store_base_in_fp8(model: nn.Module, device: torch.device) -> tuple[KernelRep
     """Stores the frozen linear layers of `model`'s decoder in fp8, one by one, in place.
 
     Each weight is freed once its codes exist, unless something outside of the model refers to it. Layers that are
-    stored in fp8 already only appear in the report. Packed ones are not changed but multiply in fp8 from now on; if none
-    can, that is a warning, since the base is in few bits in any case.
+    stored in fp8 already only appear in the report. Packed ones are not changed, but multiply in fp8 from now on; if
+    none can, that is a warning, since the base is in few bits in any case.
 
     Args:
         model: A model of PEFT's with LoRA adapters.
