@@ -35,10 +35,13 @@ UNSHARED = "liger_trainer unshared"
 """The provider that packs a batch, with a prompt for each completion."""
 
 FP8_BASE = "liger_trainer fp8 base"
-"""The provider that stores the base of adapters in fp8."""
+"""The provider whose base of adapters multiplies in fp8."""
 
 PACKED_BASES = ("fp8_blocks", "fp8_rows", "mxfp4", "int4")
 """Published formats in which a base of adapters stays packed."""
+
+FP8_FORMATS = ("fp8_blocks", "fp8_rows")
+"""Those of them that `FP8_BASE` multiplies with as they are."""
 
 OPTIMIZER_STEP = "adamw"
 """The operation of the records of `optimizer_step`."""

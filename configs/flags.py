@@ -61,8 +61,9 @@ class KernelFlags:
             It changes losses and gradients.
         fp8_base (`bool`, *optional*, defaults to `False`):
             With LoRA adapters, whether the frozen linear layers of the decoder are stored in fp8, with a scale for each
-            row: half of bf16's memory. Their products are in fp8 too. Needs a GPU of NVIDIA's Hopper generation or
-            newer, and one that holds the whole model. It changes losses and gradients.
+            row: half of bf16's memory. Their products are in fp8 too. Those of a checkpoint in FP8 that stays packed
+            multiply with the codes and scales that were published. Needs a GPU of NVIDIA's Hopper generation or newer,
+            and one that holds the whole model. It changes losses and gradients.
         packed_base (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether a checkpoint published in 8 bits and fewer stays so in memory: FP8, MXFP4, MXFP8, NVFP4 and INT4
             (compressed-tensors, GPTQ, AWQ). Its weights are then frozen, and decoded where they are multiplied; losses
@@ -143,7 +144,8 @@ class KernelFlags:
     fp8_base: bool = field(
         default=False,
         metadata={
-            "help": "Whether the frozen linear layers under LoRA adapters are stored in fp8, and multiply in it."
+            "help": "Whether the frozen linear layers under LoRA adapters are stored in fp8, or stay as they were "
+            "published in it, and multiply in it."
         },
     )
     packed_base: Switch = field(

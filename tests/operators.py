@@ -607,6 +607,10 @@ VARIANTS: dict[str, Operator] = {
     "fp8_stored_linear": Operator(
         lambda x, *weight: fp8_stored_linear(x.bfloat16(), Fp8Weight(*weight)), (leaf(6, 16), *_on_fp8(32, 16)[:2])
     ),
+    "fp8_stored_linear, blocks": Operator(
+        lambda x, *weight: fp8_stored_linear(x.bfloat16(), Fp8Weight(*weight)),
+        (leaf(6, 256), memory(128, 256, high=0x58), scales(1, 2)),
+    ),
     "moe_experts, routing": _changed("moe_experts, no gate", torch.Tensor.detach, 0, 2, 3),
     "moe_experts, biases and two adapters": Operator(
         _adapted_twice,

@@ -197,11 +197,11 @@ def write(folder, tensors, config, quantization):
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-def write_dense(folder, name):
+def write_dense(folder, name, **sizes):
     """A dense model in the format `name`; the state of the dequantised model, in fp32."""
     torch.manual_seed(0)
     make, quantization = FORMATS[name]
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]))
+    model = LlamaForCausalLM(LlamaConfig(**(SIZES | sizes), architectures=["LlamaForCausalLM"]))
     tensors, meant = {}, {}
     for key, value in model.to(torch.bfloat16).state_dict().items():
         if "_proj" in key:

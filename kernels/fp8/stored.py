@@ -1,4 +1,4 @@
-"""A frozen linear layer whose weight is stored in fp8 (e4m3), with a scale for each output feature.
+"""A frozen linear layer whose weight is in fp8 (e4m3), with a scale for each output feature, or for each block.
 
 ::
 
@@ -9,7 +9,11 @@
 The sum of dx runs over output features, whose scales cannot be taken out of it. So dy is multiplied by them before it
 is cast, in the same pass; by 448 s, the largest magnitudes of the rows, as dy * s may be too small to be cast. Hopper
 reads both operands along the sum, so W8 is transposed where dx is computed: 2 bytes moved an element, a hundredth of a
-step, and memory for one weight while the product runs.
+step, and memory for one weight while the product runs. A copy that is kept would take as much for every weight, and no
+kernel can read W8 as it lies: it would have to transpose each tile again for all rows of dy.
+
+A weight of a published checkpoint may have a scale for each block of 128 x 128 instead, and X8 and D8 then one for each
+token and 128 columns (`blocks.py`). Its codes and scales are as they were published, in the dtype that they have.
 
 W has no gradient. So `fp8_stored_linear` saves nothing for the backward, and a checkpoint does not repeat it unless
 something after it is saved. Layers with adapters are in `kernels/lora`.
@@ -27,8 +31,10 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
+from liger_trainer.kernels.fp8.blocks import block_product, cast_groups, of_blocks
 from liger_trainer.kernels.fp8.linear import scaled_product
 from liger_trainer.kernels.fp8.row_cast import E4M3_MAX, cast_rows, cast_scaled_rows
+from liger_trainer.kernels.fp8.shared_cast import Cast
 from liger_trainer.kernels.operator import operator
 from liger_trainer.kernels.runtime import as_autocast, cdiv, on_device, tl, triton, use_triton
 
@@ -40,8 +46,9 @@ class Fp8Weight(NamedTuple):
     """A matrix in fp8.
 
     Args:
-        codes: (N, K), contiguous, the bytes of float8_e4m3fn as uint8; N and K are multiples of 16.
-        scales: (N, 1), fp32; a row is its codes times its scale.
+        codes: (N, K), contiguous, the bytes of float8_e4m3fn as uint8; N and K are multiples of 16, in blocks of 128.
+        scales: (N, 1) for a scale a row, (1, 1) for one of all, or (N / 128, K / 128) for one a block of 128 x 128;
+            fp32 or, of a published weight, bf16, fp16 or the bytes of float8_e8m0fnu. The weight is codes times scales.
     """
 
     codes: torch.Tensor
@@ -56,6 +63,19 @@ class Fp8Weight(NamedTuple):
     def device(self) -> torch.device:
         """The device of its tensors."""
         return self.codes.device
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a scale is for a block of 128 x 128, of more than one."""
+        rows, columns = self.scales.shape
+        return columns > 1 or 1 < rows < self.codes.shape[0]
+
+    @property
+    def widened(self) -> Fp8Weight:
+        """The same weight with scales in fp32; (N, 1) unless they are of blocks."""
+        scales = self.scales.view(torch.float8_e8m0fnu) if self.scales.dtype == torch.uint8 else self.scales
+        wide = scales.float()
+        return self._replace(scales=wide if self.in_blocks else wide.expand(len(self.codes), 1).contiguous())
 
 
 @triton.jit
@@ -76,11 +96,12 @@ def store(weight: torch.Tensor) -> Fp8Weight:
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> torch.Tensor:
     """The matrix in a floating dtype, (N, K), rounded once."""
-    return (weight.codes.view(_E4M3).float() * weight.scales).to(dtype)
+    codes, scales = weight.codes.view(_E4M3), weight.widened.scales
+    return (of_blocks(codes, scales) if weight.in_blocks else codes.float() * scales).to(dtype)
 
 
 def transposed_codes(weight: Fp8Weight) -> torch.Tensor:
-    """The codes of the transpose, (K, N), contiguous."""
+    """The codes of the transpose, (K, N), contiguous; of a weight with floating scales."""
     codes, scales = weight
     if not use_triton(scales):
         return codes.t().contiguous()
@@ -92,22 +113,29 @@ def transposed_codes(weight: Fp8Weight) -> torch.Tensor:
     return out
 
 
-def product_of_cast(
-    cast: tuple[torch.Tensor, torch.Tensor], weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """``linear(x, weight, bias)`` of the cast of x, (M, K), by `cast_rows`, without autograd: (M, N) in `dtype`."""
-    if not cast[0].shape[0]:
-        return torch.empty(0, weight.shape[0], dtype=dtype, device=weight.device)
+def cast_for(rows: torch.Tensor, in_blocks: bool) -> Cast:
+    """The cast of `rows`, (M, K), for products with weights that are `in_blocks` or not."""
+    return cast_groups(rows) if in_blocks else cast_rows(rows)
+
+
+def product_of_cast(cast: Cast, rows: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """``linear(rows, weight, bias)`` of the cast of `rows`, (M, K), by `cast_for`, without autograd: (M, N)."""
+    if not rows.shape[0]:
+        return rows.new_empty(0, weight.shape[0])
     bias = None if bias is None else bias.to(torch.bfloat16)
-    return scaled_product(cast, (weight.codes.view(_E4M3), weight.scales), bias, fast=True).to(dtype)
+    right = weight.codes.view(_E4M3), weight.widened.scales
+    if weight.in_blocks:
+        return block_product(cast, right, bias)[: rows.shape[0]].to(rows.dtype)
+    return scaled_product(cast, right, bias, fast=True).to(rows.dtype)
 
 
 @operator("liger_trainer::fp8_stored_linear")
 def _stored_linear(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    cast = cast_rows(x.reshape(-1, x.shape[-1]))
-    return product_of_cast(cast, Fp8Weight(codes, scales), bias, x.dtype).view(*x.shape[:-1], codes.shape[0])
+    rows, weight = x.reshape(-1, x.shape[-1]), Fp8Weight(codes, scales)
+    cast = cast_for(rows, weight.in_blocks)
+    return product_of_cast(cast, rows, weight, bias).view(*x.shape[:-1], codes.shape[0])
 
 
 @_stored_linear.register_fake
@@ -120,10 +148,13 @@ def _input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor)
     rows = dy.reshape(-1, dy.shape[-1])
     if not rows.shape[0]:
         return dy.new_empty(*dy.shape[:-1], codes.shape[1])
-    cast = cast_scaled_rows(rows, scales * E4M3_MAX)
-    turned = transposed_codes(Fp8Weight(codes, scales)).view(_E4M3)
-    rest = scales.new_full((codes.shape[1], 1), 1 / E4M3_MAX)
-    dx = scaled_product(cast, (turned, rest), None, fast=False)
+    weight = Fp8Weight(codes, scales).widened
+    turned, scales = transposed_codes(weight).view(_E4M3), weight.scales
+    if weight.in_blocks:
+        dx = block_product(cast_groups(rows), (turned, scales.t()))[: rows.shape[0]]
+    else:
+        rest = scales.new_full((codes.shape[1], 1), 1 / E4M3_MAX)
+        dx = scaled_product(cast_scaled_rows(rows, scales * E4M3_MAX), (turned, rest), None, fast=False)
     return dx.to(dy.dtype).view(*dy.shape[:-1], codes.shape[1])
 
 
@@ -162,11 +193,11 @@ def input_gradient(dy: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 
 
 def fp8_stored_linear(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``linear(x, weight, bias)`` with products in fp8, for a frozen weight that is stored in fp8.
+    """``linear(x, weight, bias)`` with products in fp8, for a frozen weight in fp8.
 
     Args:
         x: (..., K), of any floating dtype; under autocast it is cast as for a linear layer.
-        weight: (N, K), on a device for which `has_fp8` is True.
+        weight: (N, K), on a device for which `has_fp8` is True, and `obstacle_to_blocks` empty if it is in blocks.
         bias: (N,), or None.
 
     Returns:

@@ -30,7 +30,6 @@ import torch
 from torch.nn import functional as F
 
 from liger_trainer.kernels.fp8 import stored
-from liger_trainer.kernels.fp8.row_cast import cast_rows
 from liger_trainer.kernels.fp8.stored import Fp8Weight
 from liger_trainer.kernels.lora.nf4 import LAYOUT_LENGTH, NF4Weight, dequantized
 from liger_trainer.kernels.lowbit.decode import decoded
@@ -201,10 +200,11 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> tor
 
 def linears(rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """`linear` of each weight; for those in fp8, `rows` are cast once. Only inside of an operator."""
-    cast = cast_rows(rows) if any(isinstance(weight, Fp8Weight) for weight in weights) else None
+    kinds = {weight.in_blocks for weight in weights if isinstance(weight, Fp8Weight)}
+    casts = {in_blocks: stored.cast_for(rows, in_blocks) for in_blocks in kinds}
     return [
-        stored.product_of_cast(cast, weight, bias, rows.dtype)
-        if cast is not None and isinstance(weight, Fp8Weight)
+        stored.product_of_cast(casts[weight.in_blocks], rows, weight, bias)
+        if isinstance(weight, Fp8Weight)
         else linear(rows, weight, bias)
         for weight, bias in zip(weights, biases)
     ]

@@ -2,7 +2,8 @@
 
 The weight has no gradient. A product decodes it into a buffer that all products share, and so does the backward
 (`kernels/lowbit`): nothing of its size is kept from one to the other. So the result is that of the dequantised model:
-the weight is rounded once, to the dtype of the input.
+the weight is rounded once, to the dtype of the input. With `fp8_base`, one in fp8 multiplies as it is instead, and the
+input is rounded to fp8 (`kernels/fp8/stored.py`).
 
 Codes and scales are frozen parameters, since DDP would broadcast buffers at every forward, and FSDP2 splits parameters
 alone: each process keeps its rows of every tensor, and a layer's are gathered whole before it runs, so that a block may
@@ -21,6 +22,9 @@ from torch import nn
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.kernels.fp8.blocks import BLOCK, obstacle_to_blocks
+from liger_trainer.kernels.fp8.linear import MULTIPLE, has_fp8
+from liger_trainer.kernels.fp8.stored import Fp8Weight
 from liger_trainer.kernels.lora.lora import LoRALayer, lora_linears_operator
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Fp4Weight, Int4Weight, PackedWeight
@@ -40,7 +44,12 @@ class PackedLinear(nn.Linear):
         weight: The packed weight, (out_features, in_features).
         published: For each tensor of `weight`, by its name there, what the checkpoint calls it, its dtype and shape.
         others: Tensors of the checkpoint that a product does not need, such as scales of activations, by their names.
+
+    Attributes:
+        in_fp8: Whether products are in fp8, of the codes as they are; else the weight is decoded.
     """
+
+    in_fp8 = False
 
     def __init__(
         self,
@@ -72,9 +81,34 @@ class PackedLinear(nn.Linear):
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight, as our operators take it."""
+        """The weight as it was published."""
         tensors = {name: as_held(self._parameters[name], dtype) for name, dtype in self._dtypes.items()}
         return self._kind(**tensors, **self._numbers)
+
+    @property
+    def operand(self) -> PackedWeight | Fp8Weight:
+        """The weight, as our operators take it."""
+        packed = self.packed
+        return Fp8Weight(packed[0], packed.scales) if self.in_fp8 else packed
+
+    def obstacle_to_fp8(self, device: torch.device) -> str:
+        """Why products on `device` cannot be of the codes as they are (`in_fp8`); empty if they can."""
+        weight = self.packed
+        if not isinstance(weight, BlockFp8Weight):
+            return f"{self.format} is decoded for its products"
+        (rows, columns), (height, width) = weight.shape, weight.block
+        of_rows = width >= columns and (height == 1 or height >= rows)
+        if not of_rows and weight.block != (BLOCK, BLOCK):
+            return f"{self.format} with a scale for {height} x {width} is decoded for its products"
+        multiple = MULTIPLE if of_rows else BLOCK
+        if rows % multiple or columns % multiple:
+            return (
+                f"its weight is {(rows, columns)}, decoded for its products; the sizes must be multiples of {multiple}"
+            )
+        if not has_fp8(device):
+            return f"{device.type} has no products in fp8, which NVIDIA's Hopper and newer have; it is decoded"
+        obstacle = "" if of_rows else obstacle_to_blocks(device)
+        return obstacle and f"{obstacle}; it is decoded for its products"
 
     def published(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """The name here, and the name and the tensor of the checkpoint, of each of its tensors."""
@@ -84,11 +118,11 @@ class PackedLinear(nn.Linear):
     @property
     def format(self) -> str:
         """The format in a word, for reports."""
-        return format_of(self._kind)
+        return format_of(self._kind) + (", products in fp8" if self.in_fp8 else "")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features), in the dtype of `input`, or that of autocast."""
-        return lora_linears_operator(as_autocast(input), [LoRALayer(self.packed, self.bias)])[0]
+        return lora_linears_operator(as_autocast(input), [LoRALayer(self.operand, self.bias)])[0]
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, (out_features, in_features) in `dtype`, without a gradient."""

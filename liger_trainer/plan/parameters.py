@@ -92,7 +92,8 @@ def count_parameters(
         bits: 4 or 8 if bitsandbytes will quantise the linear layers, else None. With 4, stacked experts are quantised
             too (`quantize_experts`). The head never is.
         nested: Whether the scales of 4-bit weights are quantised too (double quantisation).
-        fp8_base: Whether the linear layers of the decoder, adapters excepted, are stored in fp8.
+        fp8_base: Whether the linear layers of the decoder, adapters excepted, are stored in fp8; those of a checkpoint
+            in fp8 that stays packed are then not decoded.
         packed: For a checkpoint that stays packed, the bytes of a weight of the decoder's linear layers, and of stacked
             experts; None for those that do not.
     """
@@ -106,7 +107,8 @@ def count_parameters(
     widths = dict.fromkeys(quantised, of_linears or width) | dict.fromkeys(stacked, of_stacks or width)
     dequantised = max(*quantised.values(), sum(stacked.values()) // len(layers), 0) if bits == 4 else 0
     if any(packed):
-        dequantised = _decoded_at_once([*quantised.values()], [*stacked.values()])
+        as_it_is = fp8_base and of_linears == ONE_BYTE
+        dequantised = _decoded_at_once([] if as_it_is else [*quantised.values()], [*stacked.values()])
     groups = dict.fromkeys(("embedding", "head", "experts", "layers", "adapters", "other"), Group())
     factored = largest = in_blocks = 0
     for name, parameter in model.named_parameters():
@@ -172,7 +174,7 @@ def _decoded_at_once(linears: Sequence[int], stacks: Sequence[int]) -> int:
     Stacks larger than `LARGEST`, in 16 bits, are decoded in parts of that size.
     """
     parts = [min(stack, LARGEST // 2) for stack in stacks] or [0]
-    return max(*linears, *parts) + (min(parts) if stacks else 0)
+    return max([*linears, *parts]) + (min(parts) if stacks else 0)
 
 
 def _group(parameter: torch.Tensor, width: float | None) -> Group:

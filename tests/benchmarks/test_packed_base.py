@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from liger_trainer import load_packed
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.packed_base import check_packed_base, pack_randomly, published
-from liger_trainer.benchmarks.records import PACKED_BASES, Run
+from liger_trainer.benchmarks.records import FP8_BASE, FP8_FORMATS, PACKED_BASES, Run
 from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.training import Task, TrainingProcess
 from liger_trainer.benchmarks.training_step import run
@@ -75,6 +75,14 @@ def test_a_packed_base_trains(model, kind, trainer, capsys):
     assert losses[0] == pytest.approx({"dpo": 0.693, "reward": 0.693}.get(trainer, 6.24), abs=0.3)
     shown = capsys.readouterr()
     assert "keep their random values" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("kind", FP8_FORMATS)
+def test_a_base_in_fp8_multiplies_as_it_is(kind):
+    task = Task("tiny", batch=2, length=16, steps=2, device="cpu", lora=4, quantize=kind)
+    decoded, in_fp8 = (run(task, provider)["losses"] for provider in ("liger_trainer", FP8_BASE))
+    assert in_fp8 != decoded
+    assert in_fp8 == pytest.approx(decoded, rel=2e-2)
 
 
 def test_every_process_draws_the_same_weights():
@@ -262,13 +270,16 @@ def test_a_launch_that_splits_codes_is_refused_before_it_starts(config, way, tmp
     )
 
 
-FP8_BASES = ["liger_trainer fp8 base", "liger_trainer fp8 base activation_offloading=0.5"]
+FP8_BASES = [FP8_BASE, "liger_trainer fp8 base activation_offloading=0.5"]
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--quantize", "fp8_blocks"], "cannot store a base in 'fp8_blocks' in fp8, only one in 16 bits"),
+        (
+            ["--quantize", "int4"],
+            "cannot multiply in fp8 with a base in 'int4' (`--quantize bf16,fp8_blocks,fp8_rows`)",
+        ),
         (["--accelerate_config", "fsdp2"], "cannot store a base in fp8 that FSDP2 splits, only a whole one"),
         (["--accelerate_config", "zero3"], "cannot store a base in fp8 that DeepSpeed splits, only a whole one"),
         ([], "cannot multiply in fp8 here, which needs a GPU of NVIDIA's Hopper generation or newer"),

@@ -110,6 +110,9 @@ def test_a_packed_base_takes_as_many_bytes_as_counted(name, tmp_path):
     counts = count_parameters(plain, packed=widths)
     assert total == pytest.approx(counts.total.bytes, rel=0.01)
     assert counts.dequantised == 192 * 128
+    multiplied = count_parameters(plain, packed=widths, fp8_base=True)
+    assert multiplied.total == counts.total
+    assert multiplied.dequantised == (0 if name == "fp8 blocks" else 192 * 128)
     assert counts.layer.bytes < 0.7 * count_parameters(plain).layer.bytes
 
 

@@ -6,6 +6,10 @@ vision towers.
 
 A layer of PEFT's is changed in place: its `base_layer` becomes an `Fp8Linear`. What PEFT could do with its weight is
 refused: merging, adapters that read it (DoRA), and saving the whole model.
+
+Of a checkpoint that stays packed (`packed_base`), nothing is cast: those of its linear layers that were published in
+fp8, with a scale a row or for blocks of 128 x 128, multiply in fp8 with their codes and scales. The others stay decoded
+for their products, as stacked experts do, and what was published in 16 bits stays so.
 """
 
 from __future__ import annotations
@@ -21,47 +25,60 @@ from liger_trainer.compat.hooks import is_call_hooked
 from liger_trainer.compat.peft import ADAPTERS_ON_FP8
 from liger_trainer.compat.private import require
 from liger_trainer.head.lm_head import without_adapters
+from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.fp8.linear import MULTIPLE
 from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.packed.experts import packed_stacks
+from liger_trainer.packed.loading import is_packed
+from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.patching.binding import overriding_forward
 from liger_trainer.patching.fp8 import LEAST_FEATURES, decoder_layers
 from liger_trainer.patching.lora.low_bit import Fp8Linear
 from liger_trainer.patching.lora.operands import is_lora_linear
 from liger_trainer.patching.report import Finding, KernelReportRow, rows
 
-_KERNEL = "fp8 (e4m3), a scale for each row"
+_KERNEL, _PUBLISHED = "fp8 (e4m3), a scale for each row", "fp8 (e4m3), as it was published"
+_IN_16_BITS = "it was published in 16 bits"
 
 
 def store_base_in_fp8(model: nn.Module, device: torch.device) -> tuple[KernelReportRow, ...]:
     """Stores the frozen linear layers of `model`'s decoder in fp8, one by one, in place.
 
     Each weight is freed once its codes exist, unless something outside of the model refers to it. Layers that are
-    stored in fp8 already only appear in the report.
+    stored in fp8 already only appear in the report. Packed ones are not changed, but multiply in fp8 from now on; if
+    none can, that is a warning, since the base is in few bits in any case.
 
     Args:
         model: A model of PEFT's with LoRA adapters.
-        device: Where the weights are cast and stay: one for which `has_fp8` is True.
+        device: Where the weights are cast and stay: one for which `has_fp8` is True, unless they are packed.
 
     Returns:
         A row for every kind of layer, with the reason where one is left alone.
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
+    packed = is_packed(model)
     findings = []
     for layer in decoder_layers(model):
         findings += [Finding("fp8_base", "Parameter", layer, reason=reason) for reason in _stacked(layer)]
         for parent, name, module, reason in _linears(layer):
-            if isinstance(module, nn.Linear):
-                reason = reason or _obstacle(module, owners[id(module.weight)])
+            kernel = _KERNEL
+            if isinstance(module, PackedLinear):
+                reason = reason or module.obstacle_to_fp8(device)
+                module.in_fp8, kernel = not reason, _PUBLISHED
+            elif isinstance(module, nn.Linear):
+                reason = reason or (_IN_16_BITS if packed else _obstacle(module, owners[id(module.weight)]))
                 if not reason:
                     setattr(parent, name, Fp8Linear(module, device))
-            findings.append(Finding("fp8_base", "Linear", parent, None if reason else _KERNEL, reason=reason))
+            findings.append(Finding("fp8_base", "Linear", parent, None if reason else kernel, reason=reason))
     if not any(finding.kernel for finding in findings):
         reasons = sorted({finding.reason for finding in findings}) or ["its decoder has no list of layers with any"]
-        raise ValueError(
-            f"`fp8_base` is true, but no linear layer of {type(without_adapters(model)).__name__} can be stored in "
-            f"fp8: {'; '.join(reasons)}. Leave `fp8_base` out."
-        )
-    _refuse_what_reads_weights(model)
+        none = f"no linear layer of {type(without_adapters(model)).__name__} can"
+        why = f"{'; '.join(reasons)}. Leave `fp8_base` out."
+        if not packed:
+            raise ValueError(f"`fp8_base` is true, but {none} be stored in fp8: {why}")
+        warn_once("packed fp8_base", f"`fp8_base` is true, but {none} multiply in fp8: {why} (Said once.)")
+    if not packed:
+        _refuse_what_reads_weights(model)
     return tuple(rows(findings))
 
 
@@ -76,7 +93,7 @@ def _linears(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]
         elif isinstance(child, Fp8Linear):
             yield layer, name, child, ""
         elif isinstance(child, nn.Linear):
-            small = min(child.weight.shape) < LEAST_FEATURES
+            small = min(child.in_features, child.out_features) < LEAST_FEATURES
             yield layer, name, child, f"no adapters and fewer than {LEAST_FEATURES} features" if small else ""
         else:
             yield from _linears(child)
@@ -106,9 +123,12 @@ def _obstacle(module: nn.Linear, owners: int) -> str:
 
 
 def _stacked(layer: nn.Module) -> Iterator[str]:
-    for name, parameter in layer.named_parameters():
-        if parameter.dim() == 3 and not parameter.requires_grad and "lora_" not in name:
-            yield "stacked weights of experts stay as they are"
+    for path, module in layer.named_modules():
+        stacks = packed_stacks(module)
+        yield from ["stacked weights of experts are decoded for their products"] * len(stacks)
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.dim() == 3 and not (stacks or parameter.requires_grad or "lora_" in name):
+                yield "stacked weights of experts stay as they are"
 
 
 def _refuse_what_reads_weights(model: nn.Module) -> None:

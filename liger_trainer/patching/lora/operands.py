@@ -112,7 +112,7 @@ def _base(module: Any, x: torch.Tensor, drops: bool = False) -> LoRALayer | None
     elif type(module) is Fp8Linear and is_unhooked(module) and module.codes.device == x.device:
         weight = module.stored
     elif type(module) is PackedLinear and is_unhooked(module) and module.codes.device == x.device:
-        weight = module.packed
+        weight = module.operand
     return None if weight is None else LoRALayer(weight, module.bias)
 
 

@@ -18,6 +18,7 @@ from liger_trainer.benchmarks.records import (
     ACTIVATION_MEMORY,
     DEFAULT_OPTIM,
     FP8_BASE,
+    FP8_FORMATS,
     OPTIM,
     PACKED_BASES,
     PADDED,
@@ -277,8 +278,9 @@ def _obstacle(provider: str, task: Task) -> str | None:
         return f"cannot train adapters on a base in {task.quantize!r}; liger_trainer keeps it packed"
     if not provider.startswith(FP8_BASE):
         return None
-    if task.quantize:
-        return f"cannot store a base in {task.quantize!r} in fp8, only one in 16 bits (`--quantize bf16`)"
+    if task.quantize not in ("", *FP8_FORMATS):
+        fitting = ",".join((_IN_16_BITS, *FP8_FORMATS))
+        return f"cannot multiply in fp8 with a base in {task.quantize!r} (`--quantize {fitting}`)"
     if (way := _split_by(task)) is not None:
         return f"cannot store a base in fp8 that {way} splits, only a whole one (`--accelerate_config ddp`)"
     if not has_fp8(torch.device(task.device)):

@@ -3,7 +3,8 @@
 Before the first step: what is trained must not be codes or add to them, and must not have started in their dtype. After
 the first backward: gradients must have passed the layers that only a library knows how to multiply.
 
-A base that the trainer itself stores in fp8 (`fp8_base`) is converted here too.
+A base that the trainer itself stores in fp8 (`fp8_base`) is converted here too; one that was published in fp8 and stays
+packed multiplies as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from liger_trainer.compat.private import available
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.kernels.fp8.linear import has_fp8
 from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.packed.loading import is_packed
 from liger_trainer.patching.codes import adds_to_codes, check_scales, is_code, own_tensors, stored
 from liger_trainer.patching.lora.fp8_base import store_base_in_fp8
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
@@ -203,11 +205,11 @@ def store_base(trainer: Any, model: nn.Module) -> tuple[KernelReportRow, ...]:
     """Stores the base of `model` in fp8 on the trainer's device; see `store_base_in_fp8`.
 
     Raises:
-        ValueError: If that cannot be: without LoRA adapters, with a quantised base, where the launch splits the model,
-            with vLLM, or on a device without matmuls in fp8.
+        ValueError: If that cannot be: without LoRA adapters, with a quantised base that is not packed, where the launch
+            splits the model, with vLLM, or on a device without matmuls in fp8.
     """
     given, device = "`fp8_base` is true, but", trainer.args.device
-    if not has_fp8(device):
+    if not has_fp8(device) and not is_packed(model):
         raise ValueError(
             f"{given} {device.type} has no fp8 matmuls with a scale for each row, which NVIDIA's Hopper and newer "
             "have. Set it to false; `load_in_4bit` needs even less memory."
@@ -223,9 +225,10 @@ def _check_model(given: str, model: Any) -> None:
         has = f"adapters of the kind {', '.join(sorted(kinds))}" if kinds else "no adapters, and trains its weights"
         raise ValueError(f"{given} the model has {has}. Give it LoRA adapters (`peft_config`, `use_peft`).")
     base: Any = without_adapters(model)
-    if getattr(base, "is_quantized", False):
+    if getattr(base, "is_quantized", False) and not is_packed(model):
         raise ValueError(
-            f"{given} the model is quantised already (`load_in_4bit`, `quantization_config`). Leave one of them out."
+            f"{given} the model is quantised already (`load_in_4bit`, `quantization_config`), and not a checkpoint in "
+            "fp8 that stays packed. Leave one of them out."
         )
 
 
