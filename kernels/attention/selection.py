@@ -36,7 +36,7 @@ def select(
         q: (batch, length, H, D), any strides. It is rounded to the dtype of `k`.
         k: (batch, length, D), any strides.
         weights: float32 (batch, length, H).
-        scale: What the products of queries and keys are multiplied by.
+        scale: A number by which products of queries and keys are multiplied.
         count: How many keys are selected for a query that sees more.
 
     Returns:
