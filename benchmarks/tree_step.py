@@ -54,7 +54,7 @@ from liger_trainer.packing import packing
 TRL, ONE_LEVEL, TREE = "trl", "liger_trainer one level", "liger_trainer"
 PROVIDERS = (TRL, UNSHARED, ONE_LEVEL, TREE)
 SHAPES = ("groups", "tree")
-WARMUP = 2
+WARMUP = 4  # the third step times whether graphs gain, and captures them
 
 
 class Rollouts:
