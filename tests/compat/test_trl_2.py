@@ -1,4 +1,7 @@
-"""TRL without what it says will be gone in 2.0: every trainer of ours trains, and TRL's own with our kernels."""
+"""TRL without what it says will be gone in 2.0: every trainer of ours trains, and TRL's own with our kernels.
+
+It is not out, so what trains runs before a release.
+"""
 
 import json
 import math
@@ -131,6 +134,7 @@ def test_what_is_removed():
     assert {path: taken for path, taken in found.items() if taken} == REMOVED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OURS)
 def test_our_trainers_train(kind, results):
     ours, plain = results[kind], results[f"{kind} with kernels off"]
@@ -143,6 +147,7 @@ def test_our_trainers_train(kind, results):
         assert ours["logs"][key] == pytest.approx(plain["logs"][key], abs=4e-5, rel=1e-4), key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", EVALUATES)
 def test_our_trainers_evaluate(kind, results):
     found = results[f"{kind} evaluates"]
@@ -150,6 +155,7 @@ def test_our_trainers_evaluate(kind, results):
     assert math.isfinite(found["logs"]["eval_loss"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
 def test_trls_trainers_run_our_kernels(kind, results):
     found = results[f"TRL's {kind}"]
@@ -158,11 +164,13 @@ def test_trls_trainers_run_our_kernels(kind, results):
     assert found["logs"]["loss"] == pytest.approx(results[kind]["logs"]["loss"], abs=4e-5, rel=1e-5)
 
 
+@pytest.mark.long
 def test_metrics_are_computed(results):
     assert "error" not in results["metrics"], results["metrics"]["trace"]
     assert 0 < results["metrics"]["logs"]["eval_largest"] < 128  # ids, not logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 def test_metrics_get_the_logits_that_trl_had_given(kind, results, tmp_path):
     from tests.trainers.parity import build
@@ -179,5 +187,6 @@ def test_metrics_get_the_logits_that_trl_had_given(kind, results, tmp_path):
     assert found["logs"]["eval_mean"] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.long
 def test_what_trl_no_longer_does_is_refused(results):
     assert "no longer uses `label_smoother`" in results["label smoothing"]["error"]

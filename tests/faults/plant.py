@@ -98,8 +98,13 @@ def _definitions(text: str) -> dict[str, list[ast.stmt]]:
 
 
 @functools.cache
-def _functions(text: str) -> frozenset[str]:
-    return frozenset(re.findall(r"^def (\w+)\(", text, re.MULTILINE))
+def _files_of(tree: Path) -> dict[str, list[str]]:
+    """The files of the tests that define each function."""
+    found: dict[str, list[str]] = {}
+    for path, text in _texts(tree, "tests").items():
+        for function in set(re.findall(r"^def (\w+)\(", text, re.MULTILINE)):
+            found.setdefault(function, []).append(str(path.relative_to(tree)))
+    return found
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -154,9 +159,7 @@ def selected(tests: Sequence[str], tree: Path) -> list[str]:
     selection: list[str] = []
     for test in tests:
         part, _, function = test.partition("::")
-        files = {path.relative_to(tree): text for path, text in _texts(tree, "tests").items()}
-        paths = [path for path, text in files.items() if part in str(path)[6:] and function in _functions(text)]
-        names = [f"{path}::{function}" for path in paths]
+        names = [f"{path}::{function}" for path in _files_of(tree).get(function, ()) if part in path[6:]]
         if not names:
             raise PlantingError(f"no test {test}")
         selection += names

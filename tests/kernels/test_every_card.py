@@ -233,12 +233,12 @@ def _without_places(compiled):
 
 def _by_turns(name, card, dtype):
     """A cell; those of most cards take long, so that all are compiled before a release, and one of a case always."""
-    turn = COMPILED[[*CASES].index(name) % len(COMPILED)]
-    marks = [] if ALIKE.get(card, card) == turn else [pytest.mark.long]
+    turn = [*CARDS][[*CASES].index(name) % len(CARDS)]
+    marks = [] if card == turn else [pytest.mark.long]
     return pytest.param(name, card, dtype, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "card", "dtype"), itertools.starmap(_by_turns, CELLS))
+@pytest.mark.parametrize(("name", "card", "dtype"), [_by_turns(*cell) for cell in CELLS])
 def test_compiles_within_the_shared_memory(name, card, dtype):
     limit = CARDS[card][1] * 1024
     for launch in launches_of(name, card, getattr(torch, dtype)):
