@@ -15,10 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.benchmarks.device import Device, find_device
+from liger_trainer.benchmarks.registry import BenchmarkError, closest
 from liger_trainer.benchmarks.report import make_console, make_table, milliseconds, number
 
 PROVIDERS = ("hf", "liger_trainer")
@@ -63,7 +70,16 @@ class Measured:
 
 
 def published(kind: str, layers: int) -> PretrainedConfig:
-    """The configuration of a model type with so many layers, whose MLPs have no experts, and few embeddings."""
+    """The configuration of a model type with so many layers, whose MLPs have no experts, and few embeddings.
+
+    Raises:
+        BenchmarkError: if transformers has no causal language model of this type.
+    """
+    if (
+        kind not in CONFIG_MAPPING
+        or type(AutoConfig.for_model(kind).get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        raise BenchmarkError(f"{kind!r} is no type of a causal language model in transformers; give a `model_type`.")
     config = AutoConfig.for_model(kind).get_text_config()
     config.num_hidden_layers, config.vocab_size = layers, 256
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
@@ -123,13 +139,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of these, in this order")
     parser.add_argument("--device", help="default: the accelerator, else cpu")
     arguments = parser.parse_args(argv)
-    device = Device(find_device(arguments.device))
-    config = published(arguments.kind, arguments.layers)
+    if min(arguments.layers, arguments.batch, arguments.length) < 1 or arguments.documents < 0:
+        parser.error("`--layers`, `--batch` and `--length` must be 1 or more, and `--documents` 0 or more")
+    try:
+        device = Device(find_device(arguments.device))
+        providers = [closest(name, PROVIDERS, "provider") for name in arguments.providers.split(",")]
+        config = published(arguments.kind, arguments.layers)
+    except BenchmarkError as error:
+        parser.error(str(error))
     rows = Rows(arguments.batch, arguments.length, arguments.documents)
     title = f"Attention of {arguments.kind}, {rows.batch}×{rows.length}: a layer's ms · {device.name()}"
     table = make_table(title, "forward", "backward", "both", "GiB of all", "difference", remark=False)
     first: Tensor | None = None
-    for provider in arguments.providers.split(","):
+    for provider in providers:
         found = measure(config, provider, rows, device)
         first = found.result if first is None else first
         away = (found.result - first).float().norm() / first.float().norm()

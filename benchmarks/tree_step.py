@@ -44,7 +44,7 @@ from liger_trainer.benchmarks.device import Device, find_device
 from liger_trainer.benchmarks.measure import explain
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.records import UNSHARED
-from liger_trainer.benchmarks.registry import closest
+from liger_trainer.benchmarks.registry import BenchmarkError, closest
 from liger_trainer.benchmarks.report import make_console, make_table, milliseconds, number
 from liger_trainer.benchmarks.training import Task, parse_lengths
 from liger_trainer.benchmarks.training_providers import Setup
@@ -278,10 +278,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--flash3", action="store_true", help="let TRL fetch its flash attention from the Hub")
     parser.add_argument("--device", help="default: the accelerator, else cpu")
     options = parser.parse_args(argv)
-    device = Device(find_device(options.device))
+    numbers = [getattr(options, name) for name in (*sizes, "steps")]
+    if min(numbers) < 1 or options.layers < 0 or options.lora < 0:
+        parser.error("sizes and `--steps` must be 1 or more, and `--layers` and `--lora` 0 or more")
+    try:
+        low, high = parse_lengths(options.lengths)
+    except ValueError:
+        low, high = 0, 0
+    if not 1 <= low <= high:
+        parser.error(f"`--lengths` is {options.lengths!r}; give a range such as 64:512, or a number of tokens")
+    try:
+        device = Device(find_device(options.device))
+        shapes = _chosen(options.shapes, SHAPES, "shape")
+        providers = _chosen(options.providers, PROVIDERS, "provider")
+    except BenchmarkError as error:
+        parser.error(str(error))
     work: dict[str, Any] = {name: getattr(options, name) for name in ("model", "layers", "lora")}
     work |= {"dtype": "float32" if device.module is None else "bfloat16", "steps": WARMUP + options.steps}
-    for shape in _chosen(options.shapes, SHAPES, "shape"):
+    for shape in shapes:
         rollouts = Rollouts(shape, options, MODELS[options.model].vocab)
         count, tokens = len(rollouts.lengths), int(rollouts.lengths.sum())
         task = Task(trainer="grpo", batch=count, warmup=WARMUP, **work)
@@ -289,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{shape} · {options.model} · {count} rows, {tokens:,} tokens · {device.name()}, torch {torch.__version__}"
         )
         table = make_table(title, "tokens run", "ms a step", "rows' tokens/s", "peak GiB", "first loss")
-        for provider in _chosen(options.providers, PROVIDERS, "provider"):
+        for provider in providers:
             try:
                 found = measure(provider, task, rollouts, device.device, options.flash3)
             except (ImportError, OSError, RuntimeError) as error:

@@ -47,3 +47,20 @@ def test_the_command(monkeypatch, capsys):
     main(["glm_moe_dsa", "--batch", "1", "--length", "16", "--device", "cpu"])
     printed = capsys.readouterr().out
     assert all(provider in printed for provider in PROVIDERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no_such"], "'no_such' is no type of a causal language model"),
+        (["clip"], "'clip' is no type of a causal language model"),
+        (["llama", "--layers", "0"], "`--layers`, `--batch` and `--length` must be 1 or more"),
+        (["llama", "--providers", "hg"], "No provider 'hg'. Did you mean 'hf'?"),
+        (["llama", "--device", "tpu0"], "tpu0"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]

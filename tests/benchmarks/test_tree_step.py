@@ -76,3 +76,18 @@ def test_attention_of_the_trie_on_a_gpu():
         trie |= {"tree_kv_index": torch.tensor(places, device=device), "tree_max_seqlen_q": 4, "tree_max_seqlen_k": 7}
         found.append(tree_step.tree_attention(None, *inputs, None, **trie, scaling=0.2)[0])
     torch.testing.assert_close(found[1].cpu().float(), found[0], atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--turns", "0"], "sizes and `--steps` must be 1 or more"),
+        (["--lengths", "9:3"], "`--lengths` is '9:3'; give a range such as 64:512"),
+        (["--shapes", "trees"], "No shape 'trees'. Did you mean 'tree'?"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tree_step.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
