@@ -73,6 +73,7 @@ def cases_of(fault: Fault, functions: Mapping[str, Sequence[pytest.Item]]) -> di
     for test in fault.tests.split():
         part, _, function = test.partition("::")
         cases = [item for item in functions.get(function, ()) if part in item.nodeid.partition("::")[0]]
+        cases = [item for item in cases if not item.get_closest_marker("long")]  # which `make test` does not run
         if fault.expression:
             expression = Expression.compile(fault.expression)
             cases = [item for item in cases if expression.evaluate(KeywordMatcher.from_item(item))]

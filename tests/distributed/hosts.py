@@ -170,15 +170,15 @@ class Host:
         return program
 
     def die(self) -> None:
-        """Ends all that runs on it at once, by SIGKILL; its system closes their sockets."""
+        """Ends all that runs on it by SIGKILL, and waits for that; its system closes their sockets."""
         self._first.kill()  # and with it the first process inside, and all others there
         self._first.wait()
+        for program in self._programs:  # a slow machine takes a while, in which they would go on
+            program.process.join()
 
     def close(self) -> None:
         """Ends it, and removes what is left."""
         self.die()
-        for program in self._programs:
-            program.process.join()
         for stream in self._streams:
             stream.close()
         if self._network >= 0:
