@@ -28,6 +28,7 @@ ROOT = Path(liger_trainer.__file__).parent
 ELSEWHERE = {
     "_weight_gradient_kernel": "runs on Hopper and Blackwell alone: tests/kernels/head/test_weight_gradient.py",
     "_cast_kernel": "writes operands in fp8, from Hopper on: tests/kernels/fp8/test_producers.py",
+    "_cast_groups_kernel": "writes operands in fp8, from Hopper on: tests/kernels/fp8/test_blocks.py",
     "_repeat_kernel": "runs beside torch's grouped matmul, on Hopper and Blackwell alone",
     "_add_kernel": "runs beside torch's grouped matmul, on Hopper and Blackwell alone",
 }
