@@ -86,7 +86,7 @@ def published(kind: str, layers: int) -> PretrainedConfig:
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = layers
     for kinds in ("layer_types", "indexer_types", "mlp_layer_types"):
-        if getattr(config, kinds, None):
+        if vars(config).get(kinds):
             whole = ["dense"] * layers if kinds == "mlp_layer_types" else getattr(config, kinds)[:layers]
             setattr(config, kinds, whole)
     return config
@@ -101,12 +101,19 @@ def measure(config: PretrainedConfig, provider: str, rows: Rows, device: Device,
         rows: The rows that the layers get.
         device: Where they run, in bfloat16, or in float32 on a CPU.
         rounds: How many times; once more before, which is not timed.
+
+    Raises:
+        BenchmarkError: if the layers have no `mlp` that may be left out.
     """
     dtype = torch.float32 if device.module is None else torch.bfloat16
     torch.manual_seed(0)
     with device.device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     decoder = model.get_decoder()
+    if not all(hasattr(layer, "mlp") for layer in getattr(decoder, "layers", [None])):
+        raise BenchmarkError(
+            f"The layers of {config.model_type!r} are not `layers` with an `mlp` each; take another type."
+        )
     for layer in decoder.layers:
         layer.mlp = Nothing()
     if provider == "liger_trainer":
@@ -139,8 +146,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of these, in this order")
     parser.add_argument("--device", help="default: the accelerator, else cpu")
     arguments = parser.parse_args(argv)
-    if min(arguments.layers, arguments.batch, arguments.length) < 1 or arguments.documents < 0:
-        parser.error("`--layers`, `--batch` and `--length` must be 1 or more, and `--documents` 0 or more")
+    if min(arguments.layers, arguments.batch, arguments.length) < 1:
+        parser.error("`--layers`, `--batch` and `--length` must be 1 or more")
+    if not 0 <= arguments.documents <= arguments.length:
+        parser.error(f"`--documents` is {arguments.documents}; give 0 to {arguments.length}, the tokens of a row")
     try:
         device = Device(find_device(arguments.device))
         providers = [closest(name, PROVIDERS, "provider") for name in arguments.providers.split(",")]
@@ -152,7 +161,10 @@ def main(argv: list[str] | None = None) -> None:
     table = make_table(title, "forward", "backward", "both", "GiB of all", "difference", remark=False)
     first: Tensor | None = None
     for provider in providers:
-        found = measure(config, provider, rows, device)
+        try:
+            found = measure(config, provider, rows, device)
+        except BenchmarkError as error:
+            parser.error(str(error))
         first = found.result if first is None else first
         away = (found.result - first).float().norm() / first.float().norm()
         times = (found.forward, found.backward, found.forward + found.backward)

@@ -204,6 +204,8 @@ def test_trl_mixture_of_datasets(tmp_path):
         ("use_cpu: true\nbf16: false\nload_in_8bit: true\nload_in_4bit: true", [], "8 bit and 4 bit"),
         ("use_cpu: true\nload_in_4bit: true", [], "`load_in_4bit` is true, but `use_peft` is false"),
         ("use_cpu: true\nload_in_8bit: true", [], "Set `use_peft: true` for adapters on them (QLoRA)"),
+        ("use_cpu: true\nfp8_base: true", [], "`fp8_base` is true, but `use_peft` is false: such a base is frozen"),
+        ("use_cpu: true", ["--packed_base", "true"], "`packed_base` is true, but `use_peft` is false"),
         ("expert_parallel_size: 0", [], "`expert_parallel_size` is 0; it must be 1 or more"),
         ("use_cpu: true\nrouter_aux_loss_coef: -0.1", [], "`router_aux_loss_coef` is -0.1; it must be 0 or more"),
         (

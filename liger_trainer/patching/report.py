@@ -277,9 +277,7 @@ def _may_hold_an_adapter(module: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether `module` is a layer or a container of torch, also a quantised one, or an adapter around one."""
+    """Whether `module` is a layer or a container of torch, also a quantised one, an adapter around one, or ours."""
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())  # GPT-2's linear layer
-    return isinstance(module, (nn.Linear, nn.Embedding, conv1d)) or class_of(module).__module__.split(".")[0] in (
-        "torch",
-        "peft",
-    )
+    library = class_of(module).__module__.split(".")[0]
+    return isinstance(module, (nn.Linear, nn.Embedding, conv1d)) or library in ("torch", "peft", "liger_trainer")

@@ -129,6 +129,12 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
             f"{source}: `{quantised[0]}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
             "`use_peft: true` for adapters on them (QLoRA)."
         )
+    frozen = next((key for key in ("fp8_base", "packed_base") if str(values.get(key)).lower() == "true"), None)
+    if frozen and not values.get("use_peft"):
+        raise RecipeError(
+            f"{source}: `{frozen}` is true, but `use_peft` is false: such a base is frozen. Set `use_peft: true` for "
+            f"adapters on it, or leave `{frozen}` out."
+        )
     size, obstacle = values.get("expert_parallel_size") or 1, split_obstacle(values)
     if size > 1 and obstacle:
         raise RecipeError(f"{source}: `expert_parallel_size` is {size} and {obstacle}")

@@ -54,9 +54,12 @@ def test_the_command(monkeypatch, capsys):
     [
         (["no_such"], "'no_such' is no type of a causal language model"),
         (["clip"], "'clip' is no type of a causal language model"),
-        (["llama", "--layers", "0"], "`--layers`, `--batch` and `--length` must be 1 or more"),
+        (["llama", "--layers", "0"], "`--batch` and `--length` must be 1 or more"),
         (["llama", "--providers", "hg"], "No provider 'hg'. Did you mean 'hf'?"),
         (["llama", "--device", "tpu0"], "tpu0"),
+        (["llama", "--length", "4", "--documents", "5"], "`--documents` is 5; give 0 to 4"),
+        (["gpt2", "--layers", "1", "--length", "8", "--device", "cpu"], "The layers of 'gpt2' are not `layers`"),
+        (["mamba", "--layers", "1", "--length", "8", "--device", "cpu"], "The layers of 'mamba' are not `layers`"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(arguments, said, capsys):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from liger_trainer import LigerTrainingArguments
 from liger_trainer.patching.lora.low_bit import Fp8Linear
@@ -40,6 +40,18 @@ def test_losses_are_near_those_of_a_base_in_bf16(tmp_path):
     assert ours.evaluate(ours.train_dataset)["eval_loss"] == pytest.approx(
         usual.evaluate(usual.train_dataset)["eval_loss"], rel=5e-3
     )
+
+
+def test_scales_are_not_said_to_be_missing_from_a_checkpoint(tmp_path, caplog):
+    """Nor are the layers said to have no kernel."""
+    llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
+    trainer = causal(tmp_path / "run", model, **{**ARGUMENTS, "max_steps": 1})
+    trainer.train()
+    assert stored(model) == 14
+    assert "checkpoint had no" not in caplog.text
+    assert not [row for row in trainer.kernel_report if row.component == "other" and row.target == "Fp8Linear"]
 
 
 class StopAt(TrainerCallback):

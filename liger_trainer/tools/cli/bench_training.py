@@ -171,8 +171,12 @@ def _check_expert_parallel(arguments: argparse.Namespace, task: Task) -> None:
     given, config = f"`--expert_parallel` is {size}", model_config(MODELS[task.model], task.layers)
     experts = count_experts(config) if can_split_experts(config) else 0
     if not experts or experts % size:
-        reason = f"has {experts} experts a layer" if experts else "has none that transformers can split"
+        reason = f"has {experts} experts a layer" if experts else "has no experts that transformers can split"
         raise BenchmarkError(f"{given}, but {task.model} {reason}; give a divisor of their number, or leave it out.")
+    if task.lora:
+        raise BenchmarkError(
+            f"{given}, and `--lora` is {task.lora}: adapters on experts cannot be split; leave one out."
+        )
     if any(gpus % size for gpus in arguments.gpus or [1]):
         raise BenchmarkError(f"{given}; give a multiple of it for each of `--gpus`.")
     if (way := split_by(task.accelerate_config)) is not None or arguments.quantize:

@@ -250,6 +250,7 @@ def _warn_of_fresh_weights(model: Any) -> None:
         kept = {tensor.data_ptr() for name in model.peft_config for tensor in _adapter_tensors(model, name).values()}
     # A resized embedding is a new tensor too, with old values.
     ends = {id(weight) for end in _embeddings(model) for weight in end.parameters()}
+    beside_codes = {id(each) for module in model.modules() for each in _made_with_codes(module)}
     fresh = [
         name
         for name, parameter in parameters.items()
@@ -259,6 +260,7 @@ def _warn_of_fresh_weights(model: Any) -> None:
         and parameter.dtype.itemsize > 1  # quantised weights are new tensors
         and parameter.data_ptr() not in kept
         and id(parameter) not in ends
+        and id(parameter) not in beside_codes
         and "original_module" not in name.split(".")  # PEFT trains a copy
         and not {*getattr(model, "peft_config", ())} & {*name.split(".")}  # PEFT has made and frozen it
     ]
@@ -271,6 +273,12 @@ def _warn_of_fresh_weights(model: Any) -> None:
             "`task_type='SEQ_CLS'` does that.",
             *(", ".join(fresh[:3]) + (", ..." if len(fresh) > 3 else ""), unsaved, module),
         )
+
+
+def _made_with_codes(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module whose weight is stored as codes, such as their scales."""
+    own = [each for each in module._parameters.values() if each is not None]
+    return own if any(each.dtype.itemsize == 1 for each in own) else []
 
 
 def _embeddings(model: Any) -> Iterator[nn.Module]:
