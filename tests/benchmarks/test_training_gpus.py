@@ -134,11 +134,12 @@ def test_experts_that_processes_share(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model", "tiny"], "tiny has none that transformers can split; give a divisor"),
+        (["--model", "tiny"], "tiny has no experts that transformers can split; give a divisor"),
         (["--expert_parallel", "3", "--gpus", "3"], "tiny-moe has 4 experts a layer; give a divisor"),
         (["--gpus", "3"], "give a multiple of it for each of `--gpus`"),
         (["--accelerate_config", "fsdp2"], "`--accelerate_config` splits the model with FSDP2; leave that out"),
         (["--lora", "4", "--quantize", "fp8_blocks"], "`--quantize` is for whole models; leave that out"),
+        (["--lora", "4"], "`--lora` is 4: adapters on experts cannot be split; leave one out"),
     ],
 )
 def test_experts_that_processes_cannot_share(options, words, capsys):

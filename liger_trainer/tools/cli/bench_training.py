@@ -173,15 +173,15 @@ def _check_expert_parallel(arguments: argparse.Namespace, task: Task) -> None:
     if not experts or experts % size:
         reason = f"has {experts} experts a layer" if experts else "has no experts that transformers can split"
         raise BenchmarkError(f"{given}, but {task.model} {reason}; give a divisor of their number, or leave it out.")
-    if task.lora:
-        raise BenchmarkError(
-            f"{given}, and `--lora` is {task.lora}: adapters on experts cannot be split; leave one out."
-        )
     if any(gpus % size for gpus in arguments.gpus or [1]):
         raise BenchmarkError(f"{given}; give a multiple of it for each of `--gpus`.")
     if (way := split_by(task.accelerate_config)) is not None or arguments.quantize:
         reason = f"`--accelerate_config` splits the model with {way}" if way else "`--quantize` is for whole models"
         raise BenchmarkError(f"{given}, which splits the model as it is loaded, but {reason}; leave that out.")
+    if task.lora:
+        raise BenchmarkError(
+            f"{given}, and `--lora` is {task.lora}: adapters on experts cannot be split; leave one out."
+        )
 
 
 def _trainer(arguments: argparse.Namespace) -> str:
