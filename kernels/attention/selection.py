@@ -8,7 +8,7 @@ A query selects the `count` keys with the largest scores of those that it sees, 
 
 Two kernels run for each block of queries: the first gives their scores in fp32, where any of them is needed; in the
 second a program finds the least score that is selected, one binary digit after the other, and sets the bits of its
-query's keys. Scores of two blocks are never in memory together.
+query's keys. All blocks share the memory of the scores.
 
 Shapes: batch rows of length tokens, H heads of D numbers; words of 32 keys of a document.
 """
@@ -43,73 +43,59 @@ def select(
         int32 (words, batch * length), the `bits` of a plan. Of keys with equal scores the kernel selects the first
         ones, the reference those of torch.topk. NaN counts as the largest score.
     """
-    with_kernels = use_triton(q) and use_triton(k) and q.shape[-1] <= 256 and not plan.window
-    blocks = _select_in_triton if with_kernels else _select_in_torch
-    length = k.shape[1]
-    found = [blocks(plan, q, k, weights, scale, count, start) for start in range(0, length, BLOCK)]
-    return torch.cat(found, 2).flatten(1)
-
-
-def _select_in_torch(
-    plan: AttentionPlan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    scale: float,
-    count: int,
-    start: int,
-) -> torch.Tensor:
-    """int32 (words, batch, queries) for a block of queries."""
-    batch, length = k.shape[:2]
-    rows = slice(start, start + BLOCK)
-    scores = torch.matmul(q[:, rows].float(), k.mT.float().unsqueeze(1)) * scale
-    scores = torch.matmul(weights[:, rows].unsqueeze(-2), torch.relu(scores)).squeeze(-2)
-    seen = dense(plan, batch, length, k.device, rows=rows)[:, 0]
-    indices = scores.masked_fill(~seen, float("-inf")).topk(min(count, length)).indices
-    return bits_of(plan, indices, length, start)
-
-
-def _select_in_triton(
-    plan: AttentionPlan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    scale: float,
-    count: int,
-    start: int,
-) -> torch.Tensor:
+    if plan.window or q.shape[-1] > 256 or not (use_triton(q) and use_triton(k)):
+        return select_reference(plan, q, k, weights, scale, count)
     (batch, length, width), heads = k.shape, q.shape[2]
-    queries = min(BLOCK, length - start)
-    places = places_of(plan, batch, length, start, queries, k.device)
+    places = places_of(plan, batch, length, 0, length, k.device)
     base, position = (each.to(torch.int32).contiguous() for each in places)
     words = cdiv(plan.longest_keys(length), 32)
-    scores = torch.empty(batch, queries, length, dtype=torch.float32, device=k.device)
-    bits = torch.empty(words, batch, queries, dtype=torch.int32, device=k.device)
+    scores = torch.empty(batch, min(BLOCK, length), length, dtype=torch.float32, device=k.device)
+    bits = torch.empty(words, batch, length, dtype=torch.int32, device=k.device)
     copies = None if plan.keys is None or plan.keys.copies is None else plan.keys.copies.index.to(k.device)
     keys = _FEWER_KEYS if device_limits(k.device).before_ampere else _KEYS
     with on_device(k):
-        _scores_kernel[(cdiv(length, keys), cdiv(queries, _QUERIES), batch)](
-            *(q, q.stride(0), q.stride(1), q.stride(2), q.stride(3)),
-            *(k, k.stride(0), k.stride(1), k.stride(2)),
-            *(weights, weights.stride(0), weights.stride(1), weights.stride(2)),
-            *(base, position, scores, scale, start, queries, length, count),
-            HEADS=heads,
-            WIDTH=width,
-            BLOCK_WIDTH=max(16, next_power_of_2(width)),
-            COPIED=copies is not None,
-            PRECISE=k.dtype == torch.float32,
-            BLOCK_QUERIES=_QUERIES,
-            BLOCK_KEYS=keys,
-            num_warps=4 if width <= 128 else 8,
-            num_stages=2,
-        )
-        _bits_kernel[(queries, batch)](
-            *(scores, base, position, base if copies is None else copies, bits, queries, length, count, words),
-            COPIED=copies is not None,
-            CHUNK=min(_CHUNK, next_power_of_2(32 * words)),
-            num_warps=4,
-        )
-    return bits
+        for start in range(0, length, BLOCK):
+            queries = min(BLOCK, length - start)
+            _scores_kernel[(cdiv(length, keys), cdiv(queries, _QUERIES), batch)](
+                *(q, q.stride(0), q.stride(1), q.stride(2), q.stride(3)),
+                *(k, k.stride(0), k.stride(1), k.stride(2)),
+                *(weights, weights.stride(0), weights.stride(1), weights.stride(2)),
+                *(base, position, scores, scores.stride(0), scale, start, queries, length, count),
+                HEADS=heads,
+                WIDTH=width,
+                BLOCK_WIDTH=max(16, next_power_of_2(width)),
+                COPIED=copies is not None,
+                PRECISE=k.dtype == torch.float32,
+                BLOCK_QUERIES=_QUERIES,
+                BLOCK_KEYS=keys,
+                num_warps=4 if width <= 128 else 8,
+                num_stages=2,
+            )
+            _bits_kernel[(queries, batch)](
+                *(scores, scores.stride(0), base, position, base if copies is None else copies, bits),
+                *(start, length, count, words),
+                COPIED=copies is not None,
+                CHUNK=min(_CHUNK, next_power_of_2(32 * words)),
+                num_warps=4,
+            )
+    return bits.flatten(1)
+
+
+@torch.no_grad()
+def select_reference(
+    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, scale: float, count: int
+) -> torch.Tensor:
+    """`select` in plain torch, as transformers computes it, for a block of queries at a time."""
+    batch, length = k.shape[:2]
+    keys, found = k.mT.float().unsqueeze(1), []
+    for start in range(0, length, BLOCK):
+        rows = slice(start, start + BLOCK)
+        scores = torch.relu(torch.matmul(q[:, rows].float(), keys) * scale)
+        scores = torch.matmul(weights[:, rows].unsqueeze(-2), scores).squeeze(-2)
+        seen = dense(plan, batch, length, k.device, rows=rows)[:, 0]
+        indices = scores.masked_fill(~seen, float("-inf")).topk(min(count, length)).indices
+        found.append(bits_of(plan, indices, length, start))
+    return torch.cat(found, 2).flatten(1)
 
 
 @triton.jit
@@ -130,6 +116,7 @@ def _scores_kernel(
     base_ptr,
     position_ptr,
     scores_ptr,
+    scores_stride_row,
     scale,
     start,
     queries,
@@ -151,13 +138,13 @@ def _scores_kernel(
     key = first_key + tl.arange(0, BLOCK_KEYS)
     column = tl.arange(0, BLOCK_WIDTH)
     exists, is_key, is_column = query < queries, key < length, column < WIDTH
-    position = tl.load(position_ptr + row * queries + query, exists, -1)
+    token = start + query
+    position = tl.load(position_ptr + row * length + token, exists, -1)
     needed = tl.max(position, 0) >= count
     if not COPIED:
-        base = tl.load(base_ptr + row * queries + query, exists, length)
+        base = tl.load(base_ptr + row * length + token, exists, length)
         needed &= (first_key + BLOCK_KEYS > tl.min(base, 0)) & (first_key <= tl.max(base + position, 0))
     if needed:
-        token = start + query
         k = tl.load(
             k_ptr + row * k_stride_row + key[None, :] * k_stride_token + column[:, None] * k_stride_column,
             is_key[None, :] & is_column[:, None],
@@ -172,7 +159,7 @@ def _scores_kernel(
             products = tl.dot(q.to(k.dtype), k, input_precision=PRECISION)
             products *= scale
             total += weight[:, None] * tl.where(products < 0.0, 0.0, products)  # NaN stays
-        places = (row * queries + query[:, None]) * length + key[None, :]
+        places = row * scores_stride_row + query[:, None].to(tl.int64) * length + key[None, :]
         tl.store(scores_ptr + places, total, exists[:, None] & is_key[None, :])
 
 
@@ -196,11 +183,12 @@ def _scores_of(scores_ptr, copies_ptr, base, position, place, COPIED: tl.constex
 @triton.jit
 def _bits_kernel(
     scores_ptr,
+    scores_stride_row,
     base_ptr,
     position_ptr,
     copies_ptr,
     bits_ptr,
-    queries,
+    start,
     length,
     count,
     words,
@@ -208,10 +196,10 @@ def _bits_kernel(
     CHUNK: tl.constexpr,
 ):
     """The words of one query: first the least score that is selected, then the bits."""
-    query, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    scores_ptr += (row * queries + query) * length
-    base = tl.load(base_ptr + row * queries + query)
-    position = tl.load(position_ptr + row * queries + query)
+    query, row, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    scores_ptr += row * scores_stride_row + query * length
+    token = row * length + start + query  # of all rows
+    base, position = tl.load(base_ptr + token), tl.load(position_ptr + token)
     digits = tl.where(position >= count, 32, 0)
     least = tl.full((), 0, tl.uint32)
     for digit in range(digits):
@@ -238,5 +226,4 @@ def _bits_kernel(
         digit_of = tl.arange(0, 32)[None, :]
         packed = tl.sum(tl.reshape(chosen.to(tl.int32), (CHUNK // 32, 32)) << digit_of, 1)
         word = begin // 32 + tl.arange(0, CHUNK // 32)
-        batch = tl.num_programs(1)
-        tl.store(bits_ptr + (word.to(tl.int64) * batch + row) * queries + query, packed, word < words)
+        tl.store(bits_ptr + word.to(tl.int64) * batch * length + token, packed, word < words)

@@ -48,7 +48,7 @@ class Fp8Weight(NamedTuple):
     Args:
         codes: (N, K), contiguous, the bytes of float8_e4m3fn as uint8; N and K are multiples of 16, in blocks of 128.
         scales: (N, 1) for a scale a row, (1, 1) for one of all, or (N / 128, K / 128) for one a block of 128 x 128;
-            fp32 or, of a published weight, bf16, fp16 or the bytes of float8_e8m0fnu. The weight is codes times scales.
+            fp32 or, of a published weight, bf16, fp16 or float8_e8m0fnu. The weight is codes times scales.
     """
 
     codes: torch.Tensor
@@ -73,8 +73,7 @@ class Fp8Weight(NamedTuple):
     @property
     def widened(self) -> Fp8Weight:
         """The same weight with scales in fp32; (N, 1) unless they are of blocks."""
-        scales = self.scales.view(torch.float8_e8m0fnu) if self.scales.dtype == torch.uint8 else self.scales
-        wide = scales.float()
+        wide = self.scales.float()
         return self._replace(scales=wide if self.in_blocks else wide.expand(len(self.codes), 1).contiguous())
 
 

@@ -89,7 +89,9 @@ class PackedLinear(nn.Linear):
     def operand(self) -> PackedWeight | Fp8Weight:
         """The weight, as our operators take it."""
         packed = self.packed
-        return Fp8Weight(packed[0], packed.scales) if self.in_fp8 else packed
+        if self.in_fp8 and isinstance(packed, BlockFp8Weight):
+            return Fp8Weight(packed.codes, packed.typed_scales)
+        return packed
 
     def obstacle_to_fp8(self, device: torch.device) -> str:
         """Why products on `device` cannot be of the codes as they are (`in_fp8`); empty if they can."""

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_trainer.attention.masks import MaskPart
+from liger_trainer.head.warn_once import warn_once
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.kernels.attention.selection import select
 from liger_trainer.patching.model_forward import CACHE_NAMES
@@ -69,6 +70,11 @@ def indexer_forward(original: Callable) -> Callable:
         if cache is not None and not cached:
             bits = _selected(functools.partial(original, self), {**given, cache: _Cache()}, plan, self.index_topk)
         if bits is None:
+            if not cached:
+                kind = type(self).__name__
+                warn_once(
+                    kind, f"{kind} computes its scores in another form than our kernels, those of all pairs at once."
+                )
             given[_MASK] = plan.dense(batch, length, hidden_states.device)[:, 0]
             return original(self, **given)
         return bits

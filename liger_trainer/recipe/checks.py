@@ -129,7 +129,7 @@ def check_agreement(values: Mapping[str, Any], source: Path) -> None:
             f"{source}: `{quantised[0]}` is true, but `use_peft` is false: quantised weights cannot be trained. Set "
             "`use_peft: true` for adapters on them (QLoRA)."
         )
-    frozen = next((key for key in ("fp8_base", "packed_base") if str(values.get(key)).lower() == "true"), None)
+    frozen = next((key for key in ("fp8_base", "packed_base") if values.get(key) in (True, "true")), None)
     if frozen and not values.get("use_peft"):
         raise RecipeError(
             f"{source}: `{frozen}` is true, but `use_peft` is false: such a base is frozen. Set `use_peft: true` for "

@@ -1,10 +1,13 @@
-"""The reference of DPO, KTO, GRPO and RLOO: where it comes from, and that it is the policy when training starts.
+"""The reference of DPO, KTO, GRPO and RLOO: how it is split, and that it is the policy when training starts.
 
 Where no reference is given, it is the policy of the first step. TRL does not copy that, though: it loads the model
 again from its path, switches the adapters off, or reads log-probabilities that it has cached. If what it finds there is
 another model, training goes on with a wrong loss. The first step shows for free whether to look: the rewards and the KL
 divergence, which TRL logs anyway, are 0 there. If they are not, dropout, noise and rounding may be why. So the policy
 and its reference run once more on the same tokens, as in an evaluation.
+
+Under FSDP2 TRL splits a reference as one, so each process would gather the weights of all its layers for a forward.
+Here they are split one by one, by the policy by which accelerate splits the policy's.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_compiled_module
+from accelerate import Accelerator
+from accelerate.utils import get_module_children_bottom_up, is_compiled_module
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
 from datasets.fingerprint import Hasher
 from peft import LoraConfig
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from liger_trainer.compat.accelerate import SPLIT_LAYERS
 from liger_trainer.compat.private import available
-from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP
+from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP, SPLIT_REFERENCE
 from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
 from liger_trainer.trainers.checkpoints.resuming import naming
 from liger_trainer.trainers.deferred_metrics import DeferredMetricsMixin
@@ -37,6 +44,33 @@ _CACHED = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"
 
 class WrongReferenceError(ValueError):
     """The reference is not the policy of the first step, though no other was given; the text names the likely cause."""
+
+
+def split_layers(reference: nn.Module, accelerator: Accelerator) -> None:
+    """Splits the layers of `reference`, before TRL splits what is left, if the launch is FSDP2.
+
+    Args:
+        reference: With its whole weights.
+        accelerator: The trainer's; its policy chooses the layers.
+    """
+    if not accelerator.is_fsdp2 or isinstance(reference, FSDPModule):
+        return
+    if not available(SPLIT_LAYERS) or not available(SPLIT_REFERENCE):
+        return
+    plugin, mesh = accelerator.state.fsdp_plugin, getattr(accelerator, "torch_device_mesh", None)
+    chosen = fsdp2_prepare_auto_wrap_policy(plugin, reference)
+    if chosen is None:
+        return
+    options: dict[str, Any] = {
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_policy": plugin.cpu_offload,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+    }
+    options["ignored_params"] = get_parameters_from_modules(plugin.ignored_modules, reference, accelerator.device)
+    for module in get_module_children_bottom_up(reference)[:-1]:
+        if chosen(module) and not isinstance(module, FSDPModule):
+            fully_shard(module, **options)
 
 
 class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
@@ -69,6 +103,11 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
         self._must_be_policy = self._is_policy_at_first() and available(FIRST_STEP)
         if self._must_be_policy and self.ref_model is not None:
             self._check_vocabulary()
+
+    def _add_fused_lm_head(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super()._add_fused_lm_head(model, *args, **kwargs)
+        if model is self.ref_model:  # before TRL splits what is left of it
+            split_layers(model, self.accelerator)
 
     def _check_vocabulary(self) -> None:
         """Raises WrongReferenceError for a reference with another number of embeddings, which could not be run."""

@@ -46,7 +46,6 @@ from liger_trainer.trainers.checks.trl_arguments import check_reference, check_r
 from liger_trainer.trainers.choose_packing import PADDING_FREE, check_packing, choose_packing, packing_of_reference
 from liger_trainer.trainers.exact_sync import keep_base_bits
 from liger_trainer.trainers.fused_forward import StatisticsOptions, fused_forward
-from liger_trainer.trainers.reference_layers import split_layers
 
 _SWAPPED: tuple[str, ...] = ("add_fused_lm_head", "BaseTunerLayer")
 _swapping = threading.RLock()
@@ -263,8 +262,6 @@ class LigerTRLMixin(LigerTrainerMixin):
         if cast_lm_head_to_fp32:
             patch_head(model, fused=True, logits_memory=int(config.logits_memory), in_fp32=True)
         install_fused_forward(model, options, packing, ranks)
-        if not is_policy:
-            split_layers(model, self.accelerator)
 
     @classmethod
     @contextlib.contextmanager

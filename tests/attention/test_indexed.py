@@ -104,6 +104,18 @@ def test_scores_of_another_form_are_left_to_the_class(form):
     )
 
 
+def test_an_indexer_of_another_form_says_so_once(monkeypatch, caplog):
+    model, batch = (
+        patched(build("deepseek_v32", index_topk=SMALLEST).train()),
+        {**BATCHES["full"](), "use_cache": False},
+    )
+    expected = model(**batch).logits
+    monkeypatch.setattr(indexer, "_selected", lambda *args: None)
+    monkeypatch.setattr("liger_trainer.head.warn_once._said", set())
+    torch.testing.assert_close(model(**batch).logits, expected)
+    assert caplog.text.count("DeepseekV32Indexer computes its scores in another form") == 1
+
+
 @families
 def test_the_indexer_runs_only_where_it_selects(name, monkeypatch):
     model = patched(build(name, index_topk=9).train())

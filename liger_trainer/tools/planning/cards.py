@@ -25,16 +25,17 @@ class Card:
     memory: float  # rate of its memory
     link: float  # to the other GPUs of its host: NVLink, Infinity Fabric, or PCIe
     network: float = 0.0  # to other hosts, as its vendor builds them; 0 if there is no usual one
+    fp8: bool = False  # whether it has the matmuls of `kernels.fp8.linear.has_fp8`
 
 
 _PCIE_4, _PCIE_5 = 32 * GB, 64 * GB
 CARDS = (
-    Card("B200", 180 * GB, 8000 * GB, 900 * GB, 400 * GBIT),
-    Card("H200", 141 * GB, 4800 * GB, 450 * GB, 400 * GBIT),
-    Card("H100 NVL", 94 * GB, 3900 * GB, _PCIE_5),
-    Card("H100 PCIe", 80 * GB, 2000 * GB, _PCIE_5),
-    Card("H100", 80 * GB, 3350 * GB, 450 * GB, 400 * GBIT),
-    Card("H800", 80 * GB, 3350 * GB, 200 * GB, 400 * GBIT),
+    Card("B200", 180 * GB, 8000 * GB, 900 * GB, 400 * GBIT, fp8=True),
+    Card("H200", 141 * GB, 4800 * GB, 450 * GB, 400 * GBIT, fp8=True),
+    Card("H100 NVL", 94 * GB, 3900 * GB, _PCIE_5, fp8=True),
+    Card("H100 PCIe", 80 * GB, 2000 * GB, _PCIE_5, fp8=True),
+    Card("H100", 80 * GB, 3350 * GB, 450 * GB, 400 * GBIT, fp8=True),
+    Card("H800", 80 * GB, 3350 * GB, 200 * GB, 400 * GBIT, fp8=True),
     Card("A100 PCIe", 80 * GB, 1935 * GB, _PCIE_4),
     Card("A100", 80 * GB, 2039 * GB, 300 * GB, 200 * GBIT),
     Card("A800", 80 * GB, 2039 * GB, 200 * GB, 200 * GBIT),
@@ -50,8 +51,6 @@ CARDS = (
 )
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
 MEASURED = ("H100", "H200")  # on which the model of the time was compared with runs
-
-_WITH_FP8 = ("B200", "H200", "H100", "H800")  # `kernels.fp8.linear.has_fp8`
 
 
 def card_named(text: str) -> Card | None:
@@ -89,7 +88,7 @@ def cluster_of(card: Card, gpus: int, hosts: int = 1, network: tuple[float, bool
         link=LINK_SHARE * card.link,
         network=LINK_SHARE * rate / (gpus // hosts if of_host else 1),
         link_step=PCIE_STEP if card.link <= _PCIE_5 else NVLINK_STEP,
-        fp8=card.name.split()[0] in _WITH_FP8,
+        fp8=card.fp8,
     )
 
 

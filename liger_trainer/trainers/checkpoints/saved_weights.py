@@ -34,6 +34,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAM
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS, LOADED_WEIGHTS
 from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.patching.codes import is_code
 from liger_trainer.patching.moe.quantized_experts import four_bits
 
 logger = logging.getLogger("liger_trainer")
@@ -250,7 +251,8 @@ def _warn_of_fresh_weights(model: Any) -> None:
         kept = {tensor.data_ptr() for name in model.peft_config for tensor in _adapter_tensors(model, name).values()}
     # A resized embedding is a new tensor too, with old values.
     ends = {id(weight) for end in _embeddings(model) for weight in end.parameters()}
-    beside_codes = {id(each) for module in model.modules() for each in _made_with_codes(module)}
+    coded = [module for module in model.modules() if any(map(is_code, module._parameters.values()))]
+    scales = {id(each) for module in coded for each in module.parameters(recurse=False)}  # are made with the codes
     fresh = [
         name
         for name, parameter in parameters.items()
@@ -260,7 +262,7 @@ def _warn_of_fresh_weights(model: Any) -> None:
         and parameter.dtype.itemsize > 1  # quantised weights are new tensors
         and parameter.data_ptr() not in kept
         and id(parameter) not in ends
-        and id(parameter) not in beside_codes
+        and id(parameter) not in scales
         and "original_module" not in name.split(".")  # PEFT trains a copy
         and not {*getattr(model, "peft_config", ())} & {*name.split(".")}  # PEFT has made and frozen it
     ]
@@ -273,12 +275,6 @@ def _warn_of_fresh_weights(model: Any) -> None:
             "`task_type='SEQ_CLS'` does that.",
             *(", ".join(fresh[:3]) + (", ..." if len(fresh) > 3 else ""), unsaved, module),
         )
-
-
-def _made_with_codes(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module whose weight is stored as codes, such as their scales."""
-    own = [each for each in module._parameters.values() if each is not None]
-    return own if any(each.dtype.itemsize == 1 for each in own) else []
 
 
 def _embeddings(model: Any) -> Iterator[nn.Module]:

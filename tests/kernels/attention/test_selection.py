@@ -7,7 +7,7 @@ import torch
 
 from liger_trainer.kernels.attention import selection
 from liger_trainer.kernels.attention.plan import AttentionPlan, dense
-from liger_trainer.kernels.attention.selection import select
+from liger_trainer.kernels.attention.selection import select, select_reference
 from tests.accuracy import seeded_randn
 from tests.kernels.attention.shared_prompts import Group, tokens_of
 from tests.kernels.attention.shared_prompts import plan_of as plan_of_shared
@@ -112,10 +112,7 @@ def test_published_sizes(length, device):
     plan = AttentionPlan(0, None, length)
     bits = select(plan, q, k, weights, 128**-0.5, 2048)
     chosen = seen_of(plan, bits, 1, length, torch.device(device))
-    blocks = [
-        selection._select_in_torch(plan, q, k, weights, 128**-0.5, 2048, start)
-        for start in range(0, length, selection.BLOCK)
-    ]
-    expected = seen_of(plan, torch.cat(blocks, 2).flatten(1), 1, length, torch.device(device))
+    reference = select_reference(plan, q, k, weights, 128**-0.5, 2048)
+    expected = seen_of(plan, reference, 1, length, torch.device(device))
     assert torch.equal(chosen.sum(-1), expected.sum(-1))
     assert (chosen != expected).sum() <= 1e-4 * expected.sum()
