@@ -167,6 +167,7 @@ class Work:
     prompt: int = 0  # tokens before each completion; 0 with `lengths` of whole sequences, and without `lengths`
     group_size: int = 0  # completions of a prompt for `GROUPS` with `lengths`; 0 for a prompt of its own each
     expert_parallel: int = 1  # processes that share a layer's experts, while FSDP2 splits the rest over all
+    context_parallel: int = 1  # processes that each have a part of the same sequences
 
 
 @dataclasses.dataclass
@@ -197,7 +198,7 @@ class TrainingRecord(Work):
         """The task without the length of a sequence and the number of GPUs."""
         model = (self.model, self.layers, self.trainer, self.batch)
         rows = (self.documents, self.padding, self.labelled, self.lengths, self.prompt, self.group_size)
-        split = (self.accelerate_config, self.expert_parallel)
+        split = (self.accelerate_config, self.expert_parallel, self.context_parallel)
         return (*model, self.dtype, *rows, self.checkpointing, self.lora, self.quantize, *split)
 
 

@@ -223,8 +223,9 @@ def _title(record: TrainingRecord, gpus: bool = True) -> str:
     base = f" on {record.quantize}" if record.quantize else ""
     parts += [f"LoRA r={record.lora}{base}"] if record.lora else []
     parts += [f"{record.gpus} GPU{'s' * (record.gpus > 1)}"] if gpus and record.accelerate_config else []
-    shared = f"experts shared by {record.expert_parallel}" if record.expert_parallel > 1 else ""
-    parts += list(filter(None, [record.accelerate_config, shared]))
+    parts += [record.accelerate_config] if record.accelerate_config else []
+    sharing = {"experts": record.expert_parallel, "sequences": record.context_parallel}
+    parts += [f"{what} shared by {size}" for what, size in sharing.items() if size > 1]
     return " · ".join([*parts, "every layer checkpointed" if record.checkpointing else "nothing checkpointed"])
 
 

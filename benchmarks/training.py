@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,9 +47,14 @@ class Task(Work):
     warmup: int = 2  # steps at the start that are not timed
 
     @property
+    def batches(self) -> int:
+        """How many there are in a step: one for each GPU, or for those that share sequences."""
+        return self.gpus // self.context_parallel
+
+    @property
     def samples(self) -> int:
         """Sequences or pairs of all steps and GPUs."""
-        return self.batch * self.steps * self.gpus
+        return self.batch * self.steps * self.batches
 
     def to_json(self) -> str:
         """The task as JSON, for the process that trains it."""
@@ -64,10 +68,10 @@ class Task(Work):
         does without does the same work. On several GPUs it is their mean.
         """
         if self.trainer not in ALIGNMENT:
-            return [sum(self.row_tokens)] * self.steps
+            return [sum(self.row_tokens) / self.context_parallel] * self.steps
         padded = [len(batch) * (self.prompt_tokens + max(batch)) for batch in self.completion_tokens]
-        starts = range(0, len(padded), self.gpus)
-        return [statistics.fmean(padded[start : start + self.gpus]) for start in starts]
+        starts = range(0, len(padded), self.batches)
+        return [sum(padded[start : start + self.batches]) / self.gpus for start in starts]
 
     @property
     def prompt_tokens(self) -> int:
@@ -78,7 +82,7 @@ class Task(Work):
 
     @property
     def completion_tokens(self) -> list[list[int]]:
-        """Tokens of each completion, by batches of one GPU: those of all GPUs in the first step come first.
+        """Tokens of each completion, by batches: all those of the first step come first.
 
         With `lengths` they are drawn uniformly, the same for every provider. A pair's two are neighbours.
         """
@@ -86,7 +90,7 @@ class Task(Work):
         of_prompt = 0 if self.prompt or self.trainer in GROUPS else self.prompt_tokens
         draw = random.Random(0)
         rows = self.batch * (2 if self.trainer in PAIRS else 1)
-        return [[draw.randint(low, high) - of_prompt for _ in range(rows)] for _ in range(self.steps * self.gpus)]
+        return [[draw.randint(low, high) - of_prompt for _ in range(rows)] for _ in range(self.steps * self.batches)]
 
     @property
     def row_tokens(self) -> list[int]:

@@ -276,7 +276,7 @@ def _completed(name: str, setup: Setup, ours: bool, settings: dict[str, Any]) ->
 
     class Completed(base):
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
-            place = next(steps) * task.gpus + self.accelerator.process_index
+            place = next(steps) * task.batches + self.accelerator.process_index // task.context_parallel
             self.given = completions(task, vocab, place, self.accelerator.device)
             return self._known(self.given) if ours else self.given  # as after a generation
 
@@ -298,7 +298,7 @@ def completions(task: Task, vocab: int, place: int, device: torch.device) -> dic
     generator = torch.Generator().manual_seed(place)
     batches, size = task.completion_tokens, task.group_size or 1
     counts = torch.tensor(batches[place])[:, None]
-    first = place - place % task.gpus  # of this step
+    first = place - place % task.batches  # of this step
     prompts = torch.randint(vocab, (task.batch // size, task.prompt_tokens), generator=generator)
     prompts = prompts.repeat_interleave(size, dim=0)
     shape = (task.batch, int(counts.max()))
@@ -311,7 +311,7 @@ def completions(task: Task, vocab: int, place: int, device: torch.device) -> dic
         "advantages": torch.linspace(-1.0, 1.5, task.batch),
         # Close to those of random weights, so that some ratios are clipped and some are not.
         "old_per_token_logps": (torch.randn(shape, generator=generator) - math.log(vocab)) * mask,
-        "num_items_in_batch": torch.tensor(sum(map(sum, batches[first : first + task.gpus]))),
+        "num_items_in_batch": torch.tensor(sum(map(sum, batches[first : first + task.batches]))),
         "old_logps": 0.3 * torch.randn(task.batch, generator=generator),  # of RLOO, above the log-probabilities
     }
     return {name: tensor.to(device) for name, tensor in batch.items()}

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -202,9 +203,11 @@ def training_arguments(task: Task, device: torch.device, folder: str) -> dict[st
     """The training arguments of every provider, which it may change."""
     # A random order would mix the lengths of different steps, and KTO's mismatched completions are of their batch.
     ordered = task.padding or task.lengths or task.trainer == "kto"
-    order = {"train_sampling_strategy": "sequential"} if ordered else {}
+    more: dict[str, Any] = {"train_sampling_strategy": "sequential"} if ordered else {}
+    if task.context_parallel > 1:
+        more["parallelism_config"] = ParallelismConfig(cp_size=task.context_parallel, dp_shard_size=task.batches)
     return {
-        **order,
+        **more,
         "output_dir": folder,
         "per_device_train_batch_size": task.batch,
         "max_steps": task.steps,

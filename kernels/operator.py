@@ -132,9 +132,11 @@ class Operator(Generic[R]):
 
         def forward(ctx: Any, arguments: tuple[Any, ...], values: list[Any], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
-            # Autograd lets nobody write to a view that was made in here.
+            # Autograd lets nobody write to a view that was made in here. Here each may be written to: an operator's
+            # results share no memory with each other or with its arguments.
             one = isinstance(output, torch.Tensor)
-            output = _no_view(output) if one else type(output)(map(_no_view, output))
+            owned = [each.data if each._is_view() else each for each in ([output] if one else output)]
+            output = owned[0] if one else type(output)(owned)
             ctx.needs_input_grad = self._in_places(ctx.needs_input_grad[2:], values)
             setup(ctx, arguments, output)
             return tuple(output) if self.returns_list else output
@@ -196,11 +198,6 @@ class Operator(Generic[R]):
         for place in self.lists:
             values[place] = list(itertools.islice(rest, len(arguments[place])))
         return tuple(values)
-
-
-def _no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which may be written to: an operator's results share no memory with each other or its arguments."""
-    return tensor.data if tensor._is_view() else tensor
 
 
 def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], Operator[R]]:

@@ -155,6 +155,24 @@ FIRST_STEP = Feature(
 )
 
 
+def _answers_of(name: str, columns: str) -> tuple[Private, ...]:
+    trainer = f"trl:{name}Trainer"
+    return (
+        Private(f"{trainer}.__init__", uses="_is_vision_dataset, precompute_ref_logps, ref_model"),
+        Private(f"{trainer}.compute_ref_log_probs", "self, model, inputs", uses="log_probs, fused_lm_head"),
+        Private(f"{trainer}.compute_loss", "self, model, inputs, ...", uses="_compute_loss"),
+        Private(f"{trainer}._compute_loss", "self, model, inputs, ...", uses=f"precompute_ref_logps, {columns}"),
+    )
+
+
+REFERENCE_FIRST = Feature(
+    "the reference's answer before the policy's",
+    *_answers_of("DPO", "ref_chosen_logps, ref_rejected_logps"),
+    *_answers_of("KTO", "ref_logps, ref_KL_logps"),
+    needed=False,
+)
+
+
 def _cache_of(name: str) -> Private:
     return Private(f"trl:{name}Trainer._precompute_ref_logps", uses="_precompute_model_hash, data_collator")
 

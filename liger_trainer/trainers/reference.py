@@ -1,4 +1,4 @@
-"""The reference of DPO, KTO, GRPO and RLOO: how it is split, and that it is the policy when training starts.
+"""The reference of DPO, KTO, GRPO and RLOO: how it is split, when it runs, and that it is the policy at first.
 
 Where no reference is given, it is the policy of the first step. TRL does not copy that, though: it loads the model
 again from its path, switches the adapters off, or reads log-probabilities that it has cached. If what it finds there is
@@ -8,6 +8,10 @@ and its reference run once more on the same tokens, as in an evaluation.
 
 Under FSDP2 TRL splits a reference as one, so each process would gather the weights of all its layers for a forward.
 Here they are split one by one, by the policy by which accelerate splits the policy's.
+
+In TRL's losses of DPO and KTO the policy runs first, and what it keeps for its backward is there while the reference
+runs: where layers gather their weights, that is the peak of the step. TRL also has a loss that finds the reference's
+log-probabilities in the batch, that of `precompute_ref_log_probs`. Here they are computed right before that loss.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from liger_trainer.compat.accelerate import SPLIT_LAYERS
 from liger_trainer.compat.private import available
-from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP, SPLIT_REFERENCE
+from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP, REFERENCE_FIRST, SPLIT_REFERENCE
 from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
 from liger_trainer.trainers.checkpoints.resuming import naming
 from liger_trainer.trainers.deferred_metrics import DeferredMetricsMixin
@@ -38,8 +42,6 @@ from liger_trainer.trainers.same_rows import as_evaluated, first_scored_call, fu
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 _COPY = "ref"  # TRL's name of the adapter that it copies from an adapted model's "default"
-_CACHED = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
-"""TRL's columns of `precompute_ref_log_probs`, in the order of what `compute_ref_log_probs` returns."""
 
 
 class WrongReferenceError(ValueError):
@@ -83,6 +85,7 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
     ref_model: Any  # this and the next two are TRL's
     _metrics: dict[str, Any]
     _precompute_model_hash: Any
+    reference_columns: tuple[str, str]
 
     _given_reference: bool
     _given_adapters: Any  # the configuration of adapters that TRL has put in
@@ -193,7 +196,10 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
                     expected = _scores(reference, call)
                 apart = compare(lambda: _scores(policy, call), expected)
             if apart is None and getattr(self, "precompute_ref_logps", False):
-                apart, cached = compare(lambda: self._scores_to_cache(inputs), _joined(map(inputs.get, _CACHED))), True
+                apart, cached = (
+                    compare(lambda: self._scores_to_cache(inputs), _joined(map(inputs.get, self.reference_columns))),
+                    True,
+                )
         if apart is not None:
             raise WrongReferenceError(
                 f"In the first step the reference is the policy, so that {metric} must be 0, but the log-probabilities "
@@ -268,6 +274,36 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
             "as after training it, merging an adapter or rounding it. Save it with `model.save_pretrained(FOLDER)` and "
             f"give the trainer that folder{or_give}"
         )
+
+
+class ReferenceFirst:
+    """Comes right before a TRL trainer with a reference, behind the mixins whose contexts both forwards need."""
+
+    precompute_ref_logps: bool  # TRL's: whether the loss finds the reference's log-probabilities in the batch
+    reference_columns: tuple[str, str]  # where it finds them, as `compute_ref_log_probs` returns them
+    _reference_sees_images: bool  # whether TRL's `compute_ref_log_probs` passes them on
+
+    @functools.cached_property
+    def _may_be_first(self) -> bool:
+        trainer: Any = self
+        sees_all = self._reference_sees_images or not trainer._is_vision_dataset
+        return sees_all and not trainer._has_users_loss and available(REFERENCE_FIRST)
+
+    def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss of a micro-batch."""
+        trainer: Any = self
+        if self.precompute_ref_logps or not self._may_be_first:
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        # KTO's function lets a model make a cache, which would hold the keys of all layers.
+        reference = functools.partial(trainer.ref_model or trainer.model, use_cache=False)
+        answers = dict(zip(self.reference_columns, trainer.compute_ref_log_probs(reference, inputs)))
+        if trainer.model.training and trainer._kept is not None:
+            trainer._kept.attach(trainer.model_wrapped)  # TRL has given the layers their checkpoints again
+        self.precompute_ref_logps = True
+        try:
+            return super().compute_loss(model, {**inputs, **answers}, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.precompute_ref_logps = False
 
 
 def _check_source(model: Any, peft_config: Any, config: Any, takes_reference: bool) -> None:

@@ -13,10 +13,10 @@ from liger_trainer.compat.trl import DPO_HEAD, DPO_METRICS, KTO_HEAD, KTO_METRIC
 from liger_trainer.configs.trl_configs import LigerDPOConfig, LigerKTOConfig
 from liger_trainer.trainers.base import parameters_of
 from liger_trainer.trainers.deferred_metrics import GATHERING, DeferredMetrics, may_defer
-from liger_trainer.trainers.reference import ReferenceMixin
+from liger_trainer.trainers.reference import ReferenceFirst, ReferenceMixin
 
 
-class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
+class LigerDPOTrainer(ReferenceMixin, ReferenceFirst, DPOTrainer):
     """[`~trl.DPOTrainer`], preference optimisation on pairs, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerDPOConfig`], or a `DPOConfig`, with which the kernels are on. Loss
@@ -32,6 +32,8 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
 
     trl_module = trl_dpo_trainer
     config_class = LigerDPOConfig
+    reference_columns = ("ref_chosen_logps", "ref_rejected_logps")
+    _reference_sees_images = True
     _forward_takes_parts = True
 
     @parameters_of(DPOTrainer.__init__, LigerDPOConfig)
@@ -42,7 +44,7 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
             self._deferred = DeferredMetrics(self, GATHERING)
 
 
-class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
+class LigerKTOTrainer(ReferenceMixin, ReferenceFirst, KTOTrainer):
     """[`~trl.KTOTrainer`], preference optimisation without pairs, with the kernels in the model and our fused LM head.
 
     Takes the same arguments; `args` is a [`LigerKTOConfig`], or a `KTOConfig`, with which the kernels are on. Loss,
@@ -51,6 +53,8 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
 
     trl_module = trl_kto_trainer
     config_class = LigerKTOConfig
+    reference_columns = ("ref_logps", "ref_KL_logps")
+    _reference_sees_images = False
     _forward_takes_parts = True
 
     @parameters_of(KTOTrainer.__init__, LigerKTOConfig)

@@ -1,13 +1,21 @@
 """Training steps of several processes: the same path as on GPUs, FSDP2 under `accelerate launch`, on gloo."""
 
+import dataclasses
 import os
 
 import pytest
 
 from liger_trainer.benchmarks.records import Run, TrainingRecord
 from liger_trainer.benchmarks.registry import BenchmarkError
-from liger_trainer.benchmarks.report import sweep
-from liger_trainer.benchmarks.training import OUT_OF_MEMORY, ProcessError, Task, TrainingProcess, launch_command
+from liger_trainer.benchmarks.report import make_console, sweep, training_table
+from liger_trainer.benchmarks.training import (
+    OUT_OF_MEMORY,
+    ProcessError,
+    Task,
+    TrainingProcess,
+    launch_command,
+    run_provider,
+)
 from liger_trainer.benchmarks.training_step import run
 from liger_trainer.recipe.file import shipped_configs
 from liger_trainer.tools.cli import main
@@ -39,6 +47,13 @@ def short(setup):
     if setup.task.length > 16 and os.environ["RANK"] == "1":  # the other one waits for it
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     return setup.trainer(use_liger_kernel=False)
+
+
+@training_provider("shared")
+def shared(setup):
+    trainer = setup.trainer(ours=True)
+    assert trainer._ranks.ranks == 2
+    return trainer
 """
 SPLIT = """
 import torch
@@ -145,6 +160,38 @@ def test_experts_that_processes_share(tmp_path, capsys):
 def test_experts_that_processes_cannot_share(options, words, capsys):
     several = ["--model", "tiny-moe", "--gpus", "2", "--expert_parallel", "2", "--device", "cpu"]
     assert main(["bench", "training", *several, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trainer", ["causal_lm", "dpo"])
+def test_sequences_that_processes_share(trainer, tmp_path, capsys):
+    """Two processes train on the rows of one, and count half of their tokens each."""
+    (tmp_path / "mine.py").write_text(AS_ON_GPUS)
+    work = {"trainer": trainer, "layers": 1, "batch": 2, "length": 16, "steps": 3, "warmup": 1, "device": "cpu"}
+    whole = Task("tiny", **work)
+    shared = dataclasses.replace(whole, gpus=2, context_parallel=2, accelerate_config=str(shipped_configs()["fsdp2"]))
+    assert shared.samples == whole.samples
+    assert shared.completion_tokens == whole.completion_tokens
+    assert [2 * tokens for tokens in shared.step_tokens] == whole.step_tokens
+    together = run_provider(shared, "shared", tmp_path / "mine.py", seconds=240.0)
+    alone = run_provider(whole, "liger_trainer")
+    assert (together.failure, alone.failure) == ("", "")
+    assert together.losses == pytest.approx(alone.losses, abs=0.02)
+    make_console().print(training_table([together]))
+    assert "2 GPUs · fsdp2 · sequences shared by 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpus", "3"], "`--context_parallel` is 2; give a multiple of it for each of `--gpus`"),
+        (["--gpus", "2"], "`--context_parallel` is 2, which needs `--accelerate_config fsdp2`"),
+        (["--gpus", "2", "--accelerate_config", "zero3"], "which needs `--accelerate_config fsdp2`"),
+    ],
+)
+def test_sequences_that_processes_cannot_share(options, words, capsys):
+    shared = ["--model", "tiny", "--context_parallel", "2", "--device", "cpu"]
+    assert main(["bench", "training", *shared, *options]) == 2
     assert words in capsys.readouterr().err
 
 

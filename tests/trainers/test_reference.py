@@ -340,6 +340,51 @@ def test_a_vocabulary_that_was_resized_in_memory(kind, folder, tmp_path):
         build(kind, model, tmp_path)
 
 
+def loss_and_order(trainer):
+    """The loss of one batch, gradients by name, and of each forward, whether it has gradients and whether a cache."""
+    model, order = trainer.model.train(), []
+
+    def note(module, args, given):
+        order.append((torch.is_grad_enabled(), given.get("use_cache", True)))
+
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    models = {model, trainer.ref_model or model}
+    handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in models]
+    loss = trainer.compute_loss(model, batch)
+    for handle in handles:
+        handle.remove()
+    loss.backward()
+    return loss, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}, order
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("DPO", {}), ("KTO", {}), ("DPO", {"ld_alpha": 0.5}), ("DPO", {"gradient_checkpointing": True}),
+     ("KTO", {"loss_type": "apo_zero_unpaired"})],
+)  # fmt: skip
+def test_the_reference_answers_before_the_policy(kind, options, adapted, folder, tmp_path):
+    """In the order of TRL's loss the reference would run beside what the policy keeps; no bit depends on that."""
+    found = []
+    for is_first in (True, False):
+        trainer = build(kind, folder, tmp_path, more={"peft_config": lora()} if adapted else {}, **options)
+        assert trainer._may_be_first
+        trainer._may_be_first, trainer._must_be_policy = is_first, False
+        with torch.no_grad():  # so that the two differ
+            for parameter in trainer.model.parameters():
+                parameter += 1e-3 * parameter.requires_grad
+        found.append(loss_and_order(trainer))
+        assert not trainer.precompute_ref_logps
+    (loss, gradients, order), (trls, gradients_of_trl, order_of_trl) = found
+    assert [differentiated for differentiated, _ in order].index(True) == len(order) - 1
+    assert not order_of_trl[-1][0]
+    assert sorted(order) == sorted(order_of_trl)
+    assert torch.equal(loss, trls)
+    assert len(gradients) > 2
+    assert gradients.keys() == gradients_of_trl.keys()
+    assert all(torch.equal(gradient, gradients_of_trl[name]) for name, gradient in gradients.items())
+
+
 def test_which_metric_is_not_0():
     assert (
         _first_not_0({"rewards/chosen": [1.0, 0.0], "rewards/rejected": [-1e-9], "kl": [5.0]}) == "`rewards/rejected`"

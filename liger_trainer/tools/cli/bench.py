@@ -109,6 +109,13 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="GPUs that share a layer's experts, while FSDP2 splits the rest over all, under ddp; default: 1",
     )
+    training.add_argument(
+        "--context_parallel",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="GPUs that have a part each of the same sequences, under fsdp2; default: 1",
+    )
     training.add_argument("--layers", type=positive, default=0, metavar="N", help="layers of the model; default: all")
     training.add_argument("--lora", type=positive, default=0, metavar="R", help="rank of adapters; default: none")
     training.add_argument(

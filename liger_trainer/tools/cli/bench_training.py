@@ -82,7 +82,8 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
 def _check_longest(arguments: argparse.Namespace) -> None:
     steps = ("lengths", "prompt", "group", "documents", "padding", "quantize", "optim", "activation_memory")
     option = next((name for name in steps if getattr(arguments, name)), "labelled" if arguments.labelled < 1 else None)
-    option = "expert_parallel" if arguments.expert_parallel > 1 else option
+    shared = (name for name in ("expert_parallel", "context_parallel") if getattr(arguments, name) > 1)
+    option = next(shared, option)
     if option is not None:
         raise BenchmarkError(f"`--{option}` is for `bench training`; leave it out.")
     if len(arguments.length or []) > 1:
@@ -157,8 +158,10 @@ def _task(arguments: argparse.Namespace, model: str, device: Device) -> Task:
         prompt=prompt,
         group_size=group_size,
         expert_parallel=arguments.expert_parallel,
+        context_parallel=arguments.context_parallel,
     )
     _check_expert_parallel(arguments, task)
+    _check_context_parallel(arguments, task)
     for tokens in arguments.length or [length]:
         _check_rows(dataclasses.replace(task, length=tokens))
     return task
@@ -182,6 +185,17 @@ def _check_expert_parallel(arguments: argparse.Namespace, task: Task) -> None:
         raise BenchmarkError(
             f"{given}, and `--lora` is {task.lora}: adapters on experts cannot be split; leave one out."
         )
+
+
+def _check_context_parallel(arguments: argparse.Namespace, task: Task) -> None:
+    size = task.context_parallel
+    if size == 1:
+        return
+    given = f"`--context_parallel` is {size}"
+    if any(gpus % size for gpus in arguments.gpus or [1]):
+        raise BenchmarkError(f"{given}; give a multiple of it for each of `--gpus`.")
+    if _split_by(task) != "FSDP2":
+        raise BenchmarkError(f"{given}, which needs `--accelerate_config fsdp2`, on GPUs; leave one of them out.")
 
 
 def _trainer(arguments: argparse.Namespace) -> str:
