@@ -80,13 +80,8 @@ def reference_of(function: F, *asking: str, **others: Any) -> F:
         others: Values that it finds at other names, such as the reference of a function that it calls.
     """
     known = used_globals(function)  # type: ignore[arg-type]
-    refusing = {name: functools.partial(_answers_no, known[name]) for name in asking}
+    refusing = {name: lambda *args, asked=known[name], **kwargs: asked(*args, **kwargs) and False for name in asking}
     return rebound(function, refusing | others)  # type: ignore[arg-type, return-value]
-
-
-def _answers_no(asked: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    asked(*args, **kwargs)
-    return False
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

@@ -29,10 +29,16 @@ from liger_trainer.graphs.known_calls import Gains, KnownCalls
 from liger_trainer.graphs.layers import ForwardPass, Layer, LayerGraphs, NotCaptured
 from liger_trainer.graphs.memory import Buffers, SharedMemory
 from liger_trainer.kernels.lowbit.buffers import free_buffers
-from liger_trainer.recompute.keeping import OF_TRANSFORMERS, Checkpoint, Replaced, is_reentrant, layers_of
+from liger_trainer.recompute.keeping import (
+    CHECKPOINTED,
+    OF_TRANSFORMERS,
+    Checkpoint,
+    Replaced,
+    is_reentrant,
+    layers_of,
+    put_back,
+)
 
-_CHECKPOINTED = "gradient_checkpointing"
-_ATTRIBUTES = (_CHECKPOINTED, OF_TRANSFORMERS, "forward")
 _APART = 512  # forwards of the model, at least, between two times at which all graphs are dropped for their memory
 
 
@@ -112,19 +118,14 @@ class CapturedLayers:
         self._may_keep = not any(each.open for each in self._passes)
         self._passes.add(self._pass)
         self._renew()
-        before = [(layer, {name: vars(layer).get(name) for name in _ATTRIBUTES}) for layer in self._replaced]
-        for layer, replaced in self._replaced.items():
-            checkpointed = bool(layer.gradient_checkpointing)
-            replaced.checkpoint = getattr(layer, OF_TRANSFORMERS) if checkpointed else _plain
-            setattr(layer, OF_TRANSFORMERS, replaced)
-            setattr(layer, _CHECKPOINTED, True)
-            layer.forward = self._without_gradients[layer]
-        try:
+        with put_back(self._replaced, (CHECKPOINTED, OF_TRANSFORMERS, "forward")):
+            for layer, replaced in self._replaced.items():
+                checkpointed = bool(layer.gradient_checkpointing)
+                replaced.checkpoint = getattr(layer, OF_TRANSFORMERS) if checkpointed else _plain
+                setattr(layer, OF_TRANSFORMERS, replaced)
+                setattr(layer, CHECKPOINTED, True)
+                layer.forward = self._without_gradients[layer]
             yield
-        finally:
-            for layer, values in before:
-                for name, value in values.items():
-                    delattr(layer, name) if value is None else setattr(layer, name, value)
 
     def _renew(self) -> None:
         """Drops all graphs where they have taken too much memory, or another model's have.

@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ Checkpoint = Callable[..., Any]
 Layers = MutableMapping[nn.Module, tuple[str, str]]
 """Modules, each with its name and the attribute that holds the function which checkpoints it."""
 
-OF_TRANSFORMERS = "_gradient_checkpointing_func"
+CHECKPOINTED, OF_TRANSFORMERS = "gradient_checkpointing", "_gradient_checkpointing_func"
 _OF_FSDP = "checkpoint_fn"
 
 
@@ -78,6 +78,18 @@ def replace_checkpoints(layers: Layers, instead: Callable[..., Any]) -> None:
         if not isinstance(checkpoint, Replaced) or checkpoint.instead != instead:
             own = checkpoint.checkpoint if isinstance(checkpoint, Replaced) else checkpoint
             setattr(module, attribute, Replaced(name, own, instead))
+
+
+@contextlib.contextmanager
+def put_back(layers: Iterable[nn.Module], names: Sequence[str]) -> Iterator[None]:
+    """After the context, `layers` have what they have now as attributes of these `names`, or none again."""
+    before = [(layer, {name: vars(layer).get(name) for name in names}) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, values in before:
+            for name, value in values.items():
+                vars(layer).pop(name, None) if value is None else setattr(layer, name, value)
 
 
 def is_reentrant(checkpoint: Checkpoint) -> bool:

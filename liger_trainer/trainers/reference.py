@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from liger_trainer.compat.accelerate import SPLIT_LAYERS
 from liger_trainer.compat.private import available
 from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP, REFERENCE_FIRST, SPLIT_REFERENCE
+from liger_trainer.recompute.keeping import CHECKPOINTED, OF_TRANSFORMERS, layers_of, put_back
 from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
 from liger_trainer.trainers.checkpoints.resuming import naming
 from liger_trainer.trainers.deferred_metrics import DeferredMetricsMixin
@@ -289,6 +290,12 @@ class ReferenceFirst:
         sees_all = self._reference_sees_images or not trainer._is_vision_dataset
         return sees_all and not trainer._has_users_loss and available(REFERENCE_FIRST)
 
+    @functools.cached_property
+    def _layers(self) -> list[nn.Module]:
+        """Those that are checkpointed as transformers has it."""
+        trainer: Any = self
+        return [layer for layer, (_, function) in layers_of(trainer.model).items() if function == OF_TRANSFORMERS]
+
     def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's loss of a micro-batch."""
         trainer: Any = self
@@ -296,9 +303,10 @@ class ReferenceFirst:
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         # KTO's function lets a model make a cache, which would hold the keys of all layers.
         reference = functools.partial(trainer.ref_model or trainer.model, use_cache=False)
-        answers = dict(zip(self.reference_columns, trainer.compute_ref_log_probs(reference, inputs)))
-        if trainer.model.training and trainer._kept is not None:
-            trainer._kept.attach(trainer.model_wrapped)  # TRL has given the layers their checkpoints again
+        layers = [layer for layer in self._layers if layer.gradient_checkpointing]
+        # TRL gives them their own checkpoints.
+        with put_back(layers, (CHECKPOINTED, OF_TRANSFORMERS)) if layers else contextlib.nullcontext():
+            answers = dict(zip(self.reference_columns, trainer.compute_ref_log_probs(reference, inputs)))
         self.precompute_ref_logps = True
         try:
             return super().compute_loss(model, {**inputs, **answers}, *args, **kwargs)  # type: ignore[misc]
