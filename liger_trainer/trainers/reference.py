@@ -33,7 +33,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from liger_trainer.compat.accelerate import SPLIT_LAYERS
-from liger_trainer.compat.private import available
+from liger_trainer.compat.private import available, require
+from liger_trainer.compat.torch import FSDP2_ROOT
 from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP, REFERENCE_FIRST, SPLIT_REFERENCE
 from liger_trainer.recompute.keeping import CHECKPOINTED, OF_TRANSFORMERS, layers_of, put_back
 from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
@@ -222,7 +223,7 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
     def _scores_to_cache(self, inputs: Any) -> torch.Tensor:
         """What TRL would cache of a micro-batch, with the model that it would take, which has not been trained yet."""
         trainer: Any = self
-        return _joined(trainer.compute_ref_log_probs(self.ref_model or self.model, inputs))
+        return _joined(trainer.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -302,7 +303,12 @@ class ReferenceFirst:
         if self.precompute_ref_logps or not self._may_be_first:
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         # KTO's function lets a model make a cache, which would hold the keys of all layers.
-        reference = functools.partial(trainer.ref_model or trainer.model, use_cache=False)
+        if isinstance(model, FSDPModule):
+            require(FSDP2_ROOT)
+            # It notes now which parameters are trained: in the forward of a reference none of the adapters is.
+            model._get_fsdp_state()._lazy_init()
+        answering = trainer.model if trainer.ref_model is None else trainer.ref_model
+        reference = functools.partial(answering, use_cache=False)
         layers = [layer for layer in self._layers if layer.gradient_checkpointing]
         # TRL gives them their own checkpoints.
         with put_back(layers, (CHECKPOINTED, OF_TRANSFORMERS)) if layers else contextlib.nullcontext():

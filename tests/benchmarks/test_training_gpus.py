@@ -163,11 +163,12 @@ def test_experts_that_processes_cannot_share(options, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("trainer", ["causal_lm", "dpo"])
-def test_sequences_that_processes_share(trainer, tmp_path, capsys):
+@pytest.mark.parametrize(("trainer", "lora"), [("causal_lm", 0), ("dpo", 0), ("dpo", 4)])
+def test_sequences_that_processes_share(trainer, lora, tmp_path, capsys):
     """Two processes train on the rows of one, and count half of their tokens each."""
     (tmp_path / "mine.py").write_text(AS_ON_GPUS)
     work = {"trainer": trainer, "layers": 1, "batch": 2, "length": 16, "steps": 3, "warmup": 1, "device": "cpu"}
+    work["lora"] = lora
     whole = Task("tiny", **work)
     shared = dataclasses.replace(whole, gpus=2, context_parallel=2, accelerate_config=str(shipped_configs()["fsdp2"]))
     assert shared.samples == whole.samples
