@@ -1814,6 +1814,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "plan/::test_where_nothing_fits tools/cli/::test_a_model_that_fits_nowhere"),
     ],
     "cli": [
+        ("options of trainings are ignored for an operation", "bench", r"_refuse\(arguments, arguments\.of_training, .*\)",
+         "pass", "benchmarks/test_bench_command::test_mistakes_are_one_line", "expert_parallel"),
         ("an expert has the ranks of its neighbours", "_take_apart",
          r"b\.reshape\(b\.shape\[0\], -1, wrapper\.num_experts\)", "b.reshape(b.shape[0], wrapper.num_experts, -1).mT",
          "test_expert_adapters::test_on_a_model_whose_experts_are_layers"),
