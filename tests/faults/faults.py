@@ -1414,6 +1414,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "trainers/::test_a_batch_without_a_label_is_one_warning_with_its_step"),
     ],
     "checkpoint": [
+        ("a checkpoint does not say how products are rounded", "RunStateMixin._save_rng_state",
+         r'\n\s+"rounding": self\._rounding,', "",
+         "trainers/test_fp8_base::test_resuming_with_another_value_is_said"),
         ("adapters that PEFT would leave out are trained", "_check_adapters", r"if not lost:", "if True:",
          "trainers/::test_what_peft_would_leave_out"),
         ("a file that lacks a tensor is not seen", "_compare", r"if lost:", "if False:",
