@@ -189,6 +189,11 @@ class PackedQuantizer(HfQuantizer):
                 raise _cannot(path, f"it is {kind}, whose weight does not stay packed")
             model.set_submodule(
                 path, _Skeleton(layer, {name: each for name, each in tensors.items() if name != "bias"})
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The dtype in which a tensor is loaded: its own in 8 bits, also of a layer that its class keeps in fp32."""
+        own = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
+        return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
+
             )
         for name, stack in found.stacks.items():
             self._prepare_stack(model, name, stack)

@@ -43,7 +43,7 @@ def test_every_format_means_what_it_means(name, tmp_path):
     for path, layer in layers.items():
         assert torch.equal(layer.decoded(torch.bfloat16), meant[f"{path}.weight"].to(torch.bfloat16)), path
         torch.testing.assert_close(layer.decoded(torch.float32), meant[f"{path}.weight"], rtol=1e-6, atol=0)
-        assert layer.weight is None
+        assert (layer.weight.shape, layer.weight.dtype) == ((layer.out_features, layer.in_features), torch.float32)
         assert not any(each.requires_grad for each in layer.parameters())
     assert torch.equal(model(IDS).logits, dequantised(model, meant)(IDS).logits)
     wide = load_packed(str(tmp_path), dtype=torch.float32)
