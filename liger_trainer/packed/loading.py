@@ -9,8 +9,9 @@ modules of them. Nothing is computed with the weights, so that it runs anywhere,
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Int4Weight, mxf
 from liger_trainer.packed.experts import PackedExperts, PackedStack, pack_experts, unpack_experts
 from liger_trainer.packed.formats import METHODS, fp8_block, packed_matrix
 from liger_trainer.packed.modules import PackedLinear
-from liger_trainer.packed.published import Packed, Stack, Tensor, packed_in, read_headers
+from liger_trainer.packed.published import DamagedError, Packed, Stack, Tensor, packed_in, read_headers
 
 require(MODULE_CONTENTS)
 
@@ -80,7 +81,8 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
 
     Raises:
         ValueError: If the checkpoint is not quantised, in another format, or holds a packed weight in a layer of
-            another kind than a linear layer or stacked experts.
+            another kind than a linear layer or stacked experts; and if a file is cut short, scales are missing or of
+            another shape, or are no numbers.
     """
     if "quantization_config" in from_pretrained:
         raise ValueError("`quantization_config` is given, but packed weights are read as they are; leave it out.")
@@ -152,6 +154,11 @@ class PackedQuantizer(HfQuantizer):
         """Adapters on packed weights train."""
         return True
 
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The dtype in which a tensor is loaded: its own in 8 bits, also of a layer that its class keeps in fp32."""
+        own = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
+        return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
+
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` writes the checkpoint: not where experts were stacked."""
         return not self._has_experts
@@ -189,11 +196,6 @@ class PackedQuantizer(HfQuantizer):
                 raise _cannot(path, f"it is {kind}, whose weight does not stay packed")
             model.set_submodule(
                 path, _Skeleton(layer, {name: each for name, each in tensors.items() if name != "bias"})
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """The dtype in which a tensor is loaded: its own in 8 bits, also of a layer that its class keeps in fp32."""
-        own = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
-        return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
-
             )
         for name, stack in found.stacks.items():
             self._prepare_stack(model, name, stack)
@@ -208,6 +210,9 @@ class PackedQuantizer(HfQuantizer):
         shape = declared[0] // stack.parts, declared[1]
         if not {*stack.operations} <= _STACKING or declared[0] % stack.parts:
             raise _cannot(name, f"its experts, {(count, *declared)}, are stacked in another way")
+        if stack.owners and len(stack.owners) != count * stack.parts:
+            has = f"{len(stack.owners)} of its {count * stack.parts} matrices in few bits"
+            raise _cannot(name, f"the checkpoint has {has}, and is damaged or has the others in 16")
         try:
             names = stackable(stack, shape, self._settings)
         except (ValueError, KeyError) as error:
@@ -223,10 +228,15 @@ class PackedQuantizer(HfQuantizer):
     def _prepare_stacked(self, model: Any, path: str, tensors: dict[str, Tensor]) -> None:
         """The same for experts that the checkpoint holds stacked: blocks and scales of MXFP4, outputs first."""
         experts = self._experts_at(model, path)
-        for scales in [name for name in tensors if name.endswith(("_scales", "_scale_inv"))]:
-            leaf = scales.removesuffix("_scales").removesuffix("_scale_inv")
-            if f"{leaf}_blocks" not in tensors:
+        for leaf in dict.fromkeys(re.sub("_(blocks|scales|scale_inv)$", "", name) for name in tensors):
+            scales = f"{leaf}_scales"
+            has = [name for name in (f"{leaf}_blocks", scales) if name in tensors]
+            if f"{leaf}_scale_inv" in tensors:
                 raise _cannot(f"{path}.{leaf}", "its experts are stacked in the checkpoint, and not in MXFP4")
+            if not has:  # no stack in few bits, such as a bias
+                continue
+            if len(has) == 1:
+                raise DamagedError(f"{path!r} has {has[0]!r}, of which blocks or scales are missing")
             matrix = (tensors[scales].shape[1], 32 * tensors[scales].shape[2])
             declared = tuple(experts.get_parameter(leaf).shape[1:])
             if declared not in (matrix, matrix[::-1]):
@@ -268,6 +278,7 @@ class PackedQuantizer(HfQuantizer):
             weight, names = packed_matrix(tensors, (layer.out_features, layer.in_features), self._settings)
         except (ValueError, KeyError) as error:
             raise _cannot(path, str(error)) from error
+        _check_numbers(path, tensors, names)
         published = {part: (name, tensors[name].dtype, tuple(tensors[name].shape)) for part, name in names.items()}
         others = {name: tensor for name, tensor in tensors.items() if name not in names.values()}
         return _filled(PackedLinear(layer, weight, published, others))
@@ -280,14 +291,16 @@ class PackedQuantizer(HfQuantizer):
                 if (name == leaf or name.startswith(f"{leaf}_")) and not name.endswith("_bias"):
                     loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{name}", parameter)
                     del experts._parameters[name]
+            of_weight = {"codes": "weight_blocks", "scales": "weight_scales"}
+            tensors = {f"weight{ending}": tensor for ending, tensor in loaded.items()}
             try:
                 if "_blocks" in loaded:
                     weight: Any = mxfp4_weight(loaded["_blocks"], loaded["_scales"])
                 else:
-                    tensors = {f"weight{ending}": tensor for ending, tensor in loaded.items()}
-                    weight, _ = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], self._settings)
+                    weight, of_weight = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], self._settings)
             except (ValueError, KeyError) as error:
                 raise _cannot(f"{path}.{leaf}", str(error)) from error
+            _check_numbers(f"{path}.{leaf}", tensors, of_weight)
             stacks[leaf] = PackedStack(weight, transposed, dtype)
         pack_experts(experts, stacks, self._order[path])
         _filled(experts)
@@ -343,5 +356,28 @@ def _loaded(name: str, parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach()
 
 
+def _check_numbers(owner: str, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
+    """Checks that the scales of a packed weight are numbers: one that is not makes a whole group of weights NaN.
+
+    Args:
+        owner: The layer or the stack.
+        tensors: What the checkpoint has of it, by the names behind the layer's.
+        names: The names in `tensors`, by those that the tensors have in the weight.
+
+    Raises:
+        DamagedError: For one that is NaN or infinite.
+    """
+    for name in (name for part, name in names.items() if part in ("scales", "global_scale")):
+        scales = tensors[name]
+        wrong = scales == 255 if scales.dtype == torch.uint8 else ~scales.float().isfinite()  # e8m0's NaN
+        count = 0 if scales.is_meta else int(wrong.sum())
+        if count:
+            first = tuple(wrong.nonzero()[0].tolist())
+            raise DamagedError(
+                f"{count} of the {wrong.numel()} scales of {owner!r} ({name!r}) are NaN or infinite, the first at "
+                f"{first}, and must be finite"
+            )
+
+
 def _cannot(name: str, reason: str) -> PackedError:
-    return PackedError(f"`packed_base`: {name!r} cannot stay packed: {reason}. Set `packed_base` to false.")
+    return PackedError(f"`packed_base`: {name!r} cannot stay packed: {reason.rstrip('.')}. Set `packed_base` to false.")
