@@ -9,9 +9,11 @@ modules of them. Nothing is computed with the weights, so that it runs anywhere,
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,15 +51,19 @@ def method_of(config: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def packed_loading() -> Iterator[None]:
+def packed_loading(trained: Sequence[str] = ()) -> Iterator[None]:
     """Models that `from_pretrained` loads inside the context keep packed weights as they are.
 
     Others load as usual. One thread at a time may be inside.
+
+    Args:
+        trained: The modules that will be trained beside adapters (`modules_to_save`); loading a model that has packed
+            weights in one is an error.
     """
     quantizers, configs = require(PACKED_CHECKPOINTS)[4:6]
     with _loading:
         before = dict(quantizers), dict(configs)
-        quantizers.update(dict.fromkeys(METHODS, PackedQuantizer))
+        quantizers.update(dict.fromkeys(METHODS, functools.partial(PackedQuantizer, trained=trained)))
         configs.update(dict.fromkeys(METHODS, PackedConfig))
         try:
             yield
@@ -98,7 +104,32 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
 
 def is_packed(model: nn.Module) -> bool:
     """Whether weights of `model` are packed."""
-    return any(isinstance(module, PackedLinear | PackedExperts) for module in model.modules())
+    return any(True for _ in packed_modules(model))
+
+
+def packed_modules(model: nn.Module) -> Iterator[str]:
+    """The names of the modules of `model` whose weights are packed."""
+    return (path for path, module in model.named_modules() if isinstance(module, PackedLinear | PackedExperts))
+
+
+def check_trained(names: Sequence[str], packed: Iterable[str]) -> None:
+    """Checks that no module that PEFT copies and trains whole is packed or has a packed one inside.
+
+    Args:
+        names: The ends of their names (`modules_to_save`).
+        packed: The names of packed modules.
+
+    Raises:
+        PackedError: If one is.
+    """
+    for path in packed:
+        around = itertools.accumulate(path.split("."), "{}.{}".format)
+        found = next((name for module in around for name in names if module.endswith(name)), None)
+        if found is not None:
+            raise PackedError(
+                f"`modules_to_save` names {found!r}, but {path!r} stays packed, and codes cannot be trained. Name "
+                "modules that the checkpoint has in 16 bits, such as 'lm_head'; or set `packed_base` to false."
+            )
 
 
 @torch.no_grad()
@@ -149,6 +180,10 @@ class PackedQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: PackedConfig
 
+    def __init__(self, *args: Any, trained: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trained = trained
+
     @property
     def is_trainable(self) -> bool:
         """Adapters on packed weights train."""
@@ -189,6 +224,9 @@ class PackedQuantizer(HfQuantizer):
         self._experts: dict[str, dict[str, bool]] = {}  # for a module, its packed weights, and which are transposed
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
         self._order: dict[str, tuple[str, ...]] = {}
+        check_trained(
+            self.trained, [*found.linears, *(name.rpartition(".")[0] for name in found.stacks), *found.experts]
+        )
         for path, tensors in found.linears.items():
             layer = model.get_submodule(path)
             if type(layer) is not nn.Linear or layer is model.get_output_embeddings():
