@@ -122,11 +122,8 @@ def _matrix(
         group_of = tensors.get("weight_g_idx")
         if scales.shape[:-1] != shape[:-1]:
             raise ValueError(f"its {scale!r} is {tuple(scales.shape)}; for a weight of {shape} it must have its rows")
-        if (
-            zeros is None
-            and (schemes := [*_schemes(settings)])
-            and all(one.get("symmetric") is False for one in schemes)
-        ):
+        schemes = [*_schemes(settings)]
+        if zeros is None and schemes and all(one.get("symmetric") is False for one in schemes):
             raise ValueError("it has no 'weight_zero_point', and its configuration says that it is not `symmetric`")
         names |= {} if zeros is None else {"zeros": "weight_zero_point"}
         names |= {} if group_of is None else {"group_of": "weight_g_idx"}
@@ -136,7 +133,7 @@ def _matrix(
 
 def _check_codes(name: str, codes: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Checks the sizes of codes against those of the layer, where their dtype says how many numbers one holds."""
-    held = {_E4M3: 1, torch.uint8: 2, torch.int32: 8}.get(codes.dtype)
+    held = {_E4M3: 1, torch.uint8: 2}.get(codes.dtype)
     expected = None if held is None else (*shape[:-1], -(-shape[-1] // held))
     if expected not in (None, tuple(codes.shape)):
         raise ValueError(f"its {name!r} is {tuple(codes.shape)}; for a weight of {shape} it must be {expected}")

@@ -399,7 +399,7 @@ def _check_numbers(owner: str, tensors: Mapping[str, torch.Tensor], names: Mappi
 
     Args:
         owner: The layer or the stack.
-        tensors: What the checkpoint has of it, by the names behind the layer's.
+        tensors: Its tensors in the checkpoint, by their names behind its own.
         names: The names in `tensors`, by those that the tensors have in the weight.
 
     Raises:

@@ -87,7 +87,7 @@ def test_resuming_with_another_value_is_said(before, tmp_path, caplog):
         return caplog.text
 
     assert "in the checkpoint and" not in resumed(before)
-    assert f"checkpoint-1: `fp8_base` is {before} in the checkpoint and {not before} here. The run" in resumed(
+    assert f"checkpoint-1: `fp8_base` is {before} in the checkpoint and {not before} here. This run" in resumed(
         not before
     )
     state = torch.load(tmp_path / "checkpoint-1" / "rng_state.pth", weights_only=False)

@@ -146,7 +146,7 @@ class ResumingMixin(RunStateMixin):
         ]
         if changed and self.is_world_process_zero():
             logger.warning(
-                "%s: %s. The run goes on with its own value, whose products are rounded in another way.",
+                "%s: %s. This run's value holds: its products are rounded in another way than before.",
                 *(checkpoint, "; ".join(changed)),
             )
 
