@@ -191,7 +191,7 @@ def _refuse(arguments: argparse.Namespace, defaults: Mapping[str, Any], what: st
     Args:
         arguments: The command line's.
         defaults: The options, with their defaults.
-        what: In words.
+        what: The benchmarks that take them, for the message.
 
     Raises:
         BenchmarkError: If one has another value.
