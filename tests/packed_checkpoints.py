@@ -19,6 +19,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.attention.families import build
+
 SIZES = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -238,6 +240,24 @@ def write_latent_mixture(folder):
     further, _ = fp8_rows(64, 128)
     named = {f"model.layers.47.mlp.shared_experts.up_proj.{leaf}": tensor for leaf, tensor in further.items()}
     return _write_mixture(folder, model, "fp8 rows", named | {"model.layers.47.eh_proj.weight": torch.randn(128, 256)})
+
+
+def write_indexed(folder, name):
+    """A model with sparse attention, the linear layers of its attention and its indexers in FP8 with a scale a row.
+
+    Its class and, as of `write_dense`, what it means.
+    """
+    torch.manual_seed(0)
+    model, (make, quantization) = build(name, index_topk=3), FORMATS["fp8 rows"]
+    tensors, meant = {}, {}
+    for key, value in model.to(torch.bfloat16).state_dict().items():
+        if ".self_attn." in key and value.dim() == 2 and "conv" not in key:
+            made, meant[key] = make(*value.shape)
+            tensors |= {f"{key.removesuffix('weight')}{leaf}": tensor for leaf, tensor in made.items()}
+        else:
+            tensors[key], meant[key] = value, value.float()
+    write(folder, tensors, model.config, quantization)
+    return type(model), meant
 
 
 def _write_mixture(folder, model, name, more=()):

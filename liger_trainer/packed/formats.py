@@ -104,10 +104,15 @@ def _matrix(
     codes = "weight_packed" if "weight_packed" in tensors else "weight"
     names = {"codes": codes, "scales": scale}
     packed, scales = tensors[codes], tensors[scale]
+    _check_codes(codes, packed, shape)
     if packed.dtype == _E4M3:
         return fp8_weight(packed, scales, fp8_block(scales, shape, settings)), names
     above = next((name for name in ("weight_global_scale", "weight_scale_2") if name in tensors), None)
-    if packed.dtype == torch.uint8 and above is not None and scales.dtype == _E4M3:
+    if packed.dtype == torch.uint8 and scales.dtype == _E4M3:
+        if above is None:
+            raise ValueError("it is in NVFP4 without a 'weight_global_scale' or a 'weight_scale_2'")
+        if len(shape) == 2 and tensors[above].numel() != 1:
+            raise ValueError(f"its {above!r} is {tuple(tensors[above].shape)}, and one number is expected")
         names["global_scale"] = above
         return nvfp4_weight(packed, scales, tensors[above], divides=above == "weight_global_scale"), names
     if packed.dtype == torch.uint8 and scales.element_size() == 1:
@@ -115,10 +120,23 @@ def _matrix(
     if packed.dtype == torch.int32 and packed.shape[-1] == -(-shape[-1] // 8):
         group, zeros = group_of_columns(shape[-1], scales.shape[-1], settings), tensors.get("weight_zero_point")
         group_of = tensors.get("weight_g_idx")
+        if scales.shape[:-1] != shape[:-1]:
+            raise ValueError(f"its {scale!r} is {tuple(scales.shape)}; for a weight of {shape} it must have its rows")
+        schemes = [*_schemes(settings)]
+        if zeros is None and schemes and all(one.get("symmetric") is False for one in schemes):
+            raise ValueError("it has no 'weight_zero_point', and its configuration says that it is not `symmetric`")
         names |= {} if zeros is None else {"zeros": "weight_zero_point"}
         names |= {} if group_of is None else {"group_of": "weight_g_idx"}
         return int4_weight(packed, scales, zeros, group_of, group=group, columns=shape[-1]), names
     raise ValueError(f"its format is not known: {codes} in {packed.dtype}, {scale} in {scales.dtype}")
+
+
+def _check_codes(name: str, codes: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Checks the sizes of codes against those of the layer, where their dtype says how many numbers one holds."""
+    held = {_E4M3: 1, torch.uint8: 2}.get(codes.dtype)
+    expected = None if held is None else (*shape[:-1], -(-shape[-1] // held))
+    if expected not in (None, tuple(codes.shape)):
+        raise ValueError(f"its {name!r} is {tuple(codes.shape)}; for a weight of {shape} it must be {expected}")
 
 
 def fp8_block(scales: torch.Tensor, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -128,12 +146,18 @@ def fp8_block(scales: torch.Tensor, shape: tuple[int, ...], settings: Mapping[st
         return None
     grid = tuple(scales.shape[-2:])
     named = settings.get("weight_block_size") or _of_weights(settings, "block_structure")
-    for height, width in ([named] if named is not None else []) + ([(1, 32)] if scales.element_size() == 1 else []):
-        if grid == (-(-rows // height), -(-columns // width)):
-            return (int(height), int(width))
+    blocks = [named] if named is not None else []
+    blocks += [(1, 32)] if scales.element_size() == 1 else []
+    grids = {(-(-rows // height), -(-columns // width)): (int(height), int(width)) for height, width in blocks}
+    if grid in grids:
+        return grids[grid]
     if grid in ((rows, 1), (1, 1)):
         return None
-    raise ValueError(f"its scales are {tuple(scales.shape)}, and blocks are {named or 'not named'}")
+    expected = " or ".join(str(each) for each in dict.fromkeys([*grids, (rows, 1), (1, 1)]))
+    raise ValueError(
+        f"its scales are {tuple(scales.shape)}, and blocks are {named or 'not named'}; for a weight of {shape} they "
+        f"must be {expected}"
+    )
 
 
 def group_of_columns(columns: int, groups: int, settings: Mapping[str, Any]) -> int:

@@ -9,8 +9,11 @@ modules of them. Nothing is computed with the weights, so that it runs anywhere,
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Int4Weight, mxf
 from liger_trainer.packed.experts import PackedExperts, PackedStack, pack_experts, unpack_experts
 from liger_trainer.packed.formats import METHODS, fp8_block, packed_matrix
 from liger_trainer.packed.modules import PackedLinear
-from liger_trainer.packed.published import Packed, Stack, Tensor, packed_in, read_headers
+from liger_trainer.packed.published import DamagedError, Packed, Stack, Tensor, packed_in, read_headers
 
 require(MODULE_CONTENTS)
 
@@ -48,15 +51,19 @@ def method_of(config: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def packed_loading() -> Iterator[None]:
+def packed_loading(trained: Sequence[str] = ()) -> Iterator[None]:
     """Models that `from_pretrained` loads inside the context keep packed weights as they are.
 
     Others load as usual. One thread at a time may be inside.
+
+    Args:
+        trained: The modules that will be trained beside adapters (`modules_to_save`); loading a model that has packed
+            weights in one is an error.
     """
     quantizers, configs = require(PACKED_CHECKPOINTS)[4:6]
     with _loading:
         before = dict(quantizers), dict(configs)
-        quantizers.update(dict.fromkeys(METHODS, PackedQuantizer))
+        quantizers.update(dict.fromkeys(METHODS, functools.partial(PackedQuantizer, trained=trained)))
         configs.update(dict.fromkeys(METHODS, PackedConfig))
         try:
             yield
@@ -80,7 +87,8 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
 
     Raises:
         ValueError: If the checkpoint is not quantised, in another format, or holds a packed weight in a layer of
-            another kind than a linear layer or stacked experts.
+            another kind than a linear layer or stacked experts; and if a file is cut short, scales are missing or of
+            another shape, or are no numbers.
     """
     if "quantization_config" in from_pretrained:
         raise ValueError("`quantization_config` is given, but packed weights are read as they are; leave it out.")
@@ -96,7 +104,32 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
 
 def is_packed(model: nn.Module) -> bool:
     """Whether weights of `model` are packed."""
-    return any(isinstance(module, PackedLinear | PackedExperts) for module in model.modules())
+    return any(True for _ in packed_modules(model))
+
+
+def packed_modules(model: nn.Module) -> Iterator[str]:
+    """The names of the modules of `model` whose weights are packed."""
+    return (path for path, module in model.named_modules() if isinstance(module, PackedLinear | PackedExperts))
+
+
+def check_trained(names: Sequence[str], packed: Iterable[str]) -> None:
+    """Checks that no module that PEFT copies and trains whole is packed or has a packed one inside.
+
+    Args:
+        names: The ends of their names (`modules_to_save`).
+        packed: The names of packed modules.
+
+    Raises:
+        PackedError: If one is.
+    """
+    for path in packed:
+        around = itertools.accumulate(path.split("."), "{}.{}".format)
+        found = next((name for module in around for name in names if module.endswith(name)), None)
+        if found is not None:
+            raise PackedError(
+                f"`modules_to_save` names {found!r}, but {path!r} stays packed, and codes cannot be trained. Name "
+                "modules that the checkpoint has in 16 bits, such as 'lm_head'; or set `packed_base` to false."
+            )
 
 
 @torch.no_grad()
@@ -147,10 +180,19 @@ class PackedQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: PackedConfig
 
+    def __init__(self, *args: Any, trained: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trained = trained
+
     @property
     def is_trainable(self) -> bool:
         """Adapters on packed weights train."""
         return True
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The dtype in which a tensor is loaded: its own in 8 bits, also of a layer that its class keeps in fp32."""
+        own = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
+        return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` writes the checkpoint: not where experts were stacked."""
@@ -182,6 +224,9 @@ class PackedQuantizer(HfQuantizer):
         self._experts: dict[str, dict[str, bool]] = {}  # for a module, its packed weights, and which are transposed
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
         self._order: dict[str, tuple[str, ...]] = {}
+        check_trained(
+            self.trained, [*found.linears, *(name.rpartition(".")[0] for name in found.stacks), *found.experts]
+        )
         for path, tensors in found.linears.items():
             layer = model.get_submodule(path)
             if type(layer) is not nn.Linear or layer is model.get_output_embeddings():
@@ -203,6 +248,9 @@ class PackedQuantizer(HfQuantizer):
         shape = declared[0] // stack.parts, declared[1]
         if not {*stack.operations} <= _STACKING or declared[0] % stack.parts:
             raise _cannot(name, f"its experts, {(count, *declared)}, are stacked in another way")
+        if stack.owners and len(stack.owners) != count * stack.parts:
+            has = f"{len(stack.owners)} of its {count * stack.parts} matrices in few bits"
+            raise _cannot(name, f"the checkpoint has {has}, and is damaged or has the others in 16")
         try:
             names = stackable(stack, shape, self._settings)
         except (ValueError, KeyError) as error:
@@ -218,10 +266,15 @@ class PackedQuantizer(HfQuantizer):
     def _prepare_stacked(self, model: Any, path: str, tensors: dict[str, Tensor]) -> None:
         """The same for experts that the checkpoint holds stacked: blocks and scales of MXFP4, outputs first."""
         experts = self._experts_at(model, path)
-        for scales in [name for name in tensors if name.endswith(("_scales", "_scale_inv"))]:
-            leaf = scales.removesuffix("_scales").removesuffix("_scale_inv")
-            if f"{leaf}_blocks" not in tensors:
+        for leaf in dict.fromkeys(re.sub("_(blocks|scales|scale_inv)$", "", name) for name in tensors):
+            scales = f"{leaf}_scales"
+            has = [name for name in (f"{leaf}_blocks", scales) if name in tensors]
+            if f"{leaf}_scale_inv" in tensors:
                 raise _cannot(f"{path}.{leaf}", "its experts are stacked in the checkpoint, and not in MXFP4")
+            if not has:  # no stack in few bits, such as a bias
+                continue
+            if len(has) == 1:
+                raise DamagedError(f"{path!r} has {has[0]!r}, of which blocks or scales are missing")
             matrix = (tensors[scales].shape[1], 32 * tensors[scales].shape[2])
             declared = tuple(experts.get_parameter(leaf).shape[1:])
             if declared not in (matrix, matrix[::-1]):
@@ -263,6 +316,7 @@ class PackedQuantizer(HfQuantizer):
             weight, names = packed_matrix(tensors, (layer.out_features, layer.in_features), self._settings)
         except (ValueError, KeyError) as error:
             raise _cannot(path, str(error)) from error
+        _check_numbers(path, tensors, names)
         published = {part: (name, tensors[name].dtype, tuple(tensors[name].shape)) for part, name in names.items()}
         others = {name: tensor for name, tensor in tensors.items() if name not in names.values()}
         return _filled(PackedLinear(layer, weight, published, others))
@@ -275,14 +329,16 @@ class PackedQuantizer(HfQuantizer):
                 if (name == leaf or name.startswith(f"{leaf}_")) and not name.endswith("_bias"):
                     loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{name}", parameter)
                     del experts._parameters[name]
+            of_weight = {"codes": "weight_blocks", "scales": "weight_scales"}
+            tensors = {f"weight{ending}": tensor for ending, tensor in loaded.items()}
             try:
                 if "_blocks" in loaded:
                     weight: Any = mxfp4_weight(loaded["_blocks"], loaded["_scales"])
                 else:
-                    tensors = {f"weight{ending}": tensor for ending, tensor in loaded.items()}
-                    weight, _ = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], self._settings)
+                    weight, of_weight = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], self._settings)
             except (ValueError, KeyError) as error:
                 raise _cannot(f"{path}.{leaf}", str(error)) from error
+            _check_numbers(f"{path}.{leaf}", tensors, of_weight)
             stacks[leaf] = PackedStack(weight, transposed, dtype)
         pack_experts(experts, stacks, self._order[path])
         _filled(experts)
@@ -338,5 +394,28 @@ def _loaded(name: str, parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach()
 
 
+def _check_numbers(owner: str, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
+    """Checks that the scales of a packed weight are numbers: one that is not makes a whole group of weights NaN.
+
+    Args:
+        owner: The layer or the stack.
+        tensors: Its tensors in the checkpoint, by their names behind its own.
+        names: The names in `tensors`, by those that the tensors have in the weight.
+
+    Raises:
+        DamagedError: For one that is NaN or infinite.
+    """
+    for name in (name for part, name in names.items() if part in ("scales", "global_scale")):
+        scales = tensors[name]
+        wrong = scales == 255 if scales.dtype == torch.uint8 else ~scales.float().isfinite()  # e8m0's NaN
+        count = 0 if scales.is_meta else int(wrong.sum())
+        if count:
+            first = tuple(wrong.nonzero()[0].tolist())
+            raise DamagedError(
+                f"{count} of the {wrong.numel()} scales of {owner!r} ({name!r}) are NaN or infinite, the first at "
+                f"{first}, and must be finite"
+            )
+
+
 def _cannot(name: str, reason: str) -> PackedError:
-    return PackedError(f"`packed_base`: {name!r} cannot stay packed: {reason}. Set `packed_base` to false.")
+    return PackedError(f"`packed_base`: {name!r} cannot stay packed: {reason.rstrip('.')}. Set `packed_base` to false.")

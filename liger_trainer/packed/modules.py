@@ -8,8 +8,8 @@ input is rounded to fp8 (`kernels/fp8/stored.py`).
 Codes and scales are frozen parameters, since DDP would broadcast buffers at every forward, and FSDP2 splits parameters
 alone: each process keeps its rows of every tensor, and a layer's are gathered whole before it runs, so that a block may
 lie on two processes. Floating numbers are kept as their bytes: neither a cast of the model nor FSDP2's mixed precision
-changes them. `weight` is None: whatever reads or changes one, such as DoRA or merging adapters, is an error and not a
-wrong result.
+changes them. `weight` has a shape and no values: whatever reads or changes these, such as DoRA or merging adapters, is
+an error and not a wrong result.
 """
 
 from __future__ import annotations
@@ -31,6 +31,38 @@ from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Fp4Weight, Int4
 from liger_trainer.kernels.runtime import as_autocast
 
 require(MODULE_CONTENTS)
+
+NO_VALUES = (
+    "The values of `weight` are asked for, but this layer holds its weight as codes, which can be neither read nor "
+    "changed so. Train adapters that do not read it, such as LoRA without DoRA, PiSSA, OLoRA, CorDA, LoftQ or MiCA, "
+    "and merge them with `liger-trainer merge`; or load the model dequantised."
+)
+"""What is said where the values of a packed weight are asked for."""
+
+
+class _WithoutValues(torch.Tensor):
+    """A tensor that has no values: every operation on it is an error."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # `weight.data`
+            return args[0]
+        raise RuntimeError(NO_VALUES)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"a weight of {tuple(self.shape)}, held as codes"
+
+
+def without_values(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """What stands for the weight of a layer that holds codes: a tensor of that shape, on that device, without values.
+
+    PEFT asks it where adapters go and in which dtype, and the code of some models in which dtype the layer takes x: it
+    is of fp32, to which adapters and x are widened.
+    """
+    return torch.empty(1, device=device).expand(shape).as_subclass(_WithoutValues)
+
 
 _Published = tuple[str, torch.dtype, tuple[int, ...]]
 """The name, the dtype and the shape that a tensor has in the checkpoint."""
@@ -60,7 +92,6 @@ class PackedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)  # not Linear's own, which allocates a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_parameter("weight", None)  # PEFT asks whether it is split
         self.register_parameter("bias", linear.bias)
         self._kind: Any = type(weight)
         self._dtypes = {name: getattr(weight, name).dtype for name in published}
@@ -75,9 +106,9 @@ class PackedLinear(nn.Linear):
             self.register_parameter(name, frozen(tensor))
 
     @property
-    def qweight(self) -> torch.Tensor:
-        """The codes, by the name under which PEFT looks for the device of adapters."""
-        return self.get_parameter("codes")
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The sizes and the device of the weight, without its values."""
+        return without_values((self.out_features, self.in_features), self.get_parameter("codes").device)
 
     @property
     def packed(self) -> PackedWeight:

@@ -22,7 +22,19 @@ _DTYPES = {
 }  # fmt: skip
 
 _PACKED = ("weight_packed", "qweight")
-_OF_STACKS = ("_blocks", "_scale_inv")
+_SCALES = ("weight_scale_inv", "weight_scale")
+_BESIDE = {"qweight": (("scales",), ("qzeros",)), "weight_packed": (("weight_scale",),), "weight": (_SCALES,)}
+"""For codes, what must be beside them: of each group, one."""
+_WITHOUT_CODES = (*_SCALES, "weight_global_scale", "weight_scale_2", "qzeros")
+_OF_WEIGHTS = ("weight", "qweight", "qzeros", "scales", "g_idx")  # how what products need begins
+_OF_STACKS = ("_blocks", "_scales", "_scale_inv")
+
+
+class DamagedError(ValueError):
+    """A checkpoint holds a part of itself, or what is no weight."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"The checkpoint is damaged: {what}. Download or write it again.")
 
 
 class Tensor(NamedTuple):
@@ -39,11 +51,13 @@ class Stack(NamedTuple):
         matrix: The tensors of each of them, by their names behind the owner's.
         parts: How many of them an expert has, one below the other: gate and up.
         operations: The names of the operations that stack them.
+        owners: Their names in the checkpoint, where they come from one.
     """
 
     matrix: dict[str, Tensor]
     parts: int
     operations: tuple[str, ...]
+    owners: tuple[str, ...] = ()
 
 
 class Packed(NamedTuple):
@@ -61,22 +75,35 @@ class Packed(NamedTuple):
 
 
 def read_headers(files: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint's files, by their names."""
-    from safetensors import safe_open
+    """The tensors of a checkpoint's files, by their names.
+
+    Raises:
+        ValueError: For a file in another format.
+        DamagedError: For one that is missing or cut short.
+    """
+    from safetensors import SafetensorError, safe_open
 
     found = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"`packed_base` reads safetensors, and the checkpoint has {file}. Set it to false.")
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                part = tensors.get_slice(name)
-                found[name] = Tensor(_DTYPES.get(part.get_dtype(), torch.bool), tuple(part.get_shape()))
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    part = tensors.get_slice(name)
+                    found[name] = Tensor(_DTYPES.get(part.get_dtype(), torch.bool), tuple(part.get_shape()))
+        except (SafetensorError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise DamagedError(f"{str(file)!r} is no whole safetensors file ({reason})") from error
     return found
 
 
 def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
-    """The packed weights that `headers` have for `model`, which is as it would be without quantisation."""
+    """The packed weights that `headers` have for `model`, which is as it would be without quantisation.
+
+    Raises:
+        DamagedError: If a weight lacks its scales or its codes, or a matrix of a stack is unlike the others.
+    """
     rename_source_key, get_model_conversion_mapping, WeightConverter, WeightRenaming, *_ = require(PACKED_CHECKPOINTS)
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -97,12 +124,18 @@ def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
             name, source = renamed(f"{owner}.weight")
             if name not in state:  # of a part that the model has not, such as one that predicts further tokens
                 continue
+            _check_beside(owner, tensors)
             if source is None:
                 packed.linears[name.removesuffix(".weight")] = tensors
             elif name not in packed.stacks:
                 rule = by_source[source]
                 operations = tuple(type(operation).__name__ for operation in rule.operations)
-                packed.stacks[name] = Stack(tensors, len(rule.source_patterns), operations)
+                packed.stacks[name] = Stack(tensors, len(rule.source_patterns), operations, (owner,))
+            else:
+                packed.stacks[name] = _with(packed.stacks[name], owner, tensors)
+        elif "weight" not in tensors and any(leaf in tensors for leaf in _WITHOUT_CODES):
+            if renamed(f"{owner}.weight")[0] in state:
+                raise DamagedError(f"{owner!r} has {_listed(tensors)}, and neither codes nor a weight")
         elif any(leaf.endswith(_OF_STACKS) for leaf in tensors):
             stacked = next(leaf for leaf in tensors if leaf.endswith(_OF_STACKS))
             for ending in _OF_STACKS:
@@ -111,6 +144,31 @@ def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
             if name in state:
                 packed.experts[name.rpartition(".")[0]] = tensors
     return packed
+
+
+def _check_beside(owner: str, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that codes have their scales, and zeros where these are needed, beside them."""
+    codes = next(name for name in _BESIDE if name in tensors)
+    for group in _BESIDE[codes]:
+        if not any(name in tensors for name in group):
+            raise DamagedError(f"{owner!r} has {_listed(tensors)}, and no {' or '.join(map(repr, group))}")
+
+
+def _with(stack: Stack, owner: str, tensors: dict[str, Tensor]) -> Stack:
+    """`stack` with one more matrix, which has the same tensors as the others."""
+    first = stack.owners[0]
+    for name in [*stack.matrix, *tensors]:
+        has, expected = (each.get(name) for each in (tensors, stack.matrix))
+        if has != expected and name.startswith(_OF_WEIGHTS):
+            found, other = (f"{each.dtype} of {each.shape}" if each else "missing" for each in (has, expected))
+            raise DamagedError(
+                f"{f'{owner}.{name}'!r} is {found}, and {f'{first}.{name}'!r}, with which it is stacked, {other}"
+            )
+    return stack._replace(owners=(*stack.owners, owner))
+
+
+def _listed(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(map(repr, sorted(tensors)))
 
 
 def _is_packed(tensors: Mapping[str, Tensor]) -> bool:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    C3AConfig,
+    HRAConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    OSFConfig,
+    PeftModel,
+    get_peft_model,
+)
 
 from liger_trainer import apply_liger_kernel, load_packed
 from liger_trainer.packed.experts import packed_stacks
+from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.trainers.checks.packed_base import refuse_what_reads_weights
+from tests.attention.families import BATCHES
 from tests.packed.test_loading import IDS, MIXTURES, dequantised
-from tests.packed_checkpoints import FORMATS, write_dense, write_mixture
+from tests.packed_checkpoints import FORMATS, write_dense, write_indexed, write_mixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -166,8 +181,6 @@ def test_what_reads_weights_is_refused(tmp_path):
     for merge in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(RuntimeError, match="cannot be merged into a packed base: merging needs its floating weig"):
             merge()
-    with pytest.raises(TypeError, match="weight"):  # DoRA
-        get_peft_model(load_packed(str(tmp_path / "dense"), dtype="auto"), LoraConfig(**LINEARS, use_dora=True))
     write_mixture(tmp_path / "mixture")
     model, _ = adapted(load_packed(str(tmp_path / "mixture"), dtype="auto"), patched=False, **ON_EXPERTS)
     refuse_what_reads_weights(model)
@@ -188,3 +201,82 @@ def test_peft_alone_says_what_to_do_and_leaves_the_model_whole(name, tmp_path):
     apply_liger_kernel(model)
     whole, _ = adapted(experts_of(name, tmp_path, torch.float32)[0], **ON_EXPERTS)
     assert torch.equal(model(IDS).logits, whole(IDS).logits)
+
+
+READING = {
+    "DoRA": LoraConfig(**LINEARS, use_dora=True),
+    "PiSSA": LoraConfig(**LINEARS, init_lora_weights="pissa"),
+    "PiSSA in a few steps": LoraConfig(**LINEARS, init_lora_weights="pissa_niter_4"),
+    "OLoRA": LoraConfig(**LINEARS, init_lora_weights="olora"),
+    "MiCA": LoraConfig(**LINEARS, init_lora_weights="mica"),
+    "HRA": HRAConfig(**LINEARS),
+    "OSF": OSFConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_adapters_that_read_the_weight_are_refused_in_one_line(name, tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    model = load_packed(str(tmp_path), dtype="auto")
+    with pytest.raises(RuntimeError, match=r"The values of `weight` are asked for, but .*\.$") as raised:
+        get_peft_model(model, READING[name])(IDS)
+    assert "\n" not in str(raised.value)
+
+
+def test_neither_merging_nor_reading_a_weight_is_silent(tmp_path):
+    """On a model of one's own, before any trainer has seen it."""
+    write_dense(tmp_path, "int4")
+    model = get_peft_model(load_packed(str(tmp_path), dtype="auto"), LoraConfig(**LINEARS))
+    weight = model.base_model.model.model.layers[0].mlp.up_proj.weight
+    assert (weight.shape, weight.dtype, weight.device.type) == ((192, 128), torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match="The values of `weight` are asked for"):
+        weight @ torch.ones(128, 1)
+    with pytest.raises(RuntimeError, match="The values of `weight` are asked for"):
+        model.merge_adapter()
+
+
+OTHER_METHODS = {
+    "orthogonal": LoraConfig(**LINEARS, init_lora_weights="orthogonal"),
+    "LoHa": LoHaConfig(**LINEARS),
+    "LoKr": LoKrConfig(**LINEARS),
+    "AdaLoRA": AdaLoraConfig(**{**LINEARS, "r": None, "init_r": 4}, total_step=10),
+    "C3A": C3AConfig(target_modules="all-linear", task_type="CAUSAL_LM", block_size=32),
+    "OFT": OFTConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_METHODS)
+def test_methods_that_read_no_values_have_the_gradients_of_the_dequantised_model(name, tmp_path):
+    meant = write_dense(tmp_path, "fp8 blocks")
+    packed = load_packed(str(tmp_path), dtype=torch.float32)
+    results_of = []
+    for model in (packed, dequantised(packed, meant)):
+        torch.manual_seed(0)
+        model = get_peft_model(model.requires_grad_(False), copy.deepcopy(OTHER_METHODS[name]))
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+        results_of.append((loss.detach(), loss.detach(), gradients))
+    assert any(each is not None and each.any() for each in results_of[0][2].values())
+    assert_same(*results_of, torch.float32)
+
+
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "dots3_note_text")  # the class reads the dtype of `weights_proj`
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("patched", [True, False])
+@pytest.mark.parametrize("name", SPARSE)
+def test_an_indexer_whose_weights_are_packed_selects_as_the_dequantised_one(name, patched, dtype, tmp_path):
+    model_class, meant = write_indexed(tmp_path, name)
+    for targets in (["q_b_proj"], ["q_b_proj", "weights_proj"]):
+        packed = load_packed(str(tmp_path), model_class, dtype=dtype)
+        names = [path for path, each in packed.named_modules() if isinstance(each, PackedLinear)]
+        assert any(path.endswith("indexer.weights_proj") for path in names)
+        losses = []
+        for model in (packed, dequantised(packed, meant)):
+            model, _ = adapted(model, patched, r=4, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+            loss = model(**BATCHES["full"](), use_cache=False).loss
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses, rtol=TOLERANCE[dtype], atol=0)

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, LlamaForCausalLM, Mxfp4Config
 from transformers.quantizers import auto
 
 from liger_trainer import load_packed
@@ -43,7 +43,7 @@ def test_every_format_means_what_it_means(name, tmp_path):
     for path, layer in layers.items():
         assert torch.equal(layer.decoded(torch.bfloat16), meant[f"{path}.weight"].to(torch.bfloat16)), path
         torch.testing.assert_close(layer.decoded(torch.float32), meant[f"{path}.weight"], rtol=1e-6, atol=0)
-        assert layer.weight is None
+        assert (layer.weight.shape, layer.weight.dtype) == ((layer.out_features, layer.in_features), torch.float32)
         assert not any(each.requires_grad for each in layer.parameters())
     assert torch.equal(model(IDS).logits, dequantised(model, meant)(IDS).logits)
     wide = load_packed(str(tmp_path), dtype=torch.float32)
@@ -208,10 +208,6 @@ def change(folder, alter):
     write(folder, tensors, AutoConfig.for_model(**settings), settings["quantization_config"])
 
 
-def without_scales(tensors, settings):
-    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
-
-
 def in_8_bits(tensors, settings):
     for name in [name for name in tensors if name.endswith("up_proj.weight")]:
         tensors[name] = tensors[name].view(torch.int8)
@@ -227,9 +223,11 @@ def with_a_packed_head(tensors, settings):
 
 
 REFUSED = {
-    "scales": (without_scales, r"'model\.layers\.1\.mlp\.up_proj' cannot stay packed"),
     "int8": (in_8_bits, r"up_proj' cannot stay packed: its format is not known: weight in torch\.int8"),
-    "blocks": (of_other_blocks, r"cannot stay packed: its scales are .*blocks are \[64, 64\]"),
+    "blocks": (
+        of_other_blocks,
+        r"its scales are \(2, 1\), and blocks are \[64, 64\]; for a weight of \(192, 128\) they must be \(3, 2\) or ",
+    ),
     "head": (with_a_packed_head, "'lm_head' cannot stay packed: it is the head"),
 }
 
@@ -301,3 +299,172 @@ def test_other_bits_of_gptq_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"its format is gptq  in 8 bits; GPTQ and AWQ .gemm. are known in 4 bits"):
         load_packed(str(tmp_path), dtype="auto")
+
+
+LAYER, EXPERT, STACKS = (
+    "model.layers.1.mlp.up_proj",
+    "model.layers.1.mlp.experts.2.up_proj",
+    "model.layers.1.mlp.experts",
+)
+AGAIN = r". Download or write it again\."
+
+
+def without(*names):
+    """What takes tensors out of a checkpoint."""
+
+    def alter(tensors, settings):
+        for name in names:
+            del tensors[name]
+
+    return alter
+
+
+def twice(name):
+    """What doubles the rows of a tensor."""
+
+    def alter(tensors, settings):
+        tensors[name] = torch.cat([tensors[name], tensors[name]])
+
+    return alter
+
+
+def spoilt(name, value=float("nan")):
+    """What makes the last number of a tensor NaN or infinite; bytes of e8m0 and e4m3 have NaN alone."""
+
+    def alter(tensors, settings):
+        number = tensors[name]
+        of_bytes = number.element_size() == 1
+        tensors[name] = (number.view(torch.uint8) if of_bytes else number).clone()
+        tensors[name].view(-1)[-1] = 255 if of_bytes else value
+        tensors[name] = tensors[name].view(number.dtype)
+
+    return alter
+
+
+DAMAGED = {
+    "fp8 blocks": ("weight_scale_inv", r"\(4, 1\), .* of \(192, 128\) they must be \(2, 1\) or "),
+    "fp8 rows": ("weight_scale", r"\(384, 1\), .* of \(192, 128\) they must be \(192, 1\) or "),
+    "mxfp8": ("weight_scale_inv", r"\(384, 4\), .* of \(192, 128\) they must be \(192, 4\) or "),
+    "nvfp4": ("weight_scale", r"\(384, 8\) of .* of \(192, 128\) it must be \(192, 8\) of "),
+    "int4": ("weight_scale", r"'weight_scale' is \(384, 4\); for a weight of \(192, 128\) it must have its rows"),
+    "gptq": ("scales", r"\(8, 192\) of .* of \(192, 128\) it must be \(4, 192\) of "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_scales_that_are_missing_of_another_shape_or_no_numbers(name, tmp_path):
+    scales, shapes = DAMAGED[name]
+    cases = {
+        without(f"{LAYER}.{scales}"): rf"^The checkpoint is damaged: '{LAYER}' has .*, and no .*'{scales}'.*{AGAIN}",
+        twice(f"{LAYER}.{scales}"): f"'{LAYER}' cannot stay packed: .*{shapes}",
+        spoilt(
+            f"{LAYER}.{scales}"
+        ): rf"damaged: 1 of the \d+ scales of '{LAYER}' .'{scales}'. are NaN or infinite, the "
+        rf"first at .*, and must be finite{AGAIN}",
+    }
+    for number, (alter, message) in enumerate(cases.items()):
+        write_dense(tmp_path / str(number), name)
+        change(tmp_path / str(number), alter)
+        with pytest.raises(ValueError, match=message):
+            load_packed(str(tmp_path / str(number)), dtype="auto")
+
+
+OTHERS_DAMAGED = {
+    "codes of fp8": ("fp8 blocks", without(f"{LAYER}.weight"), f"'{LAYER}' has 'weight_scale_inv', and neither codes"),
+    "codes of int4": (
+        "int4",
+        without(f"{LAYER}.weight_packed"),
+        f"'{LAYER}' has 'weight_scale', .*, and neither codes",
+    ),
+    "rows": ("fp8 blocks", twice(f"{LAYER}.weight"), r"'weight' is \(384, 128\); .* must be \(192, 128\)"),
+    "global": ("nvfp4", without(f"{LAYER}.weight_global_scale"), f"'{LAYER}' .* NVFP4 without a 'weight_global_scale'"),
+    "globals": ("nvfp4", twice(f"{LAYER}.weight_global_scale"), r"'weight_global_scale' is \(2,\), and one number is "),
+    "a global of NaN": ("nvfp4", spoilt(f"{LAYER}.weight_global_scale"), "1 of the 1 scales of .* are NaN or infinite"),
+    "zeros of gptq": ("gptq", without(f"{LAYER}.qzeros"), f"'{LAYER}' has .*, and no 'qzeros'"),
+    "zeros": (
+        "int4 with zeros",
+        without(f"{LAYER}.weight_zero_point"),
+        f"'{LAYER}' .* no 'weight_zero_point', and its ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS_DAMAGED)
+def test_other_parts_of_a_layer_that_are_missing_or_wrong(name, tmp_path):
+    form, alter, message = OTHERS_DAMAGED[name]
+    write_dense(tmp_path, form)
+    change(tmp_path, alter)
+    with pytest.raises(ValueError, match=message):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def without_one(tensors, settings):
+    for name in [name for name in tensors if name.startswith(f"{EXPERT}.")]:
+        del tensors[name]
+
+
+EXPERTS_DAMAGED = {
+    "scales": (without(f"{EXPERT}.weight_scale"), f"'{EXPERT}' has 'input_scale', 'weight', and no .*'weight_scale'"),
+    "codes": (without(f"{EXPERT}.weight"), f"'{EXPERT}' has .*'weight_scale', and neither codes nor a weight{AGAIN}"),
+    "shape": (
+        twice(f"{EXPERT}.weight_scale"),
+        rf"'{EXPERT}.weight_scale' is torch.bfloat16 of \(256, 1\), and '{STACKS}.0.gate_proj.weight_scale', with "
+        rf"which it is stacked, torch.bfloat16 of \(128, 1\){AGAIN}",
+    ),
+    "infinite": (
+        spoilt(f"{EXPERT}.weight_scale", float("inf")),
+        rf"1 of the 1024 scales of '{STACKS}.gate_up_proj' .'weight_scale'. are NaN .*, the first at \(2, 255, 0\)",
+    ),
+    "expert": (
+        without_one,
+        rf"'{STACKS}.gate_up_proj' cannot stay packed: .* has 7 of its 8 matrices in few bits, and ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS_DAMAGED)
+def test_damaged_experts_are_named(name, tmp_path):
+    alter, message = EXPERTS_DAMAGED[name]
+    write_mixture(tmp_path, "fp8 rows")
+    change(tmp_path, alter)
+    with pytest.raises(ValueError, match=message):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def test_scales_of_inputs_may_be_missing_of_some_experts(tmp_path):
+    write_mixture(tmp_path, "fp8 rows")
+    whole = load_packed(str(tmp_path), dtype="auto")(IDS).logits
+    change(tmp_path, without(f"{EXPERT}.input_scale"))
+    assert torch.equal(load_packed(str(tmp_path), dtype="auto")(IDS).logits, whole)
+
+
+@pytest.mark.parametrize(("part", "alter"), [("scales", without), ("blocks", without), ("scales", spoilt)])
+def test_damaged_stacks_are_named(part, alter, tmp_path):
+    low_bit.write_mxfp4(tmp_path)
+    name = "model.layers.0.mlp.experts"
+    change(tmp_path, alter(f"{name}.gate_up_proj_{part}"))
+    other = "blocks" if part == "scales" else "scales"
+    messages = {
+        without: f"'{name}' has 'gate_up_proj_{other}', of which blocks or scales are missing{AGAIN}",
+        spoilt: rf"1 of the 1536 scales of '{name}.gate_up_proj' .* are NaN or infinite, the first at \(3, 191, 1\)",
+    }
+    with pytest.raises(ValueError, match=messages[alter]):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+@pytest.mark.parametrize("kept", [0, 50, 5000])
+def test_a_file_that_is_cut_short_is_named(kept, tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=f"damaged: '{file}' is no whole safetensors file .*{AGAIN}"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def test_a_layer_that_its_class_keeps_in_fp32_keeps_its_codes(tmp_path, monkeypatch):
+    meant = write_dense(tmp_path, "fp8 blocks")
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"up_proj"})
+    model = load_packed(str(tmp_path), dtype="auto")
+    layer = packed_layers(model)[LAYER]
+    assert layer.codes.dtype == torch.uint8
+    torch.testing.assert_close(layer.decoded(torch.float32), meant[f"{LAYER}.weight"], rtol=1e-6, atol=0)

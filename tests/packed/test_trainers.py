@@ -172,6 +172,50 @@ def test_refusals_before_loading(folders, tmp_path):
         causal(tmp_path, load_packed(str(folders["dense"])))
 
 
+def given(model, peft_config, output):
+    """A trainer for SFT that is to add these adapters to `model`, a name or a packed model."""
+    args = LigerSFTConfig(str(output), use_cpu=True, bf16=False, report_to="none", max_length=32)
+    return LigerSFTTrainer(model, args=args, train_dataset=KINDS["SFT"][0](), peft_config=peft_config)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(
+    ("model", "named", "packed"),
+    [
+        ("dense", "o_proj", "model.layers.0.self_attn.o_proj"),
+        ("dense", "1.mlp", "model.layers.1.mlp.\\w+_proj"),
+        ("mixture", "layers.1.mlp.experts", "model.layers.1.mlp.experts"),
+        ("mixture", "layers.0.mlp", "model.layers.0.mlp.experts"),
+    ],
+)
+def test_packed_modules_are_not_trained_beside_adapters(model, named, packed, loaded, folders, tmp_path):
+    source = load_packed(str(folders[model]), dtype="auto") if loaded else str(folders[model])
+    config = LoraConfig(**ADAPTERS, target_modules=["q_proj"], modules_to_save=["lm_head", named])
+    with pytest.raises(
+        ValueError,
+        match=f"^`modules_to_save` names {named!r}, but '{packed}' stays packed, .* such as 'lm_head'; or set",
+    ):
+        given(source, config, tmp_path)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_modules_in_16_bits_are_trained_beside_adapters(loaded, folders, tmp_path):
+    source = load_packed(str(folders["mixture"]), dtype="auto") if loaded else str(folders["mixture"])
+    config = LoraConfig(**ADAPTERS, target_modules=["q_proj"], modules_to_save=["lm_head", "mlp.gate"])
+    trained = {name for name, each in given(source, config, tmp_path).model.named_parameters() if each.requires_grad}
+    for module in ("lm_head", "layers.0.mlp.gate", "layers.1.mlp.gate"):
+        assert any(f"{module}.modules_to_save.default.weight" in name for name in trained)
+
+
+def test_adapters_that_read_weights_are_refused_for_a_packed_model(folders, tmp_path):
+    model = load_packed(str(folders["dense"]), dtype="auto")
+    for options in ({"use_dora": True}, {"init_lora_weights": "olora"}, {"init_lora_weights": "mica"}):
+        with pytest.raises(
+            ValueError, match=r"needs the floating weights of `model`, which stay packed. Use plain LoRA"
+        ):
+            given(model, LoraConfig(target_modules=["q_proj"], **options), tmp_path)
+
+
 WAYS = {
     "is_deepspeed_enabled": "DeepSpeed",
     "is_distributed_loading_by_transformers": "`distributed_config`",

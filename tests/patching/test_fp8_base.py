@@ -146,7 +146,7 @@ def test_further_adapters_go_where_the_base_is():
     store_base_in_fp8(model, CPU)
     layer = layers_of(model.to("meta"))[0].self_attn.q_proj
     device, dtype = layer._get_base_layer_device_and_dtype(layer.base_layer)  # as PEFT asks for further adapters
-    assert (device.type, dtype.is_floating_point) == ("meta", False)
+    assert (device.type, dtype) == ("meta", torch.float32)
 
 
 def test_the_model_without_its_adapters_and_in_a_generation():
@@ -212,9 +212,10 @@ def test_what_reads_the_weights_is_refused(tmp_path):
     for merge in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(RuntimeError, match="merge with `liger-trainer merge`"):
             merge()
-    with pytest.raises(AttributeError, match="'Fp8Linear' object has no attribute 'weight'"):
+    assert layers_of(model)[0].mlp.up_proj.weight.dtype == torch.float32  # in which a model's code may cast x
+    with pytest.raises(RuntimeError, match="The values of `weight` are asked for, but this layer holds its weight as"):
         layers_of(model)[0].mlp.up_proj.merge()
-    with pytest.raises(AttributeError, match="'Fp8Linear' object has no attribute 'weight'"):
+    with pytest.raises(RuntimeError, match="The values of `weight` are asked for, but this layer holds its weight as"):
         model.add_adapter("dora", LoraConfig(target_modules=["o_proj"], use_dora=True))
     with pytest.raises(RuntimeError, match="Save the adapters"):
         model.get_base_model().save_pretrained(tmp_path)

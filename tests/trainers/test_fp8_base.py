@@ -74,6 +74,28 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     assert_close_weights(resumed, whole, tolerance=0)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_resuming_with_another_value_is_said(before, tmp_path, caplog):
+    options = {**ARGUMENTS, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    causal(tmp_path, adapted(), **{**options, "fp8_base": before}).train()
+
+    def resumed(value):
+        caplog.clear()
+        trainer = causal(tmp_path, adapted(), **{**options, "fp8_base": value})
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        assert trainer.state.global_step == 2
+        return caplog.text
+
+    assert "in the checkpoint and" not in resumed(before)
+    assert f"checkpoint-1: `fp8_base` is {before} in the checkpoint and {not before} here. This run" in resumed(
+        not before
+    )
+    state = torch.load(tmp_path / "checkpoint-1" / "rng_state.pth", weights_only=False)
+    del state["liger_trainer"]["rounding"]  # of an earlier version
+    torch.save(state, tmp_path / "checkpoint-1" / "rng_state.pth")
+    assert "in the checkpoint and" not in resumed(not before)
+
+
 def test_a_reference_is_the_stored_base(tmp_path):
     """Before its first step an adapter changes nothing, so that policy and reference agree."""
     trainer = dpo(tmp_path, adapted(), **{**ARGUMENTS, "max_steps": 2})

@@ -5,8 +5,8 @@ activation, or autocast's, the layer itself runs. It also runs for a few rows wi
 for which bitsandbytes has products that read the 4 bits directly; but not with dropout, because the forward of a
 checkpoint has no gradient either, and must draw the same masks as its recomputation.
 
-A frozen layer in fp8 has no `weight`, so whatever reads or changes one, such as merging adapters, is an error and not a
-wrong result.
+The `weight` of a frozen layer in fp8 has no values, so whatever reads or changes these, such as merging adapters, is an
+error and not a wrong result.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import FOUR_BIT_WEIGHTS, FP8_LAYERS
 from liger_trainer.kernels.fp8.stored import Fp8Weight, fp8_stored_linear, store
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
+from liger_trainer.packed.modules import without_values
 from liger_trainer.patching.probe import Probe
 
 require(FOUR_BIT_WEIGHTS)
@@ -129,9 +130,9 @@ class Fp8Linear(nn.Module):
         self.bias = linear.bias
 
     @property
-    def qweight(self) -> torch.Tensor:
-        """The codes, by the name under which PEFT looks for the device of further adapters."""
-        return self.codes
+    def weight(self) -> torch.Tensor:
+        """The sizes and the device of the weight, without its values."""
+        return without_values((self.out_features, self.in_features), self.codes.device)
 
     @property
     def stored(self) -> Fp8Weight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ _ROUNDS, _QUICK_ROUNDS = 12, 5
 _SECONDS, _QUICK_SECONDS = 60.0, 15.0
 _QUICK_TOTAL_SECONDS = 420.0
 _CPU_TOKENS = 128
+_OF_OPERATIONS = ("tokens", "mode", "quick", "rounds", "no_accuracy")  # options that trainings have not
 
 
 def add_parser(commands: Any) -> None:
@@ -54,6 +56,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--rounds", type=positive, metavar="N", help="samples of each provider; default: 12")
     parser.add_argument("--seconds", type=positive, metavar="S", help="time limit of an operation; default: 60")
     parser.add_argument("--no_accuracy", action="store_true", help="skip the comparison with float64")
+    others = vars(parser.parse_args([]))
     training = parser.add_argument_group("training", "only for `bench training` and `bench longest`")
     training.add_argument(
         "--trainer",
@@ -160,7 +163,12 @@ def add_parser(commands: Any) -> None:
         "default: adamw_torch_fused",
     )
     training.add_argument("--no_checkpointing", action="store_true", help="no gradient checkpointing")
-    parser.set_defaults(function=lambda arguments, _: bench(arguments))
+    defaults = vars(parser.parse_args([]))
+    of_training = {name: default for name, default in defaults.items() if name not in others}
+    of_operations = {name: default for name, default in others.items() if name in _OF_OPERATIONS}
+    parser.set_defaults(
+        function=lambda arguments, _: bench(arguments), of_training=of_training, of_operations=of_operations
+    )
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -175,11 +183,31 @@ def bench(arguments: argparse.Namespace) -> int:
     if arguments.operations in (["training"], ["longest"]):
         from liger_trainer.tools.cli.bench_training import measure_training
 
+        _refuse(arguments, arguments.of_operations, "operations")
         return measure_training(arguments, command)
     for name in ("training", "longest"):
         if name in arguments.operations:
             raise BenchmarkError(f"`{name}` is measured by itself; leave the other operations out.")
+    _refuse(arguments, arguments.of_training, "`bench training`")
     return _measure(arguments, command)
+
+
+def _refuse(arguments: argparse.Namespace, defaults: Mapping[str, Any], what: str) -> None:
+    """Refuses options that are for `what` alone, and would be ignored.
+
+    Args:
+        arguments: The command line's.
+        defaults: The options, with their defaults.
+        what: The benchmarks that take them, for the message.
+
+    Raises:
+        BenchmarkError: If one has another value.
+    """
+    from liger_trainer.benchmarks.registry import BenchmarkError
+
+    given = next((name for name, default in defaults.items() if getattr(arguments, name) != default), None)
+    if given is not None:
+        raise BenchmarkError(f"`--{given}` is for {what}; leave it out.")
 
 
 def _list_operations() -> int:

@@ -117,6 +117,7 @@ class ResumingMixin(RunStateMixin):
         _check(checkpoint, self.model)
         super()._before_resuming(checkpoint)
         self._say_what_is_lost(checkpoint)
+        self._say_what_is_rounded_otherwise(checkpoint)
 
     def _say_what_is_lost(self, checkpoint: Path) -> None:
         """Warns if the checkpoint does not have all of a run's state, as with `save_only_model`."""
@@ -135,6 +136,19 @@ class ResumingMixin(RunStateMixin):
             lost["reference model"] = "the one that `sync_ref_model` updates starts again from its initial weights"
         if lost:
             logger.warning("%s holds no %s: %s.", checkpoint, ", no ".join(lost), ", and ".join(lost.values()))
+
+    def _say_what_is_rounded_otherwise(self, checkpoint: Path) -> None:
+        before = (self._saved or {}).get("rounding", {})  # an earlier version has noted none
+        changed = [
+            f"`{name}` is {before[name]} in the checkpoint and {now} here"
+            for name, now in self._rounding.items()
+            if name in before and before[name] != now
+        ]
+        if changed and self.is_world_process_zero():
+            logger.warning(
+                "%s: %s. This run's value holds: its products are rounded in another way than before.",
+                *(checkpoint, "; ".join(changed)),
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with naming(resume_from_checkpoint):

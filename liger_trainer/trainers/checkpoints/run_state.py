@@ -52,6 +52,9 @@ _LAYOUT = (
 )
 """The arguments that say which completions a process has, which micro-batch they belong to, and what is with them."""
 
+_ROUNDING = ("fp8", "fp8_base")
+"""The arguments that say how the operands of products are rounded."""
+
 
 def rng_file(args: TrainingArguments) -> str:
     """The name of the file with this process's random numbers in a checkpoint."""
@@ -97,6 +100,7 @@ class RunStateMixin(Trainer):
             "last_logged": self._globalstep_last_logged,
             "logs": self._plain_values(_OF_LOGS),
             "layout": self._layout,
+            "rounding": self._rounding,
             "generation": self._plain_values(_OF_GENERATION),
         }
         path = Path(output_dir, rng_file(self.args))
@@ -121,6 +125,10 @@ class RunStateMixin(Trainer):
     @property
     def _layout(self) -> dict[str, Any]:
         return {name: getattr(self.args, name) for name in _LAYOUT if hasattr(self.args, name)}
+
+    @property
+    def _rounding(self) -> dict[str, Any]:
+        return {name: getattr(self.args, name) for name in _ROUNDING if hasattr(self.args, name)}
 
     @property
     def _seeds(self) -> list[int | None]:

@@ -20,11 +20,11 @@ from liger_trainer.compat.private import is_at_least, require
 from liger_trainer.configs.flags import packed_base_of
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packed.experts import OURS_ALONE, packed_stacks
-from liger_trainer.packed.loading import is_packed, method_of, packed_loading
+from liger_trainer.packed.loading import check_trained, is_packed, method_of, packed_loading, packed_modules
 from liger_trainer.trainers.checks.low_bit import splits_weights
 
 _SPLITS_CODES = "2.12"  # of torch: the FSDP2 of older ones takes no weights that are whole numbers
-_FROM_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initialisations that read the base's weights
+_FROM_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")  # initialisations that read the base's weights
 
 
 def keeps_packed(args: Any, adapted: bool) -> bool:
@@ -59,9 +59,13 @@ def loading(args: Any, model: Any, peft_config: Any) -> contextlib.AbstractConte
 
     Raises:
         ValueError: If `packed_base` is true without adapters or with a `quantization_config`, and for adapters that
-            read the weights of a base that stays packed.
+            read the weights of a base that stays packed, or copies of its modules that are trained.
     """
     asked, options = packed_base_of(args), getattr(args, "model_init_kwargs", None) or {}
+    trained = getattr(peft_config, "modules_to_save", None) or ()
+    if isinstance(model, nn.Module) and is_packed(model):
+        _refuse_readers(peft_config, "`model`")
+        check_trained(trained, packed_modules(model))
     if not isinstance(model, str) or not keeps_packed(args, peft_config is not None):
         return contextlib.nullcontext()
     if peft_config is None:
@@ -73,25 +77,30 @@ def loading(args: Any, model: Any, peft_config: Any) -> contextlib.AbstractConte
         if asked:
             raise ValueError("`packed_base` is true, but `quantization_config` is given; leave one of them out.")
         return contextlib.nullcontext()
-    check_adapters(model, peft_config, options)
-    return packed_loading()
+    if _reads_weights(peft_config):
+        from transformers import AutoConfig
+
+        named = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+        if method_of(AutoConfig.from_pretrained(model, **named)) is not None:
+            _refuse_readers(peft_config, repr(model))
+    return packed_loading(trained)
 
 
-def check_adapters(model: str, peft_config: Any, options: dict[str, Any]) -> None:
-    """Checks that the adapters of `peft_config` do not read the weights of `model` if these stay packed."""
-    way = str(getattr(peft_config, "init_lora_weights", True)).lower()
-    needs = "DoRA (`use_dora`)" if getattr(peft_config, "use_dora", False) else ""
-    needs = needs or (f"`init_lora_weights={way!r}`" if way.startswith(_FROM_WEIGHTS) else "")
-    if not needs:
-        return
-    from transformers import AutoConfig
-
-    named = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    if method_of(AutoConfig.from_pretrained(model, **named)) is not None:
+def _refuse_readers(peft_config: Any, model: str) -> None:
+    """Refuses adapters that read the weights of a packed base."""
+    if needs := _reads_weights(peft_config):
         raise ValueError(
-            f"{needs} needs the floating weights of {model!r}, which stay packed. Use plain LoRA, or set `packed_base` "
+            f"{needs} needs the floating weights of {model}, which stay packed. Use plain LoRA, or set `packed_base` "
             "to false."
         )
+
+
+def _reads_weights(peft_config: Any) -> str:
+    """What of a configuration of adapters reads the base's weights; empty if nothing does, as far as it says."""
+    way = str(getattr(peft_config, "init_lora_weights", True)).lower()
+    if getattr(peft_config, "use_dora", False):
+        return "DoRA (`use_dora`)"
+    return f"`init_lora_weights={way!r}`" if way.startswith(_FROM_WEIGHTS) else ""
 
 
 def check_packed_base(trainer: Any) -> None:

@@ -98,7 +98,7 @@ def test_resumes_to_the_same_bits(folder):
 
 def test_refused(folder):
     for changes, message in (
-        ({"packed_base": True, "use_peft": False}, "`packed_base` is true, but there are no adapters"),
+        ({"packed_base": True, "use_peft": False}, "`packed_base` is true, but `use_peft` is false: such a "),
         ({"liger_kernel_config": {"experts": False}}, "the adapters on GptOssExperts in few bits run only in our oper"),
         ({"packed_base": "yes"}, "`packed_base` is 'yes'; it must be one of 'auto', 'true', 'false'"),
     ):
