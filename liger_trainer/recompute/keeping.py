@@ -82,6 +82,8 @@ def replace_checkpoints(layers: Layers, instead: Callable[..., Any]) -> None:
 
 def is_reentrant(checkpoint: Checkpoint) -> bool:
     """Whether `checkpoint` is torch's with ``use_reentrant=True``, which takes no contexts."""
+    while isinstance(checkpoint, Replaced):
+        checkpoint = checkpoint.checkpoint
     keywords = checkpoint.keywords if isinstance(checkpoint, functools.partial) else {}
     return bool(keywords.get("use_reentrant", False))
 
