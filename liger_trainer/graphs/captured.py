@@ -260,10 +260,10 @@ class CapturedLayers:
         """New graphs of a layer; None, with the obstacle, if it cannot be captured.
 
         Args:
-            known: The calls of the layer.
-            function: What a checkpoint of it is given.
-            args: The same.
-            arguments: Those of the call.
+            known: The known calls of the layer.
+            function: The function that a checkpoint of it is given.
+            args: The arguments of that.
+            arguments: The same, but for the hidden states, as graphs take them.
             keeps: Whether its forward keeps what the backward needs.
             asks: The layer's name, if it may do so where it fits.
         """

@@ -210,7 +210,7 @@ def left_always(step: RecordedStep, growth: float, allocated: float) -> float:
     """Bytes that are free at every moment of a training that keeps nothing.
 
     Args:
-        step: What was measured.
+        step: The measured step.
         growth: The most tokens of a micro-batch, as a multiple of the measured one's.
         allocated: Bytes that may be allocated.
     """
