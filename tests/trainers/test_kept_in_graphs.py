@@ -100,6 +100,21 @@ def test_trainers_of_trl(kind, adapted, tmp_path, folders, monkeypatch):
     assert trainers[0]._kept.may_grow == (kind == "GRPO")
 
 
+@pytest.mark.parametrize("budget", ["70KiB", "1GiB"])
+def test_rows_that_are_computed_again_keep_what_graphs_leave(budget, tmp_path, folders, monkeypatch):
+    """The last row of a micro-batch runs from graphs, and the others in its backward, without."""
+    monkeypatch.setattr("liger_trainer.packing.packed_row.filled", lambda layout: layout)
+    options = {"gradient_checkpointing": True, "max_steps": 12, "data": pairs_of_one_length}
+    trainers = []
+    for own in ({"cuda_graphs": "true", "activation_memory": budget}, {"cuda_graphs": False}):
+        own["tokens_per_micro_batch"] = 40
+        trainers.append(build("DPO", True, tmp_path, folders["llama"], own=own, **options))
+        trainers[-1].train()
+    assert_same(*trainers)
+    assert len(kept_by_layers(trainers[0])) == (1 if budget == "70KiB" else 2)
+    assert 0 < max(kept(trainers[0])) <= trainers[0]._kept.budget
+
+
 def test_layers_that_are_not_checkpointed_have_memory_of_their_own(tmp_path):
     """They keep everything in any case, so it is no part of what is allowed."""
     options = {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}
