@@ -346,6 +346,9 @@ class LayerState:
 
     Args:
         layer: The layer.
+
+    Attributes:
+        tensors: Its parameters and buffers.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -355,7 +358,7 @@ class LayerState:
             own = module.__dict__
             self._held += [own, *(value for value in own.values() if isinstance(value, dict))]
         self._weights = [*layer.parameters()]
-        self._tensors = [*self._weights, *layer.buffers()]
+        self.tensors = [*self._weights, *layer.buffers()]
         self._seen, self._places = self._values(), self._pointers()
         self._leaves = {each: nn.Parameter(each.data) for each in self._weights if each.requires_grad}
 
@@ -407,7 +410,7 @@ class LayerState:
         for module in self._parts:
             if is_call_hooked(module):
                 return f"{type(module).__name__} has a hook"
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             if type(tensor) not in (torch.Tensor, nn.Parameter):
                 return f"a weight is a {type(tensor).__name__}"
             if tensor._backward_hooks:
@@ -418,4 +421,4 @@ class LayerState:
         return [value for held in self._held for value in held.values()]
 
     def _pointers(self) -> list[tuple[int, bool]]:
-        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors]
+        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self.tensors]

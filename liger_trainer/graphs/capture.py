@@ -83,12 +83,13 @@ class CudaCaptures:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.reserved = device, 0
-        self._is_settled = True
+        self._has_room = False  # what torch has cached was given back for captures
         self._stream = torch.cuda.Stream(device)
         self._scratch = torch.empty(1, device=device)
         self.limit = torch.cuda.get_device_properties(device).total_memory // _SHARE
         self.renewals = -1
         self.renew()
+        self._is_settled = True
         add_reserve(self)
 
     def renew(self) -> None:
@@ -97,6 +98,7 @@ class CudaCaptures:
         Torch keeps the memory of a pool until no graph uses it, so the graphs of before all have to be dropped.
         """
         self.taken, self.reserved, self.renewals = 0, 0, self.renewals + 1
+        self._is_settled = False
         self._pools = {keeps: self._new_pool() for keeps in (False, True)}
 
     def settle(self) -> None:
@@ -106,7 +108,8 @@ class CudaCaptures:
         """
         if self._is_settled:
             return
-        self._is_settled, self.reserved = True, 0  # the allocator's peak has what was captured since
+        self._is_settled, self._has_room = True, False
+        self.reserved = 0  # the allocator's peak has what was captured since
         remember_peak(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.reserved = self.taken
@@ -119,6 +122,9 @@ class CudaCaptures:
             RuntimeError: if `run` waits for the device, or does something else that no graph can hold.
         """
         self._is_settled = False
+        if not self._has_room:  # in a capture, torch cannot give back what it has cached, as it does elsewhere
+            self._has_room = True
+            torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         with self._counted(), self.beside(), _without_collection():
             # Other threads, such as one that pins the memory of batches, may call CUDA meanwhile.

@@ -29,6 +29,7 @@ from liger_trainer.graphs.known_calls import Gains, KnownCalls
 from liger_trainer.graphs.layers import ForwardPass, Layer, LayerGraphs, NotCaptured
 from liger_trainer.graphs.memory import Buffers, SharedMemory
 from liger_trainer.kernels.lowbit.buffers import free_buffers
+from liger_trainer.recompute.activation_memory import ActivationMemory, InGraphs
 from liger_trainer.recompute.keeping import (
     CHECKPOINTED,
     OF_TRANSFORMERS,
@@ -48,13 +49,19 @@ class CapturedLayers:
     Args:
         captures: Captures launches.
         only_if_faster: Whether calls that keep the device busy run without, which gain nothing.
+        memory: The memory that checkpointed layers may keep results in; None if they keep none. In the order of the
+            forward, as many as fit keep all that their backward needs, and do so as long as their graphs exist.
 
     Attributes:
         gains: Which calls these are.
     """
 
-    def __init__(self, captures: Captures, only_if_faster: bool = False) -> None:
-        self._captures, self.gains = captures, Gains(always=not only_if_faster)
+    def __init__(
+        self, captures: Captures, only_if_faster: bool = False, memory: ActivationMemory | None = None
+    ) -> None:
+        self._captures, self.gains, self._kept = captures, Gains(always=not only_if_faster), memory
+        self._kept_in: Counter[int] = Counter()  # bytes that checkpointed layers keep, by the forward of their capture
+        self._has_tried = False  # to capture a layer, since the last backward
         self._model: weakref.ref[nn.Module] | None = None
         self._replaced: dict[nn.Module, Replaced] = {}
         self._without_gradients: dict[nn.Module, Callable] = {}
@@ -71,7 +78,7 @@ class CapturedLayers:
         self._renewals = captures.renewals
         self._renewed_in = 0  # the number of a forward
         self._is_full = False  # a kind of call has no graphs, because these would take too much memory
-        self._said: tuple[int, Counter[str], bool, bool] | None = None
+        self._said: tuple[int, int, Counter[str], bool, bool] | None = None
 
     @property
     def reasons(self) -> Counter[str]:
@@ -89,7 +96,8 @@ class CapturedLayers:
         To be called after a backward.
         """
         tokens = self.gains.in_training
-        now = self.captured, self.reasons, self._is_full, tokens is not None
+        keeping = [graphs.kept for known in self._of.values() if (graphs := known.keeping) is not None]
+        now = self.captured, len(keeping), self.reasons, self._is_full, tokens is not None
         if now == self._said or not (self.captured or self.reasons or tokens):
             return None
         self._said = now
@@ -97,6 +105,8 @@ class CapturedLayers:
             f"graphs have the {self._captures.limit / 2**30:.1f} GiB that they may take; batches of other shapes wait"
         )
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
+        if keeping:
+            line += f", and {len(keeping)} of these keep {sum(keeping) / 2**20:,.1f} MiB in place of computing it again"
         others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
         busy = f"batches of {tokens} tokens or more keep the device busy without"
         return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if tokens else [])]) + "."
@@ -104,6 +114,23 @@ class CapturedLayers:
     def settle(self) -> None:
         """To be called after a backward: gives back memory that is needed no more."""
         self._captures.settle()
+        self._tell()
+        if self._has_tried and self._kept is not None:
+            self._kept.forgive()
+        self._has_tried = False
+
+    def give_back(self) -> None:
+        """Drops all graphs, if checkpointed layers keep something in theirs; those of later calls are captured anew."""
+        if self._kept_in:
+            self._captures.renew()
+            self._renew()
+            self._captures.settle()
+
+    def _tell(self) -> None:
+        """Tells who gives memory to layers what graphs have."""
+        if self._kept is not None:
+            # Later captures have the memory of earlier ones, whose backward is over.
+            self._kept.note_graphs(InGraphs(max(self._kept_in.values(), default=0), self._taken()))
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -138,6 +165,8 @@ class CapturedLayers:
             self._renewals, self._renewed_in, self._is_full = self._captures.renewals, self._pass.number, False
             for known in self._of.values():
                 known.forget()
+            self._kept_in.clear()
+            self._tell()
 
     def _taken(self) -> int:
         """Bytes that graphs take, and what they read and write."""
@@ -163,6 +192,8 @@ class CapturedLayers:
         if found is None:
             return checkpoint(function, *args, **kwargs)
         graphs, arguments = found
+        if self._kept is not None and torch.is_grad_enabled():
+            self._kept.note_graph(name, graphs.kept)
         result, added = graphs.run(args[0], [tensor for tensor, _ in tensors_of(arguments.leaves)], self._pass)
         if arguments.store is not None:
             arguments.store.update(added)
@@ -177,33 +208,46 @@ class CapturedLayers:
         if known.obstacle or not isinstance(hidden, torch.Tensor) or not isinstance(function, functools.partial):
             return None
         differentiated = torch.is_grad_enabled()
-        keeps = differentiated and checkpoint is _plain
-        if keeps and (not self._may_keep or name in self._in_pass):
+        plain = checkpoint is _plain
+        keeps = differentiated and plain
+        may_keep = differentiated and self._may_keep and name not in self._in_pass
+        if keeps and not may_keep:
             return None
         if torch.compiler.is_compiling() or is_watched() or is_reentrant(checkpoint):
             return None
-        if self.gains.is_busy(hidden.shape[:-1].numel(), differentiated):
+        tokens = hidden.shape[:-1].numel()
+        if differentiated and self._kept is not None and self._kept.is_short(name, tokens):
+            self.give_back()
+        if self.gains.is_busy(tokens, differentiated):
             return None
         arguments = arguments_of(hidden, args[1:], function.keywords)
         if arguments is None:
             known.unserved += 1
             return None
         key = (arguments.key, differentiated, keeps)
-        graphs = known.find(key)
+        asks = self._kept is not None and may_keep and not plain
+        graphs = self._keeping(known, key) if asks else None
+        graphs = known.find(key) if graphs is None else graphs
         if graphs is None and known.is_due(key):
+            self._has_tried = True
             try:
-                graphs = self._made(known, function, args, arguments, keeps)
+                graphs = self._made(known, function, args, arguments, keeps, name if asks else None)
             except torch.OutOfMemoryError:  # of what graphs read and write; without them there may be enough
                 known.drop("there was no memory for its graphs")
             if graphs is not None:
-                known.add(key, graphs)
+                known.add((*key[:2], graphs.keeps), graphs)
         if graphs is not None and graphs.failure:
             known.drop(graphs.failure)
-        if graphs is None or known.obstacle or (keeps and not self._pass.takes(graphs.captured_in)):
+        if graphs is None or known.obstacle or (graphs.keeps and not self._pass.takes(graphs.captured_in)):
             return None
-        if keeps:
+        if graphs.keeps:
             self._in_pass.add(name)
         return graphs, arguments
+
+    def _keeping(self, known: KnownCalls, key: tuple[Hashable, bool, bool]) -> LayerGraphs | None:
+        """Graphs in which a checkpointed layer keeps something, if they may run in this forward."""
+        graphs = known.find((*key[:2], True))
+        return graphs if graphs is not None and self._pass.takes(graphs.captured_in) else None
 
     def _made(
         self,
@@ -212,8 +256,18 @@ class CapturedLayers:
         args: Sequence[Any],
         arguments: Arguments,
         keeps: bool,
+        asks: str | None,
     ) -> LayerGraphs | None:
-        """New graphs of a layer; None, with the obstacle, if it cannot be captured."""
+        """New graphs of a layer; None, with the obstacle, if it cannot be captured.
+
+        Args:
+            known: The known calls of the layer.
+            function: The function that a checkpoint of it is given.
+            args: The arguments of that.
+            arguments: The same, but for the hidden states, as graphs take them.
+            keeps: Whether its forward keeps what the backward needs.
+            asks: The layer's name, if it may do so where it fits.
+        """
         self._is_full = self._is_full or self._taken() > self._captures.limit
         if self._is_full:
             return None
@@ -247,13 +301,29 @@ class CapturedLayers:
         free_buffers()  # graphs decode packed weights to memory of their own
         try:
             results = graphs.tried(hidden, [tensor for tensor, _ in tensors], given)
-            if not self._gains_by(graphs, hidden.shape[:-1].numel()):
+            tokens = hidden.shape[:-1].numel()
+            if not self._gains_by(graphs, tokens):
                 return None
+            if asks is not None and (nbytes := self._may_keep_of(asks, tokens, graphs)):
+                graphs.keeps, graphs.kept = True, nbytes
             graphs.capture(results)
         except NotCaptured as error:
             known.drop(str(error))
             return None
+        if graphs.kept:
+            self._kept_in[self._pass.number] += graphs.kept
+        self._tell()
         return graphs
+
+    def _may_keep_of(self, name: str, tokens: int, graphs: LayerGraphs) -> int:
+        """Bytes that a checkpointed layer is to keep for its backward; 0 if they do not fit."""
+        assert self._kept is not None
+        number = self._pass.number
+        nbytes, beside = graphs.bytes_to_keep(), self._kept_in[number]
+        # The other half of what graphs may take is for what they compute in, and for layers that keep nothing.
+        fits = beside + nbytes <= self._captures.limit // 2
+        fits = fits and self._kept.graph_may_keep(name, tokens, nbytes, beside, self._taken())
+        return nbytes if fits and self._pass.takes(number) else 0
 
     def _gains_by(self, graphs: LayerGraphs, tokens: int) -> bool:
         """Whether a call of that many tokens does not keep the device busy without graphs."""

@@ -36,6 +36,11 @@ class KnownCalls:
         never = self.unserved >= _AT and not any(self.graphs.values())
         return self.obstacle or ("it is given something that no graph can hold, such as a cache" if never else "")
 
+    @property
+    def keeping(self) -> LayerGraphs | None:
+        """The graphs, last used, in which the layer keeps something although it is checkpointed."""
+        return next((each for states in reversed(self.graphs.values()) for each in states if each.kept), None)
+
     def find(self, key: Hashable) -> LayerGraphs | None:
         """The graphs for a kind of call of the layer as it is."""
         for graphs in self.graphs.get(key, ()):

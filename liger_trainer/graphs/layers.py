@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.compat.private import require
@@ -65,6 +66,7 @@ class LayerGraphs:
 
     Attributes:
         failure: Why the backward could not be captured; empty while it is not known to fail.
+        kept: Bytes that a checkpointed layer keeps here, in place of computing them again.
         spec: How what the layer returns is nested.
     """
 
@@ -95,6 +97,7 @@ class LayerGraphs:
         self._replay_backward: Run | None = None
         self._draws = False  # random numbers
         self.failure = ""
+        self.kept = 0
 
     @property
     def needs_hidden(self) -> bool:
@@ -155,6 +158,28 @@ class LayerGraphs:
         if not _are_new(results[1:], [*read, expected]):
             raise NotCaptured("it changes what is in a dict, or adds something else than new tensors")
         return _Tried(results, before)
+
+    def bytes_to_keep(self) -> int:
+        """Bytes that graphs of the layer have from its forward to its backward if they keep what that needs.
+
+        The layer is run once, so `tried` comes first.
+        """
+        found: dict[int, int] = {}  # by place: weights, and copies that graphs read, are there in any case
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # a result that its own graph references would stay
+
+        random = self._captures.random_state()
+        with self._drawing_from(random), self._captures.beside(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            _, results = recorded = self._recording(hidden := self.buffers.hidden.clone())
+        for each in (hidden, *results):
+            pack(each)
+        for each in (*self.state.tensors, *(held.tensor for held in self._held)):
+            found.pop(each.untyped_storage().data_ptr(), None)
+        del recorded  # not before: memory that is free again may be another tensor's
+        return sum(found.values())
 
     def keeps_device_busy(self) -> bool:
         """Whether the device takes longer than the host for a call and its backward, in most of some trials.

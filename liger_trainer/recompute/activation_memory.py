@@ -3,16 +3,20 @@
 Each step has a phase: [`WarmUp`], [`Recording`], [`Proving`] and then [`Keeping`]. The plan depends on nothing but the
 record, the limits and the number of tokens, all of which are the same on every process, so that processes with batches
 of one size keep the same. A longer batch than the recorded one gets a plan of its own, with less.
+
+Layers that run from graphs (`liger_trainer/graphs/`) keep all or nothing. Their memory comes off what the others keep:
+it is theirs as long as the graphs exist, so with ``"auto"`` it has to be free at every moment of a step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -20,7 +24,17 @@ import torch.distributed as dist
 from torch import nn
 
 from liger_trainer.head.step import Pass, current_step
-from liger_trainer.recompute.budget import Call, DeviceMemory, Plan, RecordedStep, choose, merged, most, proved
+from liger_trainer.recompute.budget import (
+    Call,
+    DeviceMemory,
+    Plan,
+    RecordedStep,
+    choose,
+    left_always,
+    merged,
+    most,
+    proved,
+)
 from liger_trainer.recompute.keeping import (
     Checkpoint,
     Layers,
@@ -37,6 +51,7 @@ logger = logging.getLogger("liger_trainer")
 _GIB = 2**30
 _SHARES = 32  # a batch's tokens are rounded up to a multiple of a 32nd of the recorded one's
 _SHRINK = 0.92  # of the limit, when the allocator ran out of memory
+_CAPTURING = 4  # how often what a layer keeps has to fit: once, and what its backward and other layers compute in
 _WATCH_EVERY = 50  # steps at most, and fewer at first, as the processes wait for each other
 
 
@@ -65,6 +80,8 @@ class Planned:
 
     def __post_init__(self) -> None:
         self.tokens = {layer.name: layer.tokens for layer in self.record.layers}
+        self.sizes = {layer.name: {one.call: one.bytes for one in layer.candidates} for layer in self.record.layers}
+        self.most = 1.0  # the largest growth so far
         self.plans: dict[float, Plan] = {}  # by growth
 
 
@@ -72,11 +89,12 @@ class Planned:
 class Proving(Planned):
     """The third step: what the layers keep is computed again nevertheless, and compared.
 
-    `tried` has the calls whose results were compared, by layer.
+    `tried` has the calls whose results were compared, by layer; `is_idle` says that a whole step had none.
     """
 
     proof: Proof = dataclasses.field(default_factory=Proof)
     tried: dict[str, frozenset[Call]] = dataclasses.field(default_factory=dict)
+    is_idle: bool = False
 
 
 @dataclasses.dataclass
@@ -97,6 +115,21 @@ class MicroBatch:
     calls: Counter[str] = dataclasses.field(default_factory=Counter)  # how often each layer has run
     growth: float | None = None  # its tokens, as a multiple of the recorded ones; None before its first layer
     computation: Pass | None = None  # which of the two computations runs, of a forward that is computed twice
+    kept: float = 0.0  # bytes that layers without graphs keep
+    in_graphs: int = 0  # bytes that layers keep in theirs
+
+
+@dataclasses.dataclass(frozen=True)
+class InGraphs:
+    """Memory that graphs of layers have until they are dropped.
+
+    Attributes:
+        kept: Bytes that checkpointed layers keep there for their backward.
+        taken: Bytes of all that graphs compute, read and write, with these.
+    """
+
+    kept: int = 0
+    taken: int = 0
 
 
 class ActivationMemory:
@@ -109,18 +142,24 @@ class ActivationMemory:
 
     Attributes:
         phase: The phase that this step belongs to.
-        kept: Bytes that the layers kept in the last micro-batch.
+        kept: Bytes that the layers kept in the last micro-batch, with those of graphs.
+        may_grow: Whether steps to come may take more memory than those so far, beside their batches, such as where
+            texts are generated. With ``"auto"``, graphs then keep nothing.
     """
 
     def __init__(self, budget: int | Literal["auto"], device: torch.device, memory: DeviceMemory | None = None) -> None:
         assert budget != "auto" or memory is not None
         self.budget, self._device, self._memory = budget, device, memory
         self.kept = 0
+        self.may_grow = False
         self.phase: WarmUp | Recording | Proving | Keeping = WarmUp()
         self._batch = MicroBatch()
         self._at_step = -1
         self._model: weakref.ref[nn.Module] | None = None  # whose `_layers` are known
         self._layers: Layers = weakref.WeakKeyDictionary()
+        self._in_graphs = InGraphs()
+        self._checked: tuple[float, ...] = ()  # what the memory of graphs was last compared with
+        self._knows_evaluations = False
 
     def begin(self, model: nn.Module, step: int) -> str | None:
         """To be called before the forward of a micro-batch of optimizer step `step`, counted from any number.
@@ -175,6 +214,87 @@ class ActivationMemory:
         """The record and what follows from it; None before there is one."""
         return self.phase if isinstance(self.phase, Planned) else None
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether layers may run from graphs, which hide the operators that are recorded, and then compared."""
+        phase = self.phase
+        return isinstance(phase, Keeping) or (isinstance(phase, Proving) and phase.is_idle)
+
+    def note_graphs(self, in_graphs: InGraphs) -> None:
+        """Leaves other layers what graphs have not taken."""
+        if in_graphs != self._in_graphs and self.planned is not None:
+            self.planned.plans.clear()
+        self._in_graphs = in_graphs
+
+    def forgive(self) -> None:
+        """To be called after a step with captures: if it ran out of memory for them, that is no reason to keep less."""
+        if self._memory is not None:
+            self._memory.ran_out()
+
+    def graph_may_keep(self, name: str, tokens: int, nbytes: int, beside: int, taken: int) -> bool:
+        """Whether a layer may keep all that its backward needs in a graph.
+
+        Args:
+            name: The layer's name.
+            tokens: The number of tokens of the call.
+            nbytes: Bytes that it would keep.
+            beside: Bytes that graphs of other layers keep in the same forward.
+            taken: Bytes that all graphs take so far.
+        """
+        if self.budget != "auto":
+            return beside + nbytes <= self.budget - self._batch.kept
+        phase, growth = self.planned, self._growth(name, tokens)
+        if phase is None or growth is None or self.may_grow:
+            return False
+        left = left_always(phase.record, max(growth, phase.most), phase.limit)
+        return taken + _CAPTURING * nbytes <= left - self._batch.kept
+
+    def note_graph(self, name: str, nbytes: int) -> None:
+        """To be called for every call in training that runs from a graph, with the bytes that this keeps of it."""
+        batch = self._batch
+        batch.calls[name] += 1
+        batch.in_graphs += nbytes
+        self.kept = max(self.kept, int(batch.kept) + batch.in_graphs)
+
+    def is_short(self, name: str, tokens: int) -> bool:
+        """Whether graphs have more memory than is left: to be asked before a layer runs in training.
+
+        Either its batch is larger than all before, or the limit is lower, or an evaluation has taken more than a step.
+        """
+        phase, growth = self.planned, None if self.budget != "auto" else self._growth(name, tokens)
+        if phase is None or growth is None:
+            return False
+        phase.most = max(phase.most, growth)
+        now = (phase.most, phase.limit, float(phase.record.highest))
+        if now == self._checked:
+            return False
+        self._checked = now
+        return self._in_graphs.taken > left_always(phase.record, phase.most, phase.limit)
+
+    @contextlib.contextmanager
+    def evaluating(self, give_back: Callable[[], None]) -> Iterator[None]:
+        """Around an evaluation: from then on, what graphs have fits beside one like it.
+
+        Args:
+            give_back: Drops graphs that keep something; called before the first evaluation, of unknown memory.
+        """
+        if self.budget != "auto" or self._memory is None:
+            yield
+            return
+        if not self._knows_evaluations:
+            give_back()
+        self._knows_evaluations = True
+        self._memory.take_peak()
+        yield
+        phase, peak = self.planned, self._memory.take_peak()
+        if phase is not None:
+            phase.record = dataclasses.replace(phase.record, highest=max(phase.record.highest, peak))
+
+    def _growth(self, name: str, tokens: int) -> float | None:
+        """The tokens of a call as a multiple of the recorded ones, rounded up; None for a layer without a record."""
+        recorded = None if self.planned is None else self.planned.tokens.get(name)
+        return None if recorded is None else math.ceil(_SHARES * tokens / recorded) / _SHARES
+
     def _checkpoint(self, name: str, checkpoint: Checkpoint, function: Callable, *args: Any, **kwargs: Any) -> Any:
         hidden = next((value for value in args if isinstance(value, torch.Tensor)), None)
         if hidden is None or not hidden.numel() or not torch.is_grad_enabled() or is_reentrant(checkpoint):
@@ -192,7 +312,7 @@ class ActivationMemory:
             contexts = recorder.contexts(name, hidden)
             return checkpoint(function, *args, context_fn=lambda: contexts, **kwargs)
         kept = self._calls_to_keep(phase, name, math.prod(hidden.shape[:-1])) if isinstance(phase, Planned) else None
-        if not kept:
+        if not kept or not isinstance(phase, Planned) or not self._fits(phase, name, kept):
             return checkpoint(function, *args, **kwargs)
         if not isinstance(phase, Proving):
             return checkpoint(function, *args, context_fn=lambda: keeping_contexts(kept), **kwargs)
@@ -201,28 +321,43 @@ class ActivationMemory:
         return checkpoint(function, *args, context_fn=lambda: contexts, **kwargs)
 
     def _calls_to_keep(self, phase: Planned, name: str, tokens: int) -> frozenset[Call]:
-        recorded, batch = phase.tokens.get(name), self._batch
-        if recorded is None:
+        growth, batch = self._growth(name, tokens), self._batch
+        if growth is None:
             return frozenset()
-        growth = math.ceil(_SHARES * tokens / recorded) / _SHARES
         if batch.growth is None:
             batch.growth = growth
-            self.kept = self.plan(growth).bytes
         # A layer of more tokens than were planned for, such as those of images, keeps nothing.
         return self.plan(batch.growth).calls.get(name, frozenset()) if growth <= batch.growth else frozenset()
 
+    def _fits(self, phase: Planned, name: str, kept: frozenset[Call]) -> bool:
+        """Counts what a layer is to keep, if all of the micro-batch is within the plan.
+
+        It is, unless graphs have taken memory since the first layer, and the plan has become another one.
+        """
+        batch = self._batch
+        assert batch.growth is not None
+        nbytes = batch.kept + batch.growth * sum(phase.sizes[name][call] for call in kept)
+        if nbytes > self.plan(batch.growth).bytes + 1:  # which are rounded down
+            return False
+        batch.kept = nbytes
+        self.kept = max(self.kept, int(nbytes) + batch.in_graphs)
+        return True
+
     def plan(self, growth: float = 1.0) -> Plan:
-        """What the layers keep of a micro-batch with `growth` times the tokens of the recorded one."""
+        """What layers without graphs keep of a micro-batch with `growth` times the tokens of the recorded one."""
         phase = self.phase
         assert isinstance(phase, Planned)
         if growth not in phase.plans:
-            kept = math.inf if self.budget == "auto" else self.budget
-            phase.plans[growth] = choose(phase.record, growth, kept, phase.limit, isinstance(phase, Proving))
+            kept = math.inf if self.budget == "auto" else self.budget - self._in_graphs.kept
+            limit = phase.limit - self._in_graphs.taken
+            phase.plans[growth] = choose(phase.record, growth, kept, limit, isinstance(phase, Proving))
         return phase.plans[growth]
 
     def _decide(self, recording: Recording) -> None:
         """Agrees with the other processes on a record and a limit."""
-        found = _gathered((merged(recording.steps), self._measured_limit()))
+        limit = self._measured_limit()  # which notes the peak
+        highest = 0 if self._memory is None else self._memory.highest
+        found = _gathered((dataclasses.replace(merged(recording.steps), highest=highest), limit))
         self.phase = Proving(merged([each for each, _ in found]), min(each for _, each in found))
 
     def _conclude(self, proving: Proving) -> str | None:
@@ -232,6 +367,7 @@ class ActivationMemory:
         for own, _, _ in found:
             tried |= {name: tried.get(name, frozenset()) | calls for name, calls in own.items()}
         if not tried:
+            proving.is_idle = True
             return None
         record = proved(proving.record, tried, {one for _, failed, _ in found for one in failed})
         # Keeping activations may fragment memory, so the limit may be lower by now.

@@ -56,6 +56,11 @@ class DeviceMemory:
         """
         self._highest = max(self._highest, self._backend.max_memory_allocated(self._device))
 
+    @property
+    def highest(self) -> int:
+        """The most bytes allocated so far, as far as they were noted."""
+        return self._highest
+
     def limit(self) -> float:
         """Bytes that may be allocated, so that what else is on the device and the allocator's fragments fit beside it.
 
@@ -115,6 +120,8 @@ class RecordedStep:
     layers: tuple[Layer, ...]  # the layers, in the order of the forward
     start: int = 0  # bytes allocated before its forward
     peak: int = 0  # most bytes allocated from there to the first recomputation
+    # Most bytes allocated at any time while nothing was kept, such as in the optimizer's step.
+    highest: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The step in types that JSON has."""
@@ -127,7 +134,7 @@ class RecordedStep:
         for layer in values["layers"]:
             candidates = [Candidate(Call(*one["call"]), one["bytes"], one["seconds"]) for one in layer["candidates"]]
             layers.append(Layer(layer["name"], layer["tokens"], tuple(candidates), layer["peak"]))
-        return cls(tuple(layers), values["start"], values["peak"])
+        return cls(tuple(layers), values["start"], values["peak"], values["highest"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +158,8 @@ def merged(steps: Sequence[RecordedStep]) -> RecordedStep:
         for layer in step.layers:
             peaks[layer.name] = max(peaks[layer.name], layer.peak)
     layers = tuple(dataclasses.replace(layer, peak=peaks[layer.name]) for layer in base.layers)
-    return RecordedStep(layers, min(step.start for step in steps), max(step.peak for step in steps))
+    start, peak = min(step.start for step in steps), max(step.peak for step in steps)
+    return RecordedStep(layers, start, peak, max(step.highest for step in steps))
 
 
 def proved(step: RecordedStep, tried: Mapping[str, frozenset[Call]], failed: Set[tuple[str, Call]]) -> RecordedStep:
@@ -196,6 +204,18 @@ def choose(step: RecordedStep, growth: float, kept: float, allocated: float, pro
         calls[step.layers[place].name].add(candidate.call)
         size, seconds = size + need, seconds + candidate.seconds * growth
     return Plan({name: frozenset(chosen) for name, chosen in calls.items()}, int(size), seconds)
+
+
+def left_always(step: RecordedStep, growth: float, allocated: float) -> float:
+    """Bytes that are free at every moment of a training that keeps nothing.
+
+    Args:
+        step: The measured step.
+        growth: The most tokens of a micro-batch, as a multiple of the measured one's.
+        allocated: Bytes that may be allocated.
+    """
+    peaks = (_grown(peak, step.start, growth) for peak in (step.peak, *(layer.peak for layer in step.layers)))
+    return allocated - max(step.highest, *peaks)
 
 
 def _grown(peak: int, start: int, growth: float) -> float:

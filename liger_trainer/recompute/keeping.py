@@ -94,6 +94,8 @@ def put_back(layers: Iterable[nn.Module], names: Sequence[str]) -> Iterator[None
 
 def is_reentrant(checkpoint: Checkpoint) -> bool:
     """Whether `checkpoint` is torch's with ``use_reentrant=True``, which takes no contexts."""
+    while isinstance(checkpoint, Replaced):
+        checkpoint = checkpoint.checkpoint
     keywords = checkpoint.keywords if isinstance(checkpoint, functools.partial) else {}
     return bool(keywords.get("use_reentrant", False))
 

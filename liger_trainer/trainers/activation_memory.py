@@ -183,6 +183,7 @@ class ActivationMemoryMixin(ResumingMixin):
         text = f"{model!r} {drops} {args.liger_kernel_config if self.kernel_report else None}"
         names = ("activation_memory", "gradient_accumulation_steps", "per_device_train_batch_size", "world_size")
         return {
+            "format": 2,  # with the highest peak of all steps
             "model": hashlib.sha256(text.encode()).hexdigest(),
             "device": str(device),
             "torch": torch.__version__,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.configs.flags import activation_memory_of, cuda_graphs_of
+from liger_trainer.configs.flags import cuda_graphs_of
 from liger_trainer.graphs.capture import Captures, CudaCaptures
 from liger_trainer.graphs.captured import CapturedLayers
 from liger_trainer.packing.packing import draws_beside_dropout
@@ -24,6 +24,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     """Comes before a Trainer: the layers of its model run from CUDA graphs, where `cuda_graphs` asks for that."""
 
     model_wrapped: Any  # this is the Trainer's
+    _generates = False  # texts, while it trains
     _graphs: CapturedLayers | None = None  # of the model that is trained
 
     def _prepare_cuda_graphs(self) -> None:
@@ -38,7 +39,9 @@ class CudaGraphsMixin(ActivationMemoryMixin):
         obstacle = _obstacle(self)
         if not obstacle:
             make = functools.partial(CapturedLayers, self._captures(), only_if_faster=wanted is None)
-            self._graphs, self._others = make(), {name: make() for name in _OTHERS}
+            self._graphs, self._others = make(memory=self._kept), {name: make() for name in _OTHERS}
+            if self._kept is not None:
+                self._kept.may_grow = self._generates
         elif wanted:
             raise ValueError(f"`cuda_graphs` is true, but {obstacle}. Set it to 'auto' or to false.")
         elif obstacle != _elsewhere(self.args):  # where nobody looks for them
@@ -52,6 +55,9 @@ class CudaGraphsMixin(ActivationMemoryMixin):
         """In the context of a loss, the layers of its models run from graphs: `graphs` are those of the trained one."""
         if graphs.gains.in_training and _shares_keys(self.model):
             # Without graphs these layers run on labelled tokens alone, which gains more where the device is busy.
+            yield
+            return
+        if self._kept is not None and not self._kept.is_decided:
             yield
             return
         with graphs.attached(self.model_wrapped), contextlib.ExitStack() as around:
@@ -69,6 +75,13 @@ class CudaGraphsMixin(ActivationMemoryMixin):
         if (line := self._graphs.news()) is not None:
             self._announce(line)
         return loss
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates; see [`~transformers.Trainer.evaluation_loop`]."""
+        if self._kept is None or self._graphs is None:
+            return super().evaluation_loop(*args, **kwargs)
+        with self._kept.evaluating(self._graphs.give_back):
+            return super().evaluation_loop(*args, **kwargs)
 
 
 def _shares_keys(model: Any) -> bool:
@@ -94,7 +107,6 @@ def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
     yield "`torch_compile` is true, whose graphs are its own", args.torch_compile
     split = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
     yield "processes exchange tensors inside of the layers", split or getattr(args, "expert_parallel_size", 1) > 1
-    yield "`activation_memory` chooses what layers keep", bool(activation_memory_of(args))
     yield "`activation_offloading` moves what layers keep", getattr(args, "activation_offloading", False)
     yield "the routers' z-loss is taken from the layers", bool(getattr(args, "router_z_loss_coef", 0.0))
     selective = bool((args.gradient_checkpointing_kwargs or {}).get("selective"))

@@ -87,6 +87,7 @@ class LigerDistillationTrainer(TeacherMixin, _Distillation):
 
     trl_module = trl_distillation_trainer
     config_class = LigerDistillationConfig
+    _generates = True
 
     @parameters_of(DistillationTrainer.__init__, LigerDistillationConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -66,6 +66,7 @@ class GenerationMixin(_Base, GroupedCompletions):
     It also counts the tokens of the completions for the head, which multiplies no others.
     """
 
+    _generates = True
     _counts_labels = False  # `_get_per_token_logps_and_entropies` knows what each forward scores
     _forward_takes_parts = True
 

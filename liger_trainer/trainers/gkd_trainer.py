@@ -73,6 +73,7 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
 
     trl_module = trl_sft_trainer  # its `__init__` installs the fused head of a GKDTrainer too
     config_class = LigerGKDConfig
+    _generates = True
 
     @parameters_of(GKDTrainer.__init__, LigerGKDConfig)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

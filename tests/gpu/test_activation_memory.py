@@ -24,8 +24,9 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def trained(folder, family, budget):
+def trained(folder, family, budget, **further):
     options = {"use_cpu": False, "bf16": True, "gradient_checkpointing": True, "max_steps": 5, "kernel_report": False}
+    options |= further
     model = TINY_MODELS[family](**SIZES).to(torch.bfloat16)
     trainer = causal(folder, model, rows=token_rows(n=32, length=100), activation_memory=budget, **options)
     trainer.train()
@@ -54,3 +55,20 @@ def test_auto_keeps_everything_where_there_is_room_and_knows_the_peak(tmp_path):
     assert all(layer.peak > kept.phase.record.start for layer in kept.phase.record.layers)
     logged = [log["peak_memory_gib"] for log in trainer.state.log_history if "loss" in log]
     assert logged == sorted(logged)  # although the allocator's counter is reset in the second step
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("budget", ["1MiB", "1GiB", "auto"])
+def test_layers_keep_in_graphs(family, budget, tmp_path, deterministic):
+    options = {"max_steps": 12, "train_sampling_strategy": "sequential"}
+    without = trained(tmp_path, family, None, **options, cuda_graphs=False)
+    both = trained(tmp_path, family, budget, **options, cuda_graphs=True)
+    assert losses_and_norms(both) == losses_and_norms(without)
+    assert all(map(torch.equal, both.model.parameters(), without.model.parameters()))
+    graphs, in_graphs = both._graphs, both._kept._in_graphs
+    layers = both.model.config.num_hidden_layers
+    assert graphs.captured == layers, graphs.reasons
+    keeping = sum(known.keeping is not None for known in graphs._of.values())
+    assert keeping == (0 if budget == "1MiB" else layers)
+    assert in_graphs.kept <= graphs._captures.taken <= in_graphs.taken
+    assert both._kept.kept == in_graphs.kept

@@ -55,3 +55,18 @@ def test_layers_that_run_beside_their_graphs_make_no_step_wait(captures):
             pass
         found.settle()
     assert given_back == []
+
+
+def test_captures_have_the_memory_that_torch_has_cached(captures, monkeypatch):
+    """In a capture it cannot be given back, so that is done before the first one of a step."""
+    found, given_back = captures
+    graph = SimpleNamespace(capture_begin=lambda **options: None, capture_end=lambda: None, replay=None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    found._has_room, found._pools = False, dict.fromkeys((False, True), (None, graph))
+    for step in range(2):
+        for keeps in (False, True):
+            found(lambda: None, keeps)
+            assert len(given_back) == 2 * step + 1
+        found.settle()
+        assert len(given_back) == 2 * step + 2

@@ -11,6 +11,9 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,6 +23,7 @@ from liger_trainer.graphs.memory import Buffers
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan
 from liger_trainer.patching.apply import apply_liger_kernel
+from liger_trainer.recompute.keeping import Replaced, is_reentrant
 from tests.graphs.recorded import RecordedCaptures, Recorder
 
 
@@ -690,3 +694,55 @@ def test_where_memory_is_short_layers_run_without(monkeypatch):
     captured = CapturedLayers(RecordedCaptures())
     assert_same_steps(model, copy.deepcopy(model), captured, map(ids, range(5)))
     assert captured.reasons == {"there was no memory for its graphs": 3}
+
+
+class Living(TorchDispatchMode):
+    """Bytes of what operators have made and something holds, beside what was there before."""
+
+    def __init__(self):
+        super().__init__()
+        self._made = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        for each in tree_leaves(result):
+            if torch.is_tensor(each) and each.untyped_storage()._cdata not in given:
+                self._made.append((StorageWeakRef(each.untyped_storage()), each.untyped_storage().nbytes()))
+        return result
+
+    def bytes(self):
+        return sum({reference.cdata: size for reference, size in self._made if not reference.expired()}.values())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_a_layer_would_keep_is_counted(lora):
+    """Nothing but the results of operators: no weights, and no copies that all layers read."""
+    found = []
+
+    class Counting(RecordedCaptures):
+        def __call__(self, run, keeps=False):
+            graphs = run.__self__
+            if not found:
+                nbytes = graphs.bytes_to_keep()
+                hidden = graphs.buffers.hidden.clone()
+                gc.collect()
+                with Living() as living:
+                    recorded = graphs._recording(hidden)
+                gc.collect()
+                found.append((nbytes, living.bytes() + hidden.nbytes))
+                del recorded
+            return super().__call__(run, keeps)
+
+    model = tiny(lora)
+    captured = CapturedLayers(Counting())
+    for number in range(3):
+        step(model, ids(number), captured)
+    ((nbytes, living),) = found
+    assert nbytes == living > 0
+
+
+def test_layers_of_reentrant_checkpoints_are_known_by_whoever_replaced_them():
+    for reentrant in (False, True):
+        own = functools.partial(checkpoint, use_reentrant=reentrant)
+        assert is_reentrant(Replaced("layer", Replaced("layer", own, print), print)) == reentrant

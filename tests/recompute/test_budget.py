@@ -6,7 +6,18 @@ import random
 
 import pytest
 
-from liger_trainer.recompute.budget import Call, Candidate, Layer, Plan, RecordedStep, choose, merged, most, proved
+from liger_trainer.recompute.budget import (
+    Call,
+    Candidate,
+    Layer,
+    Plan,
+    RecordedStep,
+    choose,
+    left_always,
+    merged,
+    most,
+    proved,
+)
 
 MM = Call("aten::mm", 0)
 ATTENTION = Call("aten::attention", 0)
@@ -131,3 +142,20 @@ def test_a_kind_of_result_that_failed_in_one_layer_or_was_never_tried_is_kept_in
 def test_a_step_goes_through_json():
     recorded = step()
     assert RecordedStep.from_dict(json.loads(json.dumps(recorded.to_dict()))) == recorded
+
+
+@pytest.mark.parametrize(("highest", "growth", "left"), [
+    (0, 1.0, 100 - 70),  # the backward of a layer
+    (80, 1.0, 100 - 80),  # another moment, such as the optimizer's
+    (80, 1.5, 100 - (10 + 60 * 1.5)),
+    (80, 0.5, 100 - 80),
+], ids=str)  # fmt: skip
+def test_what_graphs_take_is_free_at_every_moment(highest, growth, left):
+    step = RecordedStep((Layer("a", 1, (), 70), Layer("b", 1, (), 50)), start=10, peak=60, highest=highest)
+    assert left_always(step, growth, 100) == left
+
+
+def test_the_highest_peak_is_that_of_all_processes_and_in_checkpoints():
+    steps = [RecordedStep((), highest=highest) for highest in (3, 7, 5)]
+    assert merged(steps).highest == 7
+    assert RecordedStep.from_dict(json.loads(json.dumps(merged(steps).to_dict()))) == merged(steps)

@@ -218,8 +218,9 @@ def test_reentrant_checkpointing_keeps_nothing_and_says_so(tmp_path, caplog):
 class FakeMemory:
     """An allocator that always had the same peak; the limits are those of one call after the other."""
 
-    def __init__(self, *limits, peak=0):
+    def __init__(self, *limits, peak=0, highest=0):
         self._limits, self._peak, self.out, self.noted = list(limits), peak, False, 0
+        self.highest = max(peak, highest)
 
     def allocated(self):
         return 0
