@@ -253,6 +253,18 @@ class LigerTrainerMixin(
         callbacks.insert(0, own)
         return own
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Builds the accelerator; see [`~transformers.Trainer.create_accelerator_and_postprocess`].
+
+        Under FSDP2 it would have what a model returns rounded to 16 bits: losses, and the log-probabilities of which
+        DPO compares sums. Here they have the dtype that they have in one process.
+        """
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+            plugin.mixed_precision_policy = policy
+
     def _apply_kernels(self, model: nn.Module) -> None:
         if self._patched is not None and self._patched() is model:
             return

@@ -302,13 +302,15 @@ class ReferenceFirst:
         trainer: Any = self
         if self.precompute_ref_logps or not self._may_be_first:
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        # KTO's function lets a model make a cache, which would hold the keys of all layers.
         if isinstance(model, FSDPModule):
             require(FSDP2_ROOT)
             # It notes now which parameters are trained: in the forward of a reference none of the adapters is.
             model._get_fsdp_state()._lazy_init()
         answering = trainer.model if trainer.ref_model is None else trainer.ref_model
-        reference = functools.partial(answering, use_cache=False)
+        kind = trainer.args.device.type
+        # TRL's function turns autocast on, which FSDP2 does without, and that of KTO lets a model keep all keys.
+        as_the_policy = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        reference = as_the_policy(functools.partial(answering, use_cache=False))
         layers = [layer for layer in self._layers if layer.gradient_checkpointing]
         # TRL gives them their own checkpoints.
         with put_back(layers, (CHECKPOINTED, OF_TRANSFORMERS)) if layers else contextlib.nullcontext():

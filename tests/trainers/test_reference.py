@@ -341,11 +341,11 @@ def test_a_vocabulary_that_was_resized_in_memory(kind, folder, tmp_path):
 
 
 def loss_and_order(trainer):
-    """The loss of one batch, gradients by name, and of each forward, whether it has gradients and whether a cache."""
+    """The loss of one batch, gradients by name, and of each forward, whether it has gradients, a cache and autocast."""
     model, order = trainer.model.train(), []
 
     def note(module, args, given):
-        order.append((torch.is_grad_enabled(), given.get("use_cache", True)))
+        order.append((torch.is_grad_enabled(), given.get("use_cache", True), torch.is_autocast_enabled("cpu")))
 
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     models = {model, trainer.ref_model or model}
@@ -360,8 +360,8 @@ def loss_and_order(trainer):
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("DPO", {}), ("KTO", {}), ("DPO", {"ld_alpha": 0.5}), ("DPO", {"gradient_checkpointing": True}),
-     ("KTO", {"loss_type": "apo_zero_unpaired"})],
+    [("DPO", {}), ("KTO", {}), ("DPO", {"bf16": True}), ("DPO", {"ld_alpha": 0.5}),
+     ("DPO", {"gradient_checkpointing": True}), ("KTO", {"loss_type": "apo_zero_unpaired"})],
 )  # fmt: skip
 def test_the_reference_answers_before_the_policy(kind, options, adapted, folder, tmp_path):
     """In the order of TRL's loss the reference would run beside what the policy keeps; no bit depends on that."""
@@ -376,7 +376,7 @@ def test_the_reference_answers_before_the_policy(kind, options, adapted, folder,
         found.append(loss_and_order(trainer))
         assert not trainer.precompute_ref_logps
     (loss, gradients, order), (trls, gradients_of_trl, order_of_trl) = found
-    assert [differentiated for differentiated, _ in order].index(True) == len(order) - 1
+    assert [differentiated for differentiated, *_ in order].index(True) == len(order) - 1
     assert not order_of_trl[-1][0]
     assert sorted(order) == sorted(order_of_trl)
     assert torch.equal(loss, trls)
