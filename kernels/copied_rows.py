@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from liger_trainer.kernels.autograd import refuse_second_derivative
@@ -52,10 +51,11 @@ def copies_of(index: torch.Tensor, rows: int, device: torch.device | str = "cpu"
         rows: How many rows there are to copy; some may have no copy.
         device: Where the copies will be.
     """
+    begins = torch.zeros(rows + 1, dtype=torch.int32)
+    begins[1:] = torch.bincount(index, minlength=rows).cumsum(0)
     # torch sorts on all cores that it sees, which takes a hundred times as long in a container that may use a few.
-    row = index.numpy()
-    begins = np.concatenate([[0], np.bincount(row, minlength=rows).cumsum()])
-    parts = (torch.from_numpy(part.astype(np.int32)) for part in (row, row.argsort(kind="stable"), begins))
+    order = torch.from_numpy(index.numpy().argsort(kind="stable"))
+    parts = index.int(), order.int(), begins
     return Copies(*(sent(part, torch.device(device)) for part in parts))
 
 
