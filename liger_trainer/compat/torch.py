@@ -193,6 +193,7 @@ FSDP2_ROOT = Feature(
     "a reference that runs, without the adapters, before anything else does under FSDP2",
     Private("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"),
     Private("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init", "self", uses="_is_root, lazy_init"),
+    needed=False,
 )
 
 BUSY_DEVICE = Feature("benchmarks without the time of the host", Private("torch.cuda:_sleep", "cycles"), needed=False)

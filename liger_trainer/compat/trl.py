@@ -158,7 +158,7 @@ FIRST_STEP = Feature(
 def _answers_of(name: str, columns: str) -> tuple[Private, ...]:
     trainer = f"trl:{name}Trainer"
     return (
-        Private(f"{trainer}.__init__", uses="_is_vision_dataset, precompute_ref_logps, ref_model"),
+        Private(f"{trainer}.__init__", uses="precompute_ref_logps, ref_model"),
         Private(f"{trainer}.compute_ref_log_probs", "self, model, inputs", uses="log_probs, fused_lm_head"),
         Private(f"{trainer}.compute_loss", "self, model, inputs, ...", uses="_compute_loss"),
         Private(f"{trainer}._compute_loss", "self, model, inputs, ...", uses=f"precompute_ref_logps, {columns}"),

@@ -59,7 +59,7 @@ from liger_trainer.trainers.adapter_methods import AdapterMethodsMixin, added_te
 from liger_trainer.trainers.checkpoints.converted import ConvertedCheckpointsMixin
 from liger_trainer.trainers.checkpoints.saved_weights import write_base_quantization
 from liger_trainer.trainers.checkpoints.whole import WholeCheckpointsMixin
-from liger_trainer.trainers.checks.first_step import UsersLoss, computes_loss_in_subclass
+from liger_trainer.trainers.checks.first_step import UsersLoss, defines_in_subclass
 from liger_trainer.trainers.checks.launch import (
     check_fsdp1_adapters,
     check_fsdp2_tied_head,
@@ -238,7 +238,7 @@ class LigerTrainerMixin(
         self._known_batches = KnownBatches()
         self._added_parts = added_parts(self)
         self._has_whole_rows = self.get_cp_size() * self.get_sp_size() == 1  # no sequence is split over processes
-        self._users_loss, self._has_users_loss = UsersLoss(), computes_loss_in_subclass(self)
+        self._users_loss, self._has_users_loss = UsersLoss(), defines_in_subclass(self, "_compute_loss")
         if self.is_world_process_zero():
             warn_of_unlabelled_end(self.data_collator)
 
@@ -260,10 +260,10 @@ class LigerTrainerMixin(
         DPO compares sums. Here they have the dtype that they have in one process.
         """
         super().create_accelerator_and_postprocess()
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
-            policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
-            plugin.mixed_precision_policy = policy
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = None if plugin is None or plugin.fsdp_version != 2 else plugin.mixed_precision_policy
+        if policy is not None and policy.output_dtype == policy.param_dtype:  # nobody else has chosen it
+            plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
     def _apply_kernels(self, model: nn.Module) -> None:
         if self._patched is not None and self._patched() is model:

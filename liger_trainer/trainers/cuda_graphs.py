@@ -58,6 +58,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
             yield
             return
         if self._kept is not None and not self._kept.is_decided:
+            graphs.give_back()  # those of a training before this one
             yield
             return
         with graphs.attached(self.model_wrapped), contextlib.ExitStack() as around:

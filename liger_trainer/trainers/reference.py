@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from liger_trainer.compat.accelerate import SPLIT_LAYERS
-from liger_trainer.compat.private import available, require
+from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import FSDP2_ROOT
 from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP, REFERENCE_FIRST, SPLIT_REFERENCE
 from liger_trainer.recompute.keeping import CHECKPOINTED, OF_TRANSFORMERS, layers_of, put_back
 from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
 from liger_trainer.trainers.checkpoints.resuming import naming
+from liger_trainer.trainers.checks.first_step import defines_in_subclass
 from liger_trainer.trainers.deferred_metrics import DeferredMetricsMixin
 from liger_trainer.trainers.same_rows import as_evaluated, first_scored_call, further_than_rounding
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
@@ -283,27 +284,26 @@ class ReferenceFirst:
 
     precompute_ref_logps: bool  # TRL's: whether the loss finds the reference's log-probabilities in the batch
     reference_columns: tuple[str, str]  # where it finds them, as `compute_ref_log_probs` returns them
-    _reference_sees_images: bool  # whether TRL's `compute_ref_log_probs` passes them on
+    _reference_reads: Set[str] | None = None  # the columns that TRL's `compute_ref_log_probs` knows; None for all
 
     @functools.cached_property
     def _may_be_first(self) -> bool:
-        trainer: Any = self
-        sees_all = self._reference_sees_images or not trainer._is_vision_dataset
-        return sees_all and not trainer._has_users_loss and available(REFERENCE_FIRST)
+        users = defines_in_subclass(self, "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
+        return not users and available(REFERENCE_FIRST) and available(FSDP2_ROOT)
 
     @functools.cached_property
     def _layers(self) -> list[nn.Module]:
-        """Those that are checkpointed as transformers has it."""
+        """Those that can be checkpointed as transformers has it."""
         trainer: Any = self
         return [layer for layer, (_, function) in layers_of(trainer.model).items() if function == OF_TRANSFORMERS]
 
-    def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss of a micro-batch."""
+    def _compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
         trainer: Any = self
-        if self.precompute_ref_logps or not self._may_be_first:
-            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        own = super()._compute_loss  # type: ignore[misc]
+        read = self._reference_reads is None or inputs.keys() <= self._reference_reads
+        if self.precompute_ref_logps or not read or not self._may_be_first:
+            return own(model, inputs, return_outputs)
         if isinstance(model, FSDPModule):
-            require(FSDP2_ROOT)
             # It notes now which parameters are trained: in the forward of a reference none of the adapters is.
             model._get_fsdp_state()._lazy_init()
         answering = trainer.model if trainer.ref_model is None else trainer.ref_model
@@ -311,13 +311,13 @@ class ReferenceFirst:
         # TRL's function turns autocast on, which FSDP2 does without, and that of KTO lets a model keep all keys.
         as_the_policy = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         reference = as_the_policy(functools.partial(answering, use_cache=False))
-        layers = [layer for layer in self._layers if layer.gradient_checkpointing]
-        # TRL gives them their own checkpoints.
+        layers = self._layers if any(layer.gradient_checkpointing for layer in self._layers) else []
+        # TRL has all of them checkpointed again, by their own functions.
         with put_back(layers, (CHECKPOINTED, OF_TRANSFORMERS)) if layers else contextlib.nullcontext():
             answers = dict(zip(self.reference_columns, trainer.compute_ref_log_probs(reference, inputs)))
         self.precompute_ref_logps = True
         try:
-            return super().compute_loss(model, {**inputs, **answers}, *args, **kwargs)  # type: ignore[misc]
+            return own(model, {**inputs, **answers}, return_outputs)
         finally:
             self.precompute_ref_logps = False
 

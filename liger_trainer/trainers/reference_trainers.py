@@ -33,7 +33,6 @@ class LigerDPOTrainer(ReferenceMixin, ReferenceFirst, DPOTrainer):
     trl_module = trl_dpo_trainer
     config_class = LigerDPOConfig
     reference_columns = ("ref_chosen_logps", "ref_rejected_logps")
-    _reference_sees_images = True
     _forward_takes_parts = True
 
     @parameters_of(DPOTrainer.__init__, LigerDPOConfig)
@@ -54,7 +53,9 @@ class LigerKTOTrainer(ReferenceMixin, ReferenceFirst, KTOTrainer):
     trl_module = trl_kto_trainer
     config_class = LigerKTOConfig
     reference_columns = ("ref_logps", "ref_KL_logps")
-    _reference_sees_images = False
+    _reference_reads = frozenset(
+        f"{of}{name}" for of in ("", "KL_") for name in ("input_ids", "attention_mask", "completion_mask")
+    ) | {"label"}
     _forward_takes_parts = True
 
     @parameters_of(KTOTrainer.__init__, LigerKTOConfig)

@@ -554,7 +554,7 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     assert "8: RuntimeError: no such trainer" in shown.err  # at once, before the tables
     (record,) = Run.read(tmp_path / "results.json").training
     assert record.failure == "RuntimeError: no such trainer"
-    assert record.group == ("tiny", 1, "causal_lm", 1, "bfloat16", 0, 0.0, 1.0, "", 0, 0, True, 0, "", "", 1, 8, 1)
+    assert record.group == ("tiny", 1, "causal_lm", 1, "bfloat16", 0, 0.0, 1.0, "", 0, 0, True, 0, "", "", 1, 1, 8, 1)
 
 
 def test_reasons():

@@ -2,11 +2,14 @@
 
 import copy
 import math
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from datasets import Dataset, load_dataset
 from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import liger_trainer
 from liger_trainer.trainers.reference import WrongReferenceError, _first_not_0
@@ -383,6 +386,62 @@ def test_the_reference_answers_before_the_policy(kind, options, adapted, folder,
     assert len(gradients) > 2
     assert gradients.keys() == gradients_of_trl.keys()
     assert all(torch.equal(gradient, gradients_of_trl[name]) for name, gradient in gradients.items())
+
+
+class Shifted:
+    """A collator that adds a column of the user's own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, rows):
+        batch = self.inner(rows)
+        positions = torch.arange(batch["input_ids"].shape[1]) + 1
+        return {**batch, "position_ids": positions.expand_as(batch["input_ids"])}
+
+
+def test_kto_leaves_columns_of_the_user_to_trl(folder, tmp_path):
+    """TRL's `compute_ref_log_probs` of KTO gives a model the ids and the mask alone."""
+    trainer = build("KTO", folder, tmp_path, loss_type="apo_zero_unpaired", remove_unused_columns=False)
+    trainer.data_collator = Shifted(trainer.data_collator)
+    loss, _, order = loss_and_order(trainer)
+    assert [differentiated for differentiated, *_ in order] == [True, False]
+    assert float(loss) == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_every_second_layer_is_checkpointed(kind, folder, tmp_path):
+    """TRL has all layers checkpointed again behind the reference, those too that were not."""
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
+    trainer = build(kind, folder, tmp_path, **options)
+    trainer.train()
+    layers = trainer.model.get_decoder().layers
+    assert len({layer.gradient_checkpointing for layer in layers}) == 2
+
+
+@pytest.mark.parametrize(("kind", "name"), [("KTO", "_compute_kl_logps"), ("DPO", "compute_ref_log_probs")])
+def test_methods_of_the_user_run_in_the_order_of_trl(kind, name, folder, tmp_path, monkeypatch):
+    base = getattr(liger_trainer, f"Liger{kind}Trainer")
+    monkeypatch.setattr(liger_trainer, base.__name__, type("Mine", (base,), {name: getattr(base, name)}))
+    assert not build(kind, folder, tmp_path)._may_be_first
+
+
+@pytest.mark.parametrize(
+    ("version", "policy", "expected"),
+    [(2, MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16), None),
+     (2, MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32), torch.float32), (2, None, None),
+     (1, MixedPrecision(torch.bfloat16), None)],
+)  # fmt: skip
+def test_results_of_a_model_keep_their_dtype_under_fsdp2(version, policy, expected, folder, tmp_path):
+    trainer = build("DPO", folder, tmp_path)
+    plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=policy)
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with mock.patch("transformers.Trainer.create_accelerator_and_postprocess"):
+        trainer.create_accelerator_and_postprocess()
+    changed = plugin.mixed_precision_policy
+    assert getattr(changed, "output_dtype", None) == expected
+    assert getattr(changed, "param_dtype", None) == getattr(policy, "param_dtype", None)
+    assert version == 2 or changed is policy
 
 
 def test_which_metric_is_not_0():

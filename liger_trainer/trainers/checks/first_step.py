@@ -31,11 +31,11 @@ _TOLERANCE = 0.05
 """How far from a half the loss with twice the count may be, relative to it: terms that are means of their own."""
 
 
-def computes_loss_in_subclass(trainer: Any) -> bool:
-    """Whether a subclass of the user's computes the loss of TRL's `trainer`, which may score any tokens."""
+def defines_in_subclass(trainer: Any, *names: str) -> bool:
+    """Whether a subclass of the user's has one of these methods in the place of that of TRL's or our `trainer`."""
     known = tuple(f"{library}." for library in ("liger_trainer", "trl", "transformers"))
     users = (kind for kind in type(trainer).__mro__ if not kind.__module__.startswith(known))
-    return any("_compute_loss" in vars(kind) for kind in users)
+    return any(name in vars(kind) for kind in users for name in names)
 
 
 class UsersLoss:
