@@ -70,6 +70,15 @@ def test_as_many_layers_keep_as_fit(make, tmp_path):
     assert launches(trainers[2]) < launches(trainers[1]) < launches(trainers[0])  # which compute them again
 
 
+def test_a_second_training_begins_without_the_memory_of_the_first(tmp_path):
+    trainer = trained(tmp_path, llama, "1GiB")
+    assert trainer._kept._in_graphs.kept > 0
+    trainer.args.max_steps = 2  # no layer is captured in these
+    trainer.train()
+    assert trainer._kept._in_graphs.kept == 0
+    assert not kept_by_layers(trainer)
+
+
 def test_nothing_changes_before_it_is_known_what_layers_keep(tmp_path):
     """Not with many micro-batches in a step either, of which the third would be captured."""
     options = {"gradient_accumulation_steps": 4, "kernel_report": False}

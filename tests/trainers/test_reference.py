@@ -444,6 +444,16 @@ def test_results_of_a_model_keep_their_dtype_under_fsdp2(version, policy, expect
     assert version == 2 or changed is policy
 
 
+def test_a_reference_that_meets_cut_images_first_says_what_trl_says(folder, tmp_path, monkeypatch):
+    def fails(*args):
+        raise ValueError("Image features and image tokens do not match, tokens: 1, features: 2")
+
+    trainer = build("DPO", folder, tmp_path, max_length=8)
+    monkeypatch.setattr(trainer, "compute_ref_log_probs", fails)
+    with pytest.raises(ValueError, match=r"The current `max_length` \(8\) is too short"):
+        loss_and_order(trainer)
+
+
 def test_which_metric_is_not_0():
     assert (
         _first_not_0({"rewards/chosen": [1.0, 0.0], "rewards/rejected": [-1e-9], "kl": [5.0]}) == "`rewards/rejected`"
