@@ -48,7 +48,7 @@ class Task(Work):
 
     @property
     def batches(self) -> int:
-        """How many there are in a step: one for each GPU, or for those that share sequences."""
+        """How many batches a step has: one for each GPU, or for each group of GPUs that share sequences."""
         return self.gpus // self.context_parallel
 
     @property

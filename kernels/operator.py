@@ -132,8 +132,8 @@ class Operator(Generic[R]):
 
         def forward(ctx: Any, arguments: tuple[Any, ...], values: list[Any], *tensors: torch.Tensor | None) -> Any:
             output: Any = self.function(*arguments)
-            # Autograd lets nobody write to a view that was made in here. Here each may be written to: an operator's
-            # results share no memory with each other or with its arguments.
+            # Autograd lets nobody write to a view that was made in here. Results may be written to, as they share no
+            # memory with each other or with the arguments.
             one = isinstance(output, torch.Tensor)
             owned = [each.data if each._is_view() else each for each in ([output] if one else output)]
             output = owned[0] if one else type(output)(owned)

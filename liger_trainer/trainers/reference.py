@@ -199,10 +199,8 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
                     expected = _scores(reference, call)
                 apart = compare(lambda: _scores(policy, call), expected)
             if apart is None and getattr(self, "precompute_ref_logps", False):
-                apart, cached = (
-                    compare(lambda: self._scores_to_cache(inputs), _joined(map(inputs.get, self.reference_columns))),
-                    True,
-                )
+                columns = _joined(map(inputs.get, self.reference_columns))
+                apart, cached = compare(lambda: self._scores_to_cache(inputs), columns), True
         if apart is not None:
             raise WrongReferenceError(
                 f"In the first step the reference is the policy, so that {metric} must be 0, but the log-probabilities "
@@ -224,7 +222,8 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
     def _scores_to_cache(self, inputs: Any) -> torch.Tensor:
         """What TRL would cache of a micro-batch, with the model that it would take, which has not been trained yet."""
         trainer: Any = self
-        return _joined(trainer.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs))
+        answering = trainer.model if trainer.ref_model is None else trainer.ref_model
+        return _joined(trainer.compute_ref_log_probs(answering, inputs))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -304,7 +303,7 @@ class ReferenceFirst:
         if self.precompute_ref_logps or not read or not self._may_be_first:
             return own(model, inputs, return_outputs)
         if isinstance(model, FSDPModule):
-            # It notes now which parameters are trained: in the forward of a reference none of the adapters is.
+            # FSDP2 notes in its first forward which parameters are trained; in that of a reference no adapter is.
             model._get_fsdp_state()._lazy_init()
         answering = trainer.model if trainer.ref_model is None else trainer.ref_model
         kind = trainer.args.device.type
@@ -312,7 +311,7 @@ class ReferenceFirst:
         as_the_policy = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         reference = as_the_policy(functools.partial(answering, use_cache=False))
         layers = self._layers if any(layer.gradient_checkpointing for layer in self._layers) else []
-        # TRL has all of them checkpointed again, by their own functions.
+        # TRL turns checkpointing off and on, after which all layers are checkpointed, and by their own functions.
         with put_back(layers, (CHECKPOINTED, OF_TRANSFORMERS)) if layers else contextlib.nullcontext():
             answers = dict(zip(self.reference_columns, trainer.compute_ref_log_probs(reference, inputs)))
         self.precompute_ref_logps = True
