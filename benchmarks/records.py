@@ -182,6 +182,7 @@ class TrainingRecord(Work):
     failure: str = ""  # why there is no result
     weights_gibibytes: float | None = None  # allocated before the first step
     kept_gibibytes: float | None = None  # of activations, in the last step, where `activation_memory` is set
+    first_step_seconds: float | None = None  # from before the trainer is built to the end of its first step
 
     @property
     def group(self) -> tuple:

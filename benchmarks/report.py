@@ -134,7 +134,7 @@ def training_table(records: list[TrainingRecord]) -> Table:
     title = f"{_title(first)} · batch {_sizes(first)}"
     rate += ", no padding" if first.padding else ", with padding" if first.lengths else ""
     kept = any(record.kept_gibibytes is not None for record in records)
-    headings = [rate, "MFU %", "peak GiB", "above weights", *["kept"] * kept, "first loss", "last loss"]
+    headings = [rate, "MFU %", "peak GiB", "above weights", *["kept"] * kept, "first step s", "first loss", "last loss"]
     result = make_table(title, *headings)
     for record in records:
         losses = [f"{record.losses[end]:.4f}" for end in (0, -1)] if record.losses else ["", ""]
@@ -145,6 +145,7 @@ def training_table(records: list[TrainingRecord]) -> Table:
             number(record.peak_gibibytes, ".1f"),
             number(above_weights(record), ".1f"),
             *[number(record.kept_gibibytes, ".1f")] * kept,
+            number(record.first_step_seconds, ".1f"),
             *losses,
             record.failure,
         )

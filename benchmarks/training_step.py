@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def _four_bits(layer: nn.Linear, kind: str, compute_dtype: torch.dtype | None, o
 
 
 class Steps(TrainerCallback):
-    """Times each step and measures the peak memory of all.
+    """Times each step, and the first one with the building of the trainer; measures the peak memory of all.
 
     The host queues timed steps one after the other, as it does between the logs of a run: events that the device passes
     give the times, and one loss is logged for all of these steps. Reading the loss of each would have the device wait.
@@ -106,6 +107,7 @@ class Steps(TrainerCallback):
 
     Attributes:
         weights: Bytes allocated before the first step: the model, or this process's shard of it.
+        first: Seconds from this callback, which comes before its trainer, to the end of the first step.
     """
 
     def __init__(self, device: torch.device, warmup: int) -> None:
@@ -113,6 +115,8 @@ class Steps(TrainerCallback):
         self.warmup = warmup
         self.ends: list[Any] = []
         self.weights = 0
+        self.begun = time.perf_counter()
+        self.first = 0.0
 
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
         if self.device.module is not None:  # building and splitting the model is not part of a step
@@ -125,6 +129,9 @@ class Steps(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self.ends.append(self.device.mark())
+        if not self.first:
+            self.device.synchronize()
+            self.first = time.perf_counter() - self.begun
         control.should_log = state.global_step <= self.warmup or state.global_step == state.max_steps
 
     def seconds(self) -> list[float]:
@@ -137,7 +144,7 @@ class Steps(TrainerCallback):
 
 
 def run(task: Task, provider: str) -> dict[str, Any]:
-    """Trains a few steps; returns tokens/s per GPU in the median step, MFU, losses, and GiB of the fullest GPU."""
+    """Trains a few steps; returns tokens/s per GPU in the median step, MFU, losses, GiB of the fullest GPU, and more."""
     from liger_trainer.callbacks.throughput import flops_per_token, peak_flops
 
     torch.manual_seed(0)  # the same weights in every process
@@ -169,6 +176,7 @@ def run(task: Task, provider: str) -> dict[str, Any]:
         "weights_gibibytes": None if device.type == "cpu" else fullest[1],
         "losses": [round(entry["loss"], 4) for entry in logged if "loss" in entry],
         "kept_gibibytes": kept[-1] if kept else None,
+        "first_step_seconds": round(steps.first, 1),
     }
 
 
