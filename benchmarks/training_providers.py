@@ -159,6 +159,12 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
 
 
+def import_trainer(name: str) -> None:
+    """Imports the classes of the trainer `name`, ours and stock, as a script does at its top."""
+    title = {"causal_lm": "", "reward": "Reward"}.get(name, name.upper())
+    getattr(importlib.import_module("liger_trainer"), f"Liger{title}Trainer")
+
+
 def causal_lm(setup: Setup, ours: bool, settings: dict[str, Any]) -> Trainer:
     """The Trainer on language modelling."""
     from peft import get_peft_model

@@ -35,7 +35,7 @@ from liger_trainer.benchmarks.packed_base import pack_randomly
 from liger_trainer.benchmarks.records import DEFAULT_OPTIM, PACKED_BASES
 from liger_trainer.benchmarks.registry import BenchmarkError, load_provider_file
 from liger_trainer.benchmarks.training import Task
-from liger_trainer.benchmarks.training_providers import Setup, find_training_provider
+from liger_trainer.benchmarks.training_providers import Setup, find_training_provider, import_trainer
 from liger_trainer.benchmarks.training_providers import training_provider as training_provider
 from liger_trainer.callbacks.memory import peak_memory, reset_peak
 
@@ -144,7 +144,7 @@ class Steps(TrainerCallback):
 
 
 def run(task: Task, provider: str) -> dict[str, Any]:
-    """Trains a few steps; returns tokens/s per GPU in the median step, MFU, losses, GiB of the fullest GPU, and more."""
+    """Trains a few steps; returns the fields of a `TrainingRecord` that this finds."""
     from liger_trainer.callbacks.throughput import flops_per_token, peak_flops
 
     torch.manual_seed(0)  # the same weights in every process
@@ -155,6 +155,7 @@ def run(task: Task, provider: str) -> dict[str, Any]:
     model = _model(task, device)
     # The formula counts neither a frozen model nor a reference model.
     flops = flops_per_token(model) if task.trainer in ("causal_lm", "sft") and not task.lora else None
+    import_trainer(task.trainer)
     steps = Steps(device, task.warmup)
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(task, device, folder)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -221,6 +222,19 @@ def test_the_argument_arrives_and_what_was_kept_comes_back():
     del TRAINING_PROVIDERS["liger_trainer watched"]
     assert [args.activation_memory for args in seen.found] == ["8MiB"]
     assert 0 < found["kept_gibibytes"] <= 0.008
+
+
+def test_the_first_step_is_timed_from_the_building_of_its_trainer():
+    @training_provider("slow")
+    def slow(setup):
+        time.sleep(0.5)
+        return setup.trainer()
+
+    task = Task("tiny", layers=1, batch=1, length=16, steps=2, device="cpu")
+    found = run(task, "slow")
+    del TRAINING_PROVIDERS["slow"]
+    assert found["first_step_seconds"] >= 0.5
+    assert 1 / found["tokens_per_second"] * 16 < 0.5
 
 
 def test_each_size_is_a_run_of_ours(tmp_path, capsys, monkeypatch):
