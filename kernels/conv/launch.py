@@ -15,6 +15,8 @@ from liger_trainer.kernels.documents import Documents, resolved
 from liger_trainer.kernels.rows import as_rows, column_sum
 from liger_trainer.kernels.runtime import cdiv, has_elements, next_power_of_2, on_device
 
+_CHUNKS = 2  # of a program of the backward
+
 
 class Conv(NamedTuple):
     """What kind of convolution a kernel computes."""
@@ -141,8 +143,7 @@ def launch_backward(
     assert documents.spans is not None
     assert documents.chunks is not None
     channels, taps = weight.shape
-    block, group, num_warps, num_chunks = backward_tile(parts[0][1])
-    programs = cdiv(len(documents.chunks), num_chunks)
+    programs = cdiv(len(documents.chunks), _CHUNKS)
 
     def sums(*shape: int) -> torch.Tensor:
         return x.new_empty(shape, dtype=torch.float32)
@@ -153,6 +154,7 @@ def launch_backward(
     with on_device(x):
         for dy, (part, conv) in zip(dys, parts):
             part_taps = taps_by_channel[part]
+            block, group, num_warps = backward_tile(conv)
             options = conv.options(part_taps, block)
             dy_rows, x_part, dx_part = as_rows(dy, None), rows[:, part], dx_rows[:, part]
             given = dy_rows, x_part, part_taps, *others
@@ -186,7 +188,7 @@ def launch_backward(
                 conv.eps,
                 RESIDUAL=conv.residual,
                 GROUP=group,
-                CHUNKS=num_chunks,
+                CHUNKS=_CHUNKS,
                 num_warps=num_warps,
                 **options,
             )
@@ -213,6 +215,6 @@ def forward_tile() -> tuple[int, int, int]:
     return 128, 4, 1
 
 
-def backward_tile(conv: Conv) -> tuple[int, int, int, int]:
-    """Channels of a program, tokens of a group, warps and chunks of a program. Measured on an H200."""
-    return 128, 4 if conv.gated or conv.head else 8, 1, 2
+def backward_tile(conv: Conv) -> tuple[int, int, int]:
+    """Channels of a program, tokens of a group and warps. Measured on an H200."""
+    return (128, 4, 1) if conv.gated or conv.head else (64, 8, 1)
