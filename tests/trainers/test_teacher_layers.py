@@ -25,7 +25,7 @@ CASES = {
     "as deep": {"teacher": capped},
     "tied": {"teacher": lambda: student(tie_word_embeddings=True, hidden_size=48)},
     "adapter on the head": {"peft": ["q_proj", "lm_head"]},
-    "TRL's loss": {"liger": {"use_liger_kernel": False}},
+    "kernels off": {"liger": {"use_liger_kernel": False}},
 }
 ROWS = 4
 
@@ -69,6 +69,10 @@ def results(tmp_path_factory):
         assert each.returncode == 0, each.stderr[-3000:]
     names = ("single0", "ddp0", "ddp1", "fsdp20", "fsdp21")
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+
+
+def test_trls_own_loss_reads_the_teachers_head(results):
+    test_losses_are_those_of_a_whole_teacher_and_layers_are_units("distillation", "kernels off", results)
 
 
 @pytest.mark.parametrize("name", CASES)
