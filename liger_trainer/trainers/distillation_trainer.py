@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import trl.trainer.distillation_trainer as trl_distillation_trainer
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from trl import DistillationTrainer
 
 from liger_trainer.compat.private import require
@@ -113,7 +112,5 @@ class LigerDistillationTrainer(TeacherMixin, _Distillation):
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if not self._compares_heads():
-            if isinstance(self.teacher_model, FSDPModule):  # TRL's code reads its head's weight behind its forward
-                self.teacher_model.set_reshard_after_forward(False, recurse=False)
             return super()._compute_loss(*args, **kwargs)
         return self._compute_loss_of_logits(*args, **kwargs)

@@ -61,6 +61,7 @@ def split_teacher(teacher: nn.Module, accelerator: Accelerator) -> None:
         return
     from trl.models import prepare_fsdp
 
-    teacher.requires_grad_(False)  # weights that are trained need to be of one dtype in a unit
+    # A unit takes several dtypes of frozen weights alone, and TRL's loss would give a head that is split a gradient.
+    teacher.requires_grad_(False)
     split_layers(teacher, accelerator)
     prepare_fsdp(teacher, accelerator)

@@ -71,10 +71,6 @@ def results(tmp_path_factory):
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
 
 
-def test_trls_own_loss_reads_the_teachers_head(results):
-    test_losses_are_those_of_a_whole_teacher_and_layers_are_units("distillation", "kernels off", results)
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_losses_are_those_of_a_whole_teacher_and_layers_are_units(kind, name, results):
