@@ -15,7 +15,7 @@ FSDP_PLUGIN = Feature(
 )
 
 SPLIT_LAYERS = Feature(
-    "splitting each layer of a reference by itself under FSDP2",
+    "splitting each layer of a reference or a teacher by itself under FSDP2",
     Private("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", "fsdp2_plugin, model"),
     Private("accelerate.utils.fsdp_utils:get_parameters_from_modules", "modules, model, device"),
     needed=False,

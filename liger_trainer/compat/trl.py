@@ -299,7 +299,7 @@ OFFLOADING = Feature(
 )
 
 SPLIT_REFERENCE = Feature(
-    "splitting each layer of a reference by itself under FSDP2, before TRL splits the rest",
+    "splitting each layer of a reference or a teacher by itself under FSDP2, before TRL splits the rest",
     Private("trl.models.utils:prepare_fsdp", "model, accelerator", uses="fully_shard"),
     needed=False,
 )

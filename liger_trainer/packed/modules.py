@@ -39,6 +39,11 @@ NO_VALUES = (
 )
 """What is said where the values of a packed weight are asked for."""
 
+_INITIALISED = (
+    "`{}` would initialise `weight`, but this layer holds its weight as codes, which the checkpoint has filled. Leave "
+    "out what initialises weights, such as `init_weights`, or load the model dequantised."
+)
+
 
 class _WithoutValues(torch.Tensor):
     """A tensor that has no values: every operation on it is an error."""
@@ -49,7 +54,9 @@ class _WithoutValues(torch.Tensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # `weight.data`
             return args[0]
-        raise RuntimeError(NO_VALUES)
+        name = func.overloadpacket.__name__
+        initialises = name in ("normal_", "uniform_", "zero_", "fill_")
+        raise RuntimeError(_INITIALISED.format(name) if initialises else NO_VALUES)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"a weight of {tuple(self.shape)}, held as codes"

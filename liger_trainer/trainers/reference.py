@@ -7,7 +7,7 @@ divergence, which TRL logs anyway, are 0 there. If they are not, dropout, noise 
 and its reference run once more on the same tokens, as in an evaluation.
 
 Under FSDP2 TRL splits a reference as one, so each process would gather the weights of all its layers for a forward.
-Here they are split one by one, by the policy by which accelerate splits the policy's.
+Here they are split one by one (`splitting.py`).
 
 In TRL's losses of DPO and KTO the policy runs first, and what it keeps for its backward is there while the reference
 runs: where layers gather their weights, that is the peak of the step. TRL also has a loss that finds the reference's
@@ -24,24 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import get_module_children_bottom_up, is_compiled_module
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
+from accelerate.utils import is_compiled_module
 from datasets.fingerprint import Hasher
 from peft import LoraConfig
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from liger_trainer.compat.accelerate import SPLIT_LAYERS
 from liger_trainer.compat.private import available
 from liger_trainer.compat.torch import FSDP2_ROOT
-from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP, REFERENCE_FIRST, SPLIT_REFERENCE
+from liger_trainer.compat.trl import CACHED_REFERENCE, FIRST_STEP, REFERENCE_FIRST
 from liger_trainer.recompute.keeping import CHECKPOINTED, OF_TRANSFORMERS, layers_of, put_back
 from liger_trainer.trainers.checkpoints.moving_reference import load_reference, save_reference
 from liger_trainer.trainers.checkpoints.resuming import naming
 from liger_trainer.trainers.checks.first_step import defines_in_subclass
 from liger_trainer.trainers.deferred_metrics import DeferredMetricsMixin
 from liger_trainer.trainers.same_rows import as_evaluated, first_scored_call, further_than_rounding
+from liger_trainer.trainers.splitting import split_layers
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
 _COPY = "ref"  # TRL's name of the adapter that it copies from an adapted model's "default"
@@ -49,33 +47,6 @@ _COPY = "ref"  # TRL's name of the adapter that it copies from an adapted model'
 
 class WrongReferenceError(ValueError):
     """The reference is not the policy of the first step, though no other was given; the text names the likely cause."""
-
-
-def split_layers(reference: nn.Module, accelerator: Accelerator) -> None:
-    """Splits the layers of `reference`, before TRL splits what is left, if the launch is FSDP2.
-
-    Args:
-        reference: With its whole weights.
-        accelerator: The trainer's; its policy chooses the layers.
-    """
-    if not accelerator.is_fsdp2 or isinstance(reference, FSDPModule):
-        return
-    if not available(SPLIT_LAYERS) or not available(SPLIT_REFERENCE):
-        return
-    plugin, mesh = accelerator.state.fsdp_plugin, getattr(accelerator, "torch_device_mesh", None)
-    chosen = fsdp2_prepare_auto_wrap_policy(plugin, reference)
-    if chosen is None:
-        return
-    options: dict[str, Any] = {
-        "reshard_after_forward": plugin.reshard_after_forward,
-        "offload_policy": plugin.cpu_offload,
-        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
-    }
-    options["ignored_params"] = get_parameters_from_modules(plugin.ignored_modules, reference, accelerator.device)
-    for module in get_module_children_bottom_up(reference)[:-1]:
-        if chosen(module) and not isinstance(module, FSDPModule):
-            fully_shard(module, **options)
 
 
 class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):

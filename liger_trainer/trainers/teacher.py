@@ -19,6 +19,7 @@ from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.as_written import is_bound_by_us
 from liger_trainer.patching.report import KernelReport
 from liger_trainer.trainers.base import wants_kernels
+from liger_trainer.trainers.splitting import split_teacher
 from liger_trainer.trainers.step import loss_divisor
 from liger_trainer.trainers.trl_mixin import LigerTRLMixin
 
@@ -47,6 +48,10 @@ class TeacherMixin(LigerTRLMixin):
         if isinstance(teacher_model, nn.Module):
             self._with_kernels(teacher_model)
         super().__init__(model, teacher_model, config, *more, **kwargs)
+
+    def _finish_init(self) -> None:
+        super()._finish_init()
+        split_teacher(self.teacher_model, self.accelerator)
 
     def _with_kernels(self, teacher: nn.Module) -> nn.Module:
         if self._teacher_kernels is not None:

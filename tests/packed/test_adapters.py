@@ -235,6 +235,13 @@ def test_neither_merging_nor_reading_a_weight_is_silent(tmp_path):
         model.merge_adapter()
 
 
+def test_initialising_packed_weights_names_what_was_called(tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    model = load_packed(str(tmp_path), dtype="auto")
+    with pytest.raises(RuntimeError, match=r"^`normal_` would initialise `weight`, .* such as `init_weights`, .*\.$"):
+        model.init_weights()
+
+
 OTHER_METHODS = {
     "orthogonal": LoraConfig(**LINEARS, init_lora_weights="orthogonal"),
     "LoHa": LoHaConfig(**LINEARS),

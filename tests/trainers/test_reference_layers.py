@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trl.models import prepare_fsdp
 
-from liger_trainer.trainers.reference import split_layers
+from liger_trainer.trainers.splitting import split_layers
 from tests.trainers.tiny import llama
 
 
