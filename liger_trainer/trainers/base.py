@@ -105,7 +105,7 @@ CARD_TAG = "liger-trainer"
 """The tag of model cards, beside those of TRL and the Trainer."""
 
 # In these, every process has all gradients, so the norms that it computes are those of the model.
-_WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
+WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
 
 
 def wants_kernels(args: TrainingArguments) -> bool:
@@ -510,7 +510,7 @@ class LigerTrainerMixin(
             return [], None
         trained = self._tree_of(model).with_gradients()
         norm = self._guard.observe_gradients(trained)
-        return [*trained.values()], norm if self.accelerator.distributed_type in _WHOLE_GRADIENTS else None
+        return [*trained.values()], norm if self.accelerator.distributed_type in WHOLE_GRADIENTS else None
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Those of a micro-batch; see [`~transformers.Trainer.floating_point_ops`].

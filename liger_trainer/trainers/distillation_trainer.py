@@ -20,7 +20,7 @@ from liger_trainer.head.forward import step_of_forward
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.head.step import Forward, running
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
-from liger_trainer.trainers.base import parameters_of
+from liger_trainer.trainers.base import WHOLE_GRADIENTS, parameters_of
 from liger_trainer.trainers.teacher import TeacherMixin
 
 create_model_from_path, _trl_init, _trl_compute_loss, *_ = require(DISTILLATION)
@@ -82,7 +82,7 @@ class LigerDistillationTrainer(TeacherMixin, _Distillation):
     Raises:
         ValueError: without a teacher or for one of another vocabulary, for several GPUs in one process
             (`nn.DataParallel`), for a wrong kernel configuration, and with `strict_kernels` for a kernel that cannot be
-            applied to the student; for a student that tensor parallelism splits.
+            applied to the student; for a student that tensor parallelism splits; for `torch_compile` under DDP.
     """
 
     trl_module = trl_distillation_trainer
@@ -98,6 +98,13 @@ class LigerDistillationTrainer(TeacherMixin, _Distillation):
                 f"`model` is split by tensor parallelism (`tp_size` is {size}), and TRL's on-policy distillation lets "
                 "every process generate completions of its own, which the processes of such a group must share. Load "
                 "it without `tp_size` and spread it with FSDP2, or distil with LigerGKDTrainer and `lmbda=0`."
+            )
+        processes, kind = self.accelerator.num_processes, self.accelerator.distributed_type
+        if self.args.torch_compile and processes > 1 and kind in WHOLE_GRADIENTS:
+            raise ValueError(
+                "`torch_compile` is true under DDP, where TRL's on-policy distillation calls a compiled model past "
+                "DDP: gradients are not averaged, and each process trains a model of its own. Set it to false, or "
+                "spread the model with FSDP2."
             )
 
     def _create_model(self, model_id: str, *args: Any, **kwargs: Any) -> nn.Module:

@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.trainers.parity import assert_close_logs, results_of_processes
@@ -21,10 +22,14 @@ def work(output_dir):
             torch.manual_seed(5 + trainer.args.process_index)
             trainer.train()
             results[f"{kind} {liger}"] = logged(trainer)
+    with pytest.raises(ValueError, match="`torch_compile` is true under DDP") as refused:
+        build("distillation", True, Path(output_dir, "compiled"), torch_compile=True, **case)
+    results["compiled"] = str(refused.value)
     Path(output_dir, f"rank{trainer.args.process_index}.json").write_text(json.dumps(results))
 
 
 def test_two_processes(tmp_path):
     for results in results_of_processes(work, tmp_path):
+        assert "gradients are not averaged" in results["compiled"]
         for kind in TRAINERS:
             assert_close_logs(results[f"{kind} True"], results[f"{kind} False"])
