@@ -22,9 +22,9 @@ from liger_trainer.compat.trl import GKD, SFT_HEAD
 from liger_trainer.configs.trl_experimental_configs import LigerGKDConfig
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.head.divergence import divergence
-from liger_trainer.head.step import current_step, running
+from liger_trainer.head.step import Step, current_step, running
 from liger_trainer.trainers.base import parameters_of
-from liger_trainer.trainers.step import discard_facts
+from liger_trainer.trainers.step import discard_facts, process_scale
 from liger_trainer.trainers.teacher import TeacherMixin
 
 with suppress_experimental_warning():
@@ -94,6 +94,12 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        """TRL's loss, divided by the labels of all processes; the mean of their gradients is that of one process."""
+        found = self._loss(model, inputs, return_outputs, num_items_in_batch)
+        scale = process_scale(self, num_items_in_batch)
+        return (scale * found[0], found[1]) if return_outputs else scale * found
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Any) -> Any:
         """TRL's loss, computed inside the forward of the wrapped student, where FSDP has gathered a sharded head."""
         student = self.accelerator.unwrap_model(model)
         compute = functools.partial(super().compute_loss, return_outputs=return_outputs)
@@ -105,6 +111,12 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
         if not self._compares_heads():
             return compute(model, inputs, num_items_in_batch=num_items_in_batch)
         return ForwardRedirection()(model, student, inside)
+
+    def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:
+        step = super()._step_of(inputs, num_items)
+        if step.expected_gradient is None:
+            return step
+        return replace(step, expected_gradient=step.expected_gradient * process_scale(self, num_items))
 
     @staticmethod
     def generalized_jsd_loss(

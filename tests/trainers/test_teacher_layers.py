@@ -81,11 +81,9 @@ def test_losses_are_those_of_a_whole_teacher_and_layers_are_units(kind, name, re
         assert expected["units"] == []
         assert found["units"] == ["", *(f"model.layers.{layer}" for layer in range(layers))]
         assert_close_logs(found["logs"], expected["logs"])
-        if kind == "distillation":
-            losses = [[log["loss"] for log in each["logs"] if "loss" in log] for each in (found, single)]
-        else:  # GKD of several processes divides by all labels, but takes the mean of the processes
-            losses = [[2 * found["logs"][0]["loss"]], [single["logs"][0]["loss"]]]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        for key in ("loss", "grad_norm"):
+            several, one = ([log[key] for log in each["logs"] if key in log] for each in (found, single))
+            assert several == pytest.approx(one, rel=1e-5)
 
 
 def qwen():
