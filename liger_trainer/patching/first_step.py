@@ -24,7 +24,7 @@ from liger_trainer.head.lm_head import PLAIN, find_lm_heads, is_plain_linear, wi
 from liger_trainer.kernels.compile_together import Compiler
 from liger_trainer.kernels.head.head_chunks import COLUMN_MULTIPLE
 from liger_trainer.kernels.head.linear_cross_entropy import linear_cross_entropy
-from liger_trainer.patching.probe import dummy_module
+from liger_trainer.patching.probe import arguments_of, dummy_module
 from liger_trainer.patching.report import Finding
 
 _ATTENTION = "rope"
@@ -53,10 +53,17 @@ def note_first_step(
     if compiler is None:
         return
     with contextlib.suppress(Exception):
-        head = [functools.partial(_run_head, model, device)] if fused else []
-        for run in (*head, *_runs_of_modules(model, findings, device)):
+        for run in _runs(model, findings, device, fused):
             with compiler.noting(), contextlib.suppress(Exception):
                 run()
+
+
+def _runs(
+    model: nn.Module, findings: Sequence[Finding], device: torch.device, fused: bool
+) -> Iterator[Callable[[], None]]:
+    if fused:  # first, as these take longest to compile
+        yield functools.partial(_run_head, model, device)
+    yield from _runs_of_modules(model, findings, device)
 
 
 def _is_usual(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
@@ -131,7 +138,7 @@ def _run_module(model: nn.Module, finding: Finding, bound: _Bound) -> None:
     if finding.component == _ATTENTION:
         if hasattr(stand_in, "config"):
             stand_in.config = _Eager(stand_in.config)
-        tables = _tables_of(finding.module, model)(x, torch.arange(_LENGTH, device=x.device)[None])
+        tables = _tables_of(finding.module, model, x)
         result = stand_in(hidden_states=x, position_embeddings=tables, attention_mask=None)
     else:
         result = stand_in(x)
@@ -153,19 +160,20 @@ def _stand_in(module: nn.Module, bound: _Bound) -> nn.Module:
     return stand_in
 
 
-def _tables_of(attention: nn.Module, model: nn.Module) -> nn.Module:
-    """A stand-in for what makes the rotary tables of `attention`: the nearest one beside a module that holds it."""
+def _tables_of(attention: nn.Module, model: nn.Module, x: torch.Tensor) -> Any:
+    """The rotary tables of `attention`, from what makes them: the nearest one beside a module that holds it."""
     name = next(name for name, module in model.named_modules() if module is attention)
     while name:
         name = name.rpartition(".")[0]
         for child in model.get_submodule(name).children():
-            if "inv_freq" in child._buffers:
-                return _stand_in(child, {})
+            if any(buffer.endswith("inv_freq") for buffer in child._buffers):
+                kind = {"layer_type": attention.layer_type} if "layer_type" in arguments_of(child) else {}
+                return _stand_in(child, {})(x, torch.arange(_LENGTH, device=x.device)[None], **kind)
     raise LookupError("no rotary tables")
 
 
 class _Eager:
-    """A view of a config that names the attention of plain torch: others compile kernels that are not ours."""
+    """A view of a config that names the attention of plain torch: another may be compiled, or wait for a process."""
 
     _attn_implementation = "eager"
 
