@@ -5,8 +5,8 @@ of a model and for frozen weights. So the norms, MLPs and attentions of a model 
 their own weights and what will be bound to them, and so does the fused head, with a narrow weight of as many rows. The
 kernels that they launch are compiled, and do not run. What is computed is thrown away.
 
-Nothing of the model changes: stand-ins run, which have the parameters of the modules, but neither their hooks nor their
-other attributes. Left out is what could use the result of a kernel to index memory, as experts do, or keep it, as
+Nothing of the model changes: stand-ins run, which have no hooks, copies of all else, and parameters that share the
+memory of the model's. Left out is what could use the result of a kernel to index memory, as experts do, or keep it, as
 quantised layers do. Whatever fails is left to the step.
 """
 
@@ -68,8 +68,9 @@ def _runs(
 
 def _is_usual(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
     """Whether these are ordinary, on `device`, and some of half precision: not quantised, sharded or offloaded."""
-    usual = (type(each) in PLAIN and each.is_floating_point() and each.device == device for each in tensors)
-    return all(usual) and all(map(torch.Tensor.numel, tensors)) and any(each.dtype in _HALF for each in tensors)
+    dtypes = {each.dtype for each in tensors}
+    usual = (type(each) in PLAIN and each.device == device and each.numel() for each in tensors)
+    return dtypes <= {*_HALF, torch.float32} and not dtypes.isdisjoint(_HALF) and all(usual)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def _stand_in(module: nn.Module, bound: _Bound) -> nn.Module:
         for name, each in module._parameters.items()
     }
     children = {name: _stand_in(child, bound) for name, child in module._modules.items() if child is not None}
-    stand_in = dummy_module(module, parameters, children, module.training)
+    stand_in = dummy_module(module, parameters, children)  # which trains, as the model will
     stand_in._buffers.update({name: each if each is None else each.clone() for name, each in module._buffers.items()})
     for finding in bound.get(id(module), ()):
         finding.bind(stand_in, finding.forward)  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ class _Sharded(torch.Tensor):
 def _model_to_train(family: str, lora: bool) -> torch.nn.Module:
     # Heads are larger than a proof's. A gradient in any memory order has strides of 16 elements or a multiple of them.
     sizes = FAMILIES[family] if "text_config" in FAMILIES[family] else {**FAMILIES[family], "head_dim": 32}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16)
     return get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1)) if lora else model
 
 
@@ -136,7 +136,8 @@ def test_a_first_step_launches_kernels_that_were_compiled_ahead(family, lora, ah
     proofs, stub, step = _Stub(), _Stub(), _Stub()
     tokens = torch.randint(0, 64, (1, 256))
     with _on_an_h100(proofs, tmp_path):
-        _apply_noting(model, stub, monkeypatch)
+        _apply_noting(model.eval(), stub, monkeypatch)  # as `from_pretrained` leaves it
+        model.train()
         with step.noting():
             model(input_ids=tokens, labels=tokens).loss.backward()
     assert (found := stub.names(proofs)).total() == ahead, found
@@ -172,7 +173,13 @@ def test_noting_the_first_step_leaves_nothing_behind(training, tmp_path, monkeyp
 def test_weights_of_other_kinds_are_left_to_the_step():
     weight, cpu = torch.zeros(16, 16, dtype=torch.bfloat16), torch.device("cpu")
     assert first_step._is_usual([weight, weight.float()], cpu)
-    for other in (weight.to("meta"), weight[:0], weight.to(torch.int8), weight.as_subclass(_Sharded)):
+    for other in (
+        weight.to("meta"),
+        weight[:0],
+        weight.to(torch.int8),
+        weight.to(torch.float8_e4m3fn),
+        weight.as_subclass(_Sharded),
+    ):
         assert not first_step._is_usual([weight, other], cpu)
     assert not first_step._is_usual([weight.float()], cpu)  # under autocast it launches other kernels
 
