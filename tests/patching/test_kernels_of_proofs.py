@@ -170,6 +170,16 @@ def test_noting_the_first_step_leaves_nothing_behind(training, tmp_path, monkeyp
     assert all(torch.equal(each, after[name]) for name, each in before.items())
 
 
+@pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
+def test_what_fails_is_left_to_the_step(tmp_path, monkeypatch):
+    stub, failing = _Stub(), mock.Mock(side_effect=torch.OutOfMemoryError)
+    monkeypatch.setattr(first_step, "_stand_in", failing)
+    with _on_an_h100(_Stub(), tmp_path):
+        _apply_noting(_model("llama"), stub, monkeypatch)
+    assert failing.call_count == 3  # attention, MLP, norm
+    assert {*stub.names()} == {"_cross_entropy_row_kernel", "_rescale_kernel"}
+
+
 def test_weights_of_other_kinds_are_left_to_the_step():
     weight, cpu = torch.zeros(16, 16, dtype=torch.bfloat16), torch.device("cpu")
     assert first_step._is_usual([weight, weight.float()], cpu)
