@@ -2,16 +2,18 @@
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels import runtime
 from liger_trainer.kernels.compile_together import Compiler
-from liger_trainer.patching import apply, norm_forwards, trial
+from liger_trainer.patching import apply, first_step, head, norm_forwards, trial
 from liger_trainer.patching.inputs import AS_DRAWN
 from liger_trainer.patching.recurrent import delta
 from liger_trainer.patching.trial import KernelRuns, Trial
@@ -35,22 +37,23 @@ class _Stub(Compiler):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), None)
-        self.names: Counter[str] = Counter()
+        self._names: dict[tuple[str, str], str] = {}
 
     def _submit(self, kernel, known):
-        if (id(kernel), known["key"]) not in self._given:
-            self._given.add((id(kernel), known["key"]))
-            self.names[kernel.__name__] += 1
+        self._names[kernel.__name__, known["key"]] = kernel.__name__
+
+    def names(self, *others: "_Stub") -> Counter[str]:
+        """How many of each it was given that no one of the `others` was."""
+        return Counter(name for key, name in self._names.items() if not any(key in each._names for each in others))
 
 
-def kernels_of_proofs(model: torch.nn.Module, folder) -> Counter[str]:
-    """The names of the kernels that the proofs of `model` would compile on an H100, and how many of each.
+@contextlib.contextmanager
+def _on_an_h100(stub: _Stub, folder) -> Iterator[list[str]]:
+    """Proofs run on the CPU, and ask `stub` for the kernels that they would put off on a GPU.
 
-    The proofs run on the CPU, and ask for the kernels that they would put off on a GPU. Trials that put nothing off
-    ask for none: those on the CPU of a machine with a GPU, and a router's, which would compile two. Of the experts',
-    which are on such a CPU, two that sort rows are launched here, and count.
+    Trials that put nothing off ask for none: those on the CPU of a machine with a GPU, and a router's, which would
+    compile two. The result has the names of kernels that are launched all the same.
     """
-    stub = _Stub()
 
     def noted(self, ours, agreement):
         tensors = [tensor.to(torch.bfloat16) for tensor in self._tensors]
@@ -68,8 +71,18 @@ def kernels_of_proofs(model: torch.nn.Module, folder) -> Counter[str]:
         stack.enter_context(mock.patch.object(Trial, "_in_kernels", noted))
         stack.enter_context(mock.patch.object(Trial, "on_cpu", on_cpu))
         stack.enter_context(mock.patch.object(delta, "few", lambda heads, most, probe: heads))
+        yield late
+
+
+def kernels_of_proofs(model: torch.nn.Module, folder) -> Counter[str]:
+    """The names of the kernels that the proofs of `model` would compile on an H100, and how many of each.
+
+    Of the experts' trials, two kernels that sort rows are launched here, and count.
+    """
+    stub = _Stub()
+    with _on_an_h100(stub, folder) as late:
         apply_liger_kernel(model, NO_HEAD)
-    return stub.names + Counter(late)
+    return stub.names() + Counter(late)
 
 
 @pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
@@ -78,6 +91,107 @@ def test_proofs_compile_so_many_kernels_and_no_more(family, count, tmp_path):
     """docs/performance.md has the numbers."""
     found = kernels_of_proofs(_model(family), tmp_path)
     assert found.total() == count, found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Those of the first step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Sharded(torch.Tensor):
+    """As a DTensor, a tensor of another class."""
+
+
+def _model_to_train(family: str, lora: bool) -> torch.nn.Module:
+    # Heads are larger than a proof's. A gradient in any memory order has strides of 16 elements or a multiple of them.
+    sizes = FAMILIES[family] if "text_config" in FAMILIES[family] else {**FAMILIES[family], "head_dim": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16)
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1)) if lora else model
+
+
+def _apply_noting(model: torch.nn.Module, stub: _Stub, monkeypatch) -> None:
+    """Applies the kernels, with those of the first step noted by `stub` as on a GPU."""
+
+    def noted(model, findings, compiler, device, fused):
+        first_step.note_first_step(model, findings, stub, device, fused)
+
+    monkeypatch.setattr(apply, "note_first_step", noted)
+    monkeypatch.setattr(head, "probe_head", lambda *args: 0.0)  # no kernel computes what it would compare
+    apply_liger_kernel(model)
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
+@pytest.mark.parametrize(
+    ("family", "lora", "ahead", "late"),
+    [
+        ("llama", False, 7, 0),
+        ("qwen3", False, 7, 0),
+        ("qwen3", True, 6, 0),
+        ("qwen3_5", False, 7, 0),
+    ],
+)
+def test_a_first_step_launches_kernels_that_were_compiled_ahead(family, lora, ahead, late, tmp_path, monkeypatch):
+    """`ahead` are compiled besides those of the proofs, `late` by the step; docs/performance.md has the numbers."""
+    model = _model_to_train(family, lora)
+    proofs, stub, step = _Stub(), _Stub(), _Stub()
+    tokens = torch.randint(0, 64, (1, 256))
+    with _on_an_h100(proofs, tmp_path):
+        _apply_noting(model.eval(), stub, monkeypatch)  # as `from_pretrained` leaves it
+        model.train()
+        with step.noting():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    assert (found := stub.names(proofs)).total() == ahead, found
+    assert (found := step.names(stub, proofs)).total() == late, found
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
+@pytest.mark.parametrize("training", [False, True])
+def test_noting_the_first_step_leaves_nothing_behind(training, tmp_path, monkeypatch):
+    model = _model_to_train("qwen3", lora=True).train(training)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    calls = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: calls.append("forward"))
+        module.register_full_backward_pre_hook(lambda *args: calls.append("backward"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: calls.append("gradient"))
+    stub = _Stub()
+    with _on_an_h100(_Stub(), tmp_path):
+        drawn = torch.get_rng_state()
+        _apply_noting(model, stub, monkeypatch)
+    assert stub.names()
+    assert calls == []
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training == training for module in model.modules())
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(each, after[name]) for name, each in before.items())
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
+def test_what_fails_is_left_to_the_step(tmp_path, monkeypatch):
+    stub, failing = _Stub(), mock.Mock(side_effect=torch.OutOfMemoryError)
+    monkeypatch.setattr(first_step, "_stand_in", failing)
+    with _on_an_h100(_Stub(), tmp_path):
+        _apply_noting(_model("llama"), stub, monkeypatch)
+    assert failing.call_count == 3  # attention, MLP, norm
+    assert {*stub.names()} == {"_cross_entropy_row_kernel", "_rescale_kernel"}
+
+
+def test_weights_of_other_kinds_are_left_to_the_step():
+    weight, cpu = torch.zeros(16, 16, dtype=torch.bfloat16), torch.device("cpu")
+    assert first_step._is_usual([weight, weight.float()], cpu)
+    for other in (
+        weight.to("meta"),
+        weight[:0],
+        weight.to(torch.int8),
+        weight.to(torch.float8_e4m3fn),
+        weight.as_subclass(_Sharded),
+    ):
+        assert not first_step._is_usual([weight, other], cpu)
+    assert not first_step._is_usual([weight.float()], cpu)  # under autocast it launches other kernels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
