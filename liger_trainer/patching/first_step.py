@@ -46,11 +46,11 @@ def note_first_step(
     Args:
         model: The model, to which nothing is bound yet.
         findings: What will be bound.
-        compiler: None does nothing.
+        compiler: None does nothing, nor does a model that is not trained.
         device: That of the probe.
         fused: Whether the head will run fused with its cross entropy.
     """
-    if compiler is None:
+    if compiler is None or not any(each.requires_grad for each in model.parameters()):
         return
     with contextlib.suppress(Exception):
         for run in _runs(model, findings, device, fused):
