@@ -196,7 +196,7 @@ class PackedQuantizer(HfQuantizer):
         return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """transformers' rules, and of those that stack experts a copy for each tensor of GPTQ and AWQ.
+        """The rules of transformers, and of those that stack experts a copy for each tensor of GPTQ and AWQ.
 
         Such tensors have a weight's rows as their last dimension, so gate and up of an expert come side by side.
         """
