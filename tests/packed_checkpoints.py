@@ -136,20 +136,24 @@ def int4_zeros(rows, columns, group=32):
     return named, (numbers - zeros.repeat_interleave(group, 1)) * scale.repeat_interleave(group, 1)
 
 
-def gptq(rows, columns, group=32, shuffled=False):
+def gptq(rows, columns, group=32, shuffled=False, less=1):
     numbers, zeros, scale = _integers(rows, columns, group)
     scale = scale.to(torch.float16)
     of = torch.arange(columns, dtype=torch.int32) // group
     of = of[torch.randperm(columns)] if shuffled else of
     named = {
         "qweight": _words(numbers).T.contiguous(), "scales": scale.T.contiguous(), "g_idx": of,
-        "qzeros": _words(zeros.T - 1).contiguous(),  # the first version of the format stores one less
+        "qzeros": _words(zeros.T - less).contiguous(),  # the first version of the format stores one less
     }  # fmt: skip
     return named, (numbers - zeros[:, of.long()]) * scale.float()[:, of.long()]
 
 
 def gptq_shuffled(rows, columns):
     return gptq(rows, columns, shuffled=True)
+
+
+def gptq_v2(rows, columns):
+    return gptq(rows, columns, less=0)
 
 
 def awq(rows, columns, group=32):
@@ -184,6 +188,10 @@ FORMATS = {
     "gptq shuffled": (
         gptq_shuffled,
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
+    ),
+    "gptq v2": (
+        gptq_v2,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
 }

@@ -98,6 +98,7 @@ FORMATS: dict[str, Callable[..., PackedWeight]] = {
     "int4, zeros": int4,
     "int4, order of columns": partial(int4, group_of=True),
     "gptq": partial(int4, order="gptq", group_of=True),
+    "gptq, groups in order": partial(int4, order="gptq"),
     "gptq_v2": partial(int4, order="gptq_v2"),
     "awq": partial(int4, order="awq"),
 }

@@ -385,8 +385,13 @@ PACKED_CHECKPOINTS = Feature(
     Private("transformers.quantizers.auto:AUTO_QUANTIZATION_CONFIG_MAPPING"),
     Private("transformers.quantizers:HfQuantizer.preprocess_model", uses="_process_model_before_weight_loading"),
     Private("transformers.quantizers:HfQuantizer.postprocess_model", uses="_process_model_after_weight_loading"),
-    Private("transformers.quantizers:HfQuantizer.update_weight_conversions", uses="serialized_names"),
+    Private(
+        "transformers.quantizers:HfQuantizer.update_weight_conversions",
+        uses="serialized_names, _original_source_patterns, _original_target_patterns",
+    ),
     Private("transformers:PreTrainedModel.from_pretrained", uses="checkpoint_files"),
     Private("transformers:PreTrainedModel._initialize_missing_keys", uses="_is_hf_initialized"),
     Private("transformers.quantizers:HfQuantizer.remove_quantization_config", "self, model"),
+    Private("transformers.core_model_loading:WeightConverter.copy", "self, source_patterns, target_patterns, ..."),
+    Private("transformers.core_model_loading:Concatenate"),
 )

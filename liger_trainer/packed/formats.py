@@ -67,7 +67,7 @@ def bytes_of_weights(settings: Mapping[str, Any]) -> tuple[float | None, float |
         group = settings.get("group_size") or _of_weights(settings, "group_size") or 128
         zeros = 0.5 if method in ("gptq", "awq") else 0.0
         four = 0.5 + (2 + zeros) / max(int(group), 32)  # a scale of 16 bits, and perhaps a zero of 4
-        return four, None if zeros else four
+        return four, four
     eight = 1.0 + (1 / 32 if method == "mxfp8" else 0.0)
     return eight, eight
 
@@ -79,7 +79,7 @@ def packed_matrix(
 
     Args:
         tensors: Tensors of the checkpoint, by their names behind the layer's; those of all experts stacked. They may
-            be on the meta device, except those of GPTQ.
+            be on the meta device, except `g_idx`.
         shape: (N, K), the layer's output and input features; (E, N, K) for a stack.
         settings: The checkpoint's `quantization_config`.
 
@@ -99,7 +99,7 @@ def _matrix(
     tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...], settings: Mapping[str, Any]
 ) -> tuple[PackedWeight, dict[str, str]]:
     if "qweight" in tensors:
-        return _gptq_or_awq(tensors, settings)
+        return _gptq_or_awq(tensors, shape, settings)
     scale = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
     codes = "weight_packed" if "weight_packed" in tensors else "weight"
     names = {"codes": codes, "scales": scale}
@@ -179,7 +179,7 @@ def _schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _gptq_or_awq(
-    tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...], settings: Mapping[str, Any]
 ) -> tuple[PackedWeight, dict[str, str]]:
     method, bits = settings.get("quant_method"), settings.get("bits", settings.get("w_bit", 4))
     form = settings.get("checkpoint_format") or settings.get("format") or settings.get("version") or ""
@@ -190,17 +190,19 @@ def _gptq_or_awq(
     names = {"codes": "qweight", "scales": "scales", "zeros": "qzeros"}
     order = "awq" if method == "awq" else "gptq_v2" if str(form).lower() == "gptq_v2" else "gptq"
     group_of = tensors.get("g_idx") if order != "awq" else None
-    if group_of is not None and not _is_in_order(group_of, group):
-        names["group_of"] = "g_idx"
-    else:
+    if group_of is None or _is_in_order(group_of, shape[-1], group):
         group_of = None
+    elif len(shape) > 2:
+        raise ValueError("its experts have columns in an order of their own (`g_idx`)")
+    else:
+        names["group_of"] = "g_idx"
     return (
         int4_weight(tensors["qweight"], tensors["scales"], tensors["qzeros"], group_of, group=group, order=order),
         names,
     )
 
 
-def _is_in_order(group_of: torch.Tensor, group: int) -> bool:
-    """Whether groups are consecutive columns."""
-    columns = torch.arange(len(group_of), device=group_of.device)
-    return torch.equal(group_of.long(), columns // (group if group > 0 else len(group_of)))
+def _is_in_order(group_of: torch.Tensor, columns: int, group: int) -> bool:
+    """Whether groups are consecutive columns, of all the matrices of a stack."""
+    expected = torch.arange(columns, device=group_of.device) // (group if group > 0 else columns)
+    return torch.equal(group_of.long().flatten(), expected.repeat(group_of.numel() // columns))

@@ -35,6 +35,7 @@ require(MODULE_CONTENTS)
 
 _STACKING = {"MergeModulelist", "Concatenate"}  # what transformers may do with the matrices of experts
 _ROWS_A_WORD = 8  # of zeros in INT4
+_TRANSPOSED = "qweight"  # GPTQ and AWQ alone have it, and hold a weight's transpose
 _loading = threading.RLock()
 
 
@@ -194,6 +195,23 @@ class PackedQuantizer(HfQuantizer):
         own = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
         return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """The rules of transformers, and of those that stack experts a copy for each tensor of GPTQ and AWQ.
+
+        Such tensors have a weight's rows as their last dimension, so gate and up of an expert come side by side.
+        """
+        _, _, converter, *_, concatenate = require(PACKED_CHECKPOINTS)
+        added = []
+        for rule in (each for each in weight_conversions if isinstance(each, converter)):
+            sources, targets = rule._original_source_patterns, rule._original_target_patterns
+            if not all(each.endswith(".weight") for each in sources):
+                continue
+            steps = [concatenate(dim=-1) if isinstance(each, concatenate) else each for each in rule.operations]
+            for name in self._transposed:
+                named = [each.removesuffix("weight") + name for each in sources]
+                added.append(rule.copy(named, [f"{each}_{name}" for each in targets], operations=list(steps)))
+        return super().update_weight_conversions(weight_conversions, model) + added
+
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` writes the checkpoint: not where experts were stacked."""
         return not self._has_experts
@@ -223,6 +241,8 @@ class PackedQuantizer(HfQuantizer):
         """Makes the layers and experts of `model` wait for the packed tensors that a checkpoint holds."""
         self._experts: dict[str, dict[str, bool]] = {}  # for a module, its packed weights, and which are transposed
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
+        self._endings: dict[str, dict[str, str]] = {}  # of their tensors here, and the names in the checkpoint
+        self._transposed: dict[str, None] = {}  # such names where the tensors are of transposes
         self._order: dict[str, tuple[str, ...]] = {}
         check_trained(
             self.trained, [*found.linears, *(name.rpartition(".")[0] for name in found.stacks), *found.experts]
@@ -245,21 +265,27 @@ class PackedQuantizer(HfQuantizer):
         """Makes a parameter of experts, which transformers stacks, wait for their packed tensors."""
         path, _, leaf = name.rpartition(".")
         experts, (count, *declared) = self._experts_at(model, path), model.get_parameter(name).shape
-        shape = declared[0] // stack.parts, declared[1]
-        if not {*stack.operations} <= _STACKING or declared[0] % stack.parts:
+        if not {*stack.operations} <= _STACKING or len(declared) != 2 or declared[0] % stack.parts:
             raise _cannot(name, f"its experts, {(count, *declared)}, are stacked in another way")
         if stack.owners and len(stack.owners) != count * stack.parts:
             has = f"{len(stack.owners)} of its {count * stack.parts} matrices in few bits"
             raise _cannot(name, f"the checkpoint has {has}, and is damaged or has the others in 16")
         try:
-            names = stackable(stack, shape, self._settings)
+            names = stackable(stack, (declared[0] // stack.parts, declared[1]), self._settings)
         except (ValueError, KeyError) as error:
             raise _cannot(name, str(error)) from error
-        endings = {each.removeprefix("weight"): stack.matrix[each] for each in names}
-        self.serialized_names = {"weight": ["weight", *(f"weight{each}" for each in endings if each)]}
+        transposed = _TRANSPOSED in names
         experts._parameters.pop(leaf)
-        for ending, (dtype, (first, *rest)) in endings.items():
-            self._wait(experts, f"{leaf}{ending}", Tensor(dtype, (count, stack.parts * first, *rest)))
+        for each in names:
+            dtype, sizes = stack.matrix[each].dtype, [*stack.matrix[each].shape]
+            sizes[-1 if transposed else 0] *= stack.parts
+            ending = f"_{each}" if transposed else each.removeprefix("weight")
+            self._wait(experts, f"{leaf}{ending}", Tensor(dtype, (count, *sizes)))
+            self._endings.setdefault(name, {})[ending] = each
+        if transposed:
+            self._transposed |= dict.fromkeys(names)
+        else:
+            self.serialized_names = {"weight": list(dict.fromkeys(("weight", *names)))}
         self._experts.setdefault(path, {})[leaf] = False
         self._shapes[name] = (count, *declared)
 
@@ -330,7 +356,8 @@ class PackedQuantizer(HfQuantizer):
                     loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{name}", parameter)
                     del experts._parameters[name]
             of_weight = {"codes": "weight_blocks", "scales": "weight_scales"}
-            tensors = {f"weight{ending}": tensor for ending, tensor in loaded.items()}
+            published = self._endings.get(f"{path}.{leaf}", {})
+            tensors = {published.get(ending, f"weight{ending}"): tensor for ending, tensor in loaded.items()}
             try:
                 if "_blocks" in loaded:
                     weight: Any = mxfp4_weight(loaded["_blocks"], loaded["_scales"])
@@ -347,14 +374,14 @@ class PackedQuantizer(HfQuantizer):
 def stackable(stack: Stack, shape: tuple[int, int], settings: dict[str, Any]) -> list[str]:
     """The names of the tensors that packed experts of this shape are decoded of, where they can be stacked.
 
-    Gate and up come one below the other: those of a tensor are the rows of one weight.
+    Gate and up are the rows of one weight, one below the other.
 
     Raises:
         ValueError: If the format is not known, or has tensors that are not those of rows.
     """
-    if "qweight" in stack.matrix:
-        raise ValueError("its experts are in GPTQ or AWQ, which stay packed in linear layers alone")
-    tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in stack.matrix.items()}
+    order = {"g_idx"} & stack.matrix.keys()  # looked at when its numbers are there
+    headers = {name: each for name, each in stack.matrix.items() if name not in order}
+    tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in headers.items()}
     weight, names = packed_matrix(tensors, shape, settings)
     rows = shape[0]
     if isinstance(weight, BlockFp8Weight):
@@ -373,7 +400,7 @@ def stackable(stack: Stack, shape: tuple[int, int], settings: dict[str, Any]) ->
     for name in names.values():
         if not tensors[name].dim():
             raise ValueError(f"its experts have one {name!r} each, a scalar, which is not stacked")
-    return list(names.values())
+    return [*names.values(), *order]
 
 
 def _without_data(dtype: torch.dtype, shape: tuple[int, ...]) -> nn.Parameter:

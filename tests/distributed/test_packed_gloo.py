@@ -110,6 +110,9 @@ CASES = {
     "experts in nvfp4, fsdp2": partial(
         _compare, write=partial(write_mixture, name="nvfp4"), wrapping="fsdp2 tail", **EXPERTS
     ),
+    "experts in gptq, fsdp2": partial(
+        _compare, write=partial(write_mixture, name="gptq"), wrapping="fsdp2 tail", **EXPERTS
+    ),
     "mxfp4, fsdp2": partial(_compare, write=write_mxfp4, wrapping="fsdp2 root", **EXPERTS),
     "checkpointed, fsdp2": partial(
         _compare, write=_dense("fp8 blocks"), wrapping="fsdp2 tail resharded", checkpointed=True, **LINEARS

@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from transformers.quantizers import auto
 
 from liger_trainer import load_packed
+from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.packed.experts import packed_stacks
+from liger_trainer.packed.formats import packed_matrix
 from liger_trainer.packed.loading import dequantise, is_packed, packed_loading, stackable
 from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.packed.published import Stack, Tensor
@@ -117,6 +119,9 @@ MIXTURES = {
     "nvfp4": (lambda folder: write_mixture(folder, "nvfp4"), None, 8),
     "int4": (lambda folder: write_mixture(folder, "int4"), None, 8),
     "int4 with zeros": (lambda folder: write_mixture(folder, "int4 with zeros"), None, 8),
+    "gptq": (lambda folder: write_mixture(folder, "gptq"), None, 8),
+    "gptq v2": (lambda folder: write_mixture(folder, "gptq v2"), None, 8),
+    "awq": (lambda folder: write_mixture(folder, "awq"), None, 8),
     "latent attention": (write_latent_mixture, None, 16),
     "mxfp4": (lambda folder: low_bit.write_mxfp4(folder), Mxfp4Config, 0),
 }
@@ -154,6 +159,37 @@ def test_experts_stay_packed(name, implementation, tmp_path):
     )
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq v2", "awq"])
+def test_experts_are_decoded_as_linear_layers_of_their_own_tensors(name, tmp_path):
+    write_mixture(tmp_path, name)
+    model = load_packed(str(tmp_path), dtype="auto")
+    tensors, settings = load_file(tmp_path / "model.safetensors"), model.config.quantization_config.to_dict()
+
+    def own(path, dtype):
+        """The weight of a matrix of 128 x 128."""
+        matrix = {key.rpartition(".")[2]: each for key, each in tensors.items() if key.startswith(f"{path}.")}
+        return decode(packed_matrix(matrix, (128, 128), settings)[0], dtype)
+
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        stacks = packed_stacks(model.get_submodule(path))
+        for dtype in (torch.bfloat16, torch.float32):
+            gate_up, down = (stacks[leaf].decoded(dtype) for leaf in ("gate_up_proj", "down_proj"))
+            for expert in range(4):
+                for part, rows in {"gate": gate_up[expert, :128], "up": gate_up[expert, 128:]}.items():
+                    assert torch.equal(rows, own(f"{path}.{expert}.{part}_proj", dtype))
+                assert torch.equal(down[expert], own(f"{path}.{expert}.down_proj", dtype))
+        held = {key for key, _ in model.get_submodule(path).named_parameters()}
+        assert held == {*stacks, *(f"{leaf}_{part}" for leaf in stacks for part in ("codes", "scales", "zeros"))}
+
+
+def test_groups_of_experts_in_order_need_not_be_named(tmp_path):
+    write_mixture(tmp_path, "gptq")
+    before = load_packed(str(tmp_path), dtype="auto")(IDS).logits
+    change(tmp_path, lambda tensors, _: [tensors.pop(key) for key in [*tensors] if key.endswith("g_idx")])
+    assert torch.equal(load_packed(str(tmp_path), dtype="auto")(IDS).logits, before)
 
 
 def test_experts_follow_the_casts_of_the_model(tmp_path):
@@ -265,11 +301,23 @@ def of_one_scale(tensors, settings):
         tensors[name] = tensors[name][:1]
 
 
+def of_one_expert(tensors, settings):
+    name = "model.layers.1.mlp.experts.3.up_proj.g_idx"
+    tensors[name] = tensors[name].flip(0)
+
+
 UNSTACKED = {
     "scalars": ("nvfp4", as_scalars, "its experts have one 'weight_global_scale' each, a scalar, which is not stacked"),
     "order": ("int4", in_an_order_of_their_own, r"its experts have columns in an order of their own .`weight_g_idx`"),
     "scale": ("fp8 rows", of_one_scale, "its experts have one scale each; of stacked experts, scales of blocks and"),
-    "gptq": ("gptq", lambda tensors, settings: None, "its experts are in GPTQ or AWQ, which stay packed in linear lay"),
+    "order of gptq": (
+        "gptq shuffled",
+        lambda tensors, settings: None,
+        r"its experts have columns in an order of their own .`g_idx`",
+    ),
+    "order of one": ("gptq", of_one_expert, r"its experts have columns in an order of their own .`g_idx`"),
+    "bits": ("awq", lambda tensors, settings: settings.update(bits=8), r"its format is awq gemm in 8 bits; GPTQ and A"),
+    "groups": ("gptq", lambda tensors, settings: settings.update(group_size=64), r".*scales` is \(4, 128\) of "),
 }
 
 
@@ -290,6 +338,19 @@ def test_experts_whose_zeros_share_words_are_refused():
     stackable(Stack(matrix, 1, ("MergeModulelist",)), (36, 32), {})
     with pytest.raises(ValueError, match="gate and up of an expert have 36 rows each, whose zeros do not fill words"):
         stackable(Stack(matrix, 2, ("MergeModulelist", "Concatenate")), (36, 32), {})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_of_gptq_and_awq_whose_zeros_share_words_are_refused(method):
+    codes = {"gptq": (4, 36), "awq": (32, 5)}[method]
+    matrix = {
+        "qweight": Tensor(torch.int32, codes), "qzeros": Tensor(torch.int32, (1, 5)),
+        "scales": Tensor(torch.float16, (1, 36)),
+    }  # fmt: skip
+    settings = {"quant_method": method, "bits": 4, "group_size": 32}
+    stackable(Stack(matrix, 1, ("MergeModulelist",)), (36, 32), settings)
+    with pytest.raises(ValueError, match="gate and up of an expert have 36 rows each, whose zeros do not fill words"):
+        stackable(Stack(matrix, 2, ("MergeModulelist", "Concatenate")), (36, 32), settings)
 
 
 def test_other_bits_of_gptq_are_refused(tmp_path):

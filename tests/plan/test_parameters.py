@@ -126,11 +126,11 @@ def test_packed_experts_take_as_many_bytes_as_counted(tmp_path):
     assert counts.dequantised == 4 * 64 * 192 + 4 * 96 * 64
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "nvfp4", "int4"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "nvfp4", "int4", "gptq", "awq"])
 def test_a_packed_mixture_takes_as_many_bytes_as_counted(name, tmp_path):
     write_mixture(tmp_path, name)
     packed = load_packed(str(tmp_path), dtype="auto")
-    total = sum(each.nbytes for key, each in packed.named_parameters() if not key.endswith("weight_shape"))
+    total = sum(each.nbytes for key, each in packed.named_parameters() if not key.endswith(("weight_shape", "g_idx")))
     plain = type(packed)(packed.config).to(torch.bfloat16)
     counts = count_parameters(plain, packed=bytes_of_weights(packed.config.quantization_config.to_dict()))
     assert total == pytest.approx(counts.total.bytes, rel=0.01)
