@@ -84,7 +84,6 @@ class CudaCaptures:
     def __init__(self, device: torch.device) -> None:
         self.device, self.reserved = device, 0
         self._has_room = False  # what torch has cached was given back for captures
-        self._needed = 0  # bytes that a trial has allocated at most
         self._stream = torch.cuda.Stream(device)
         self._scratch = torch.empty(1, device=device)
         self.limit = torch.cuda.get_device_properties(device).total_memory // _SHARE
@@ -99,7 +98,7 @@ class CudaCaptures:
         Torch keeps the memory of a pool until no graph uses it, so the graphs of before all have to be dropped.
         """
         self.taken, self.reserved, self.renewals = 0, 0, self.renewals + 1
-        self._is_settled = self._is_one_block = False
+        self._is_settled = False
         self._pools = {keeps: self._new_pool() for keeps in (False, True)}
 
     def settle(self) -> None:
@@ -111,13 +110,10 @@ class CudaCaptures:
             return
         self._is_settled, self._has_room = True, False
         self.reserved = 0  # the allocator's peak has what was captured since
-        self._forget_peak()
-        self.reserved = self.taken
-        torch.cuda.empty_cache()
-
-    def _forget_peak(self) -> None:
         remember_peak(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
+        self.reserved = self.taken
+        torch.cuda.empty_cache()
 
     def __call__(self, run: Run, keeps: bool = False) -> Run:
         """Captures the launches of `run`.
@@ -134,24 +130,12 @@ class CudaCaptures:
             # Other threads, such as one that pins the memory of batches, may call CUDA meanwhile.
             graph.capture_begin(pool=self._pools[keeps][0], capture_error_mode="thread_local")
             try:
-                if not keeps:
-                    self._begin_with_one_block()
                 run()
                 graph.capture_end()
             except BaseException:
                 self._recover(graph, keeps)
                 raise
         return graph.replay
-
-    def _begin_with_one_block(self) -> None:
-        """Has the pool of graphs that keep nothing begin with one block of all that a call needs.
-
-        Tensors are cut from it, and what is free again is joined. Blocks that come one by one, each of the size of a
-        tensor, are not.
-        """
-        if not self._is_one_block:
-            self._is_one_block = True
-            torch.empty(self._needed, dtype=torch.uint8, device=self.device)
 
     def _recover(self, graph: torch.cuda.CUDAGraph, keeps: bool) -> None:
         """Ends a capture that has failed."""
@@ -162,7 +146,6 @@ class CudaCaptures:
             # succeeds ends the generator's.
             end_allocations(self._stream.device_index, self._pools[keeps][0])
             self._pools[keeps] = self._new_pool()
-            self._is_one_block = self._is_one_block and keeps
 
     def _new_pool(self) -> tuple[Any, torch.cuda.CUDAGraph]:
         """A pool, and a graph that uses it: torch lets no other begin in a pool that none uses any more."""
@@ -196,8 +179,6 @@ class CudaCaptures:
             end.synchronize()
             return begin.elapsed_time(end) > _BUSY * 1e3 * launching
 
-        self._forget_peak()
-        allocated = torch.cuda.memory_allocated(self.device)
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode is called a prototype; a capture says what it does not see
@@ -211,7 +192,6 @@ class CudaCaptures:
                 end.record()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            self._needed = max(self._needed, torch.cuda.max_memory_allocated(self.device) - allocated)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

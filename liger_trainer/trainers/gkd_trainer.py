@@ -104,13 +104,14 @@ class LigerGKDTrainer(TeacherMixin, _GKD):
         student = self.accelerator.unwrap_model(model)
         compute = functools.partial(super().compute_loss, return_outputs=return_outputs)
 
-        def inside() -> Any:
+        def inside(_: torch.Tensor) -> Any:
             with running(replace(current_step(), loss_follows=True)):
                 return compute(student.forward, inputs, num_items_in_batch=num_items_in_batch)
 
         if not self._compares_heads():
             return compute(model, inputs, num_items_in_batch=num_items_in_batch)
-        return ForwardRedirection()(model, student, inside)
+        # On GPUs FSDP2 fails on a call without arguments, before torch 2.13.
+        return ForwardRedirection()(model, student, inside, inputs["input_ids"])
 
     def _step_of(self, inputs: Any, num_items: torch.Tensor | int | None) -> Step:
         step = super()._step_of(inputs, num_items)

@@ -22,15 +22,18 @@ def captures(monkeypatch):
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None,
         "reset_peak_memory_stats": lambda device: None,
-        "memory_allocated": lambda device: 100,
-        "max_memory_allocated": lambda device: 350,
         "empty_cache": lambda: given_back.append(True),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(capture, "remember_peak", lambda device: None)
     found = CudaCaptures.__new__(CudaCaptures)
-    vars(found).update(device=torch.device("cuda"), _stream=stream, taken=7, reserved=0, _is_settled=True)
-    vars(found).update(_needed=0, _is_one_block=False)
+    found.device, found._stream, found.taken, found.reserved, found._is_settled = (
+        torch.device("cuda"),
+        stream,
+        7,
+        0,
+        True,
+    )
     return found, given_back
 
 
@@ -60,7 +63,6 @@ def test_captures_have_the_memory_that_torch_has_cached(captures, monkeypatch):
     graph = SimpleNamespace(capture_begin=lambda **options: None, capture_end=lambda: None, replay=None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: None)
     found._has_room, found._pools = False, dict.fromkeys((False, True), (None, graph))
     for step in range(2):
         for keeps in (False, True):
@@ -68,21 +70,3 @@ def test_captures_have_the_memory_that_torch_has_cached(captures, monkeypatch):
             assert len(given_back) == 2 * step + 1
         found.settle()
         assert len(given_back) == 2 * step + 2
-
-
-def test_a_pool_begins_with_one_block_of_what_a_trial_has_taken(captures, monkeypatch):
-    found, _ = captures
-    graph = SimpleNamespace(capture_begin=lambda **options: None, capture_end=lambda: None, replay=None)
-    blocks = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: blocks.append(size))
-    found._has_room, found._scratch, found.renewals = False, torch.zeros(1), 0
-    for _ in range(2):
-        found.renew()
-        with found.tried():
-            pass
-        for keeps in (True, False, False):
-            found(lambda: None, keeps)
-    assert blocks == [250, 250]

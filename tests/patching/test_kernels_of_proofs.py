@@ -110,28 +110,18 @@ def _model_to_train(family: str, lora: bool) -> torch.nn.Module:
 
 
 def _apply_noting(model: torch.nn.Module, stub: _Stub, monkeypatch) -> None:
-    """Applies the kernels, with those of the first step noted by `stub` as on a GPU."""
-
-    def noted(model, findings, compiler, device, fused):
-        first_step.note_first_step(model, findings, stub, device, fused)
-
-    monkeypatch.setattr(apply, "note_first_step", noted)
+    """Applies the kernels, with those of the head noted by `stub` as on a GPU."""
+    monkeypatch.setattr(apply, "note_head", lambda model, _, device: first_step.note_head(model, stub, device))
     monkeypatch.setattr(head, "probe_head", lambda *args: 0.0)  # no kernel computes what it would compare
     apply_liger_kernel(model)
 
 
 @pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
 @pytest.mark.parametrize(
-    ("family", "lora", "ahead", "late"),
-    [
-        ("llama", False, 7, 0),
-        ("qwen3", False, 7, 0),
-        ("qwen3", True, 6, 0),
-        ("qwen3_5", False, 7, 0),
-    ],
+    ("family", "lora", "late"), [("llama", False, 3), ("qwen3", False, 3), ("qwen3", True, 4), ("qwen3_5", False, 3)]
 )
-def test_a_first_step_launches_kernels_that_were_compiled_ahead(family, lora, ahead, late, tmp_path, monkeypatch):
-    """`ahead` are compiled besides those of the proofs, `late` by the step; docs/performance.md has the numbers."""
+def test_kernels_of_the_head_are_compiled_ahead_of_a_step(family, lora, late, tmp_path, monkeypatch):
+    """`late` are the others that a step compiles; docs/performance.md has the numbers."""
     model = _model_to_train(family, lora)
     proofs, stub, step = _Stub(), _Stub(), _Stub()
     tokens = torch.randint(0, 64, (1, 256))
@@ -140,58 +130,36 @@ def test_a_first_step_launches_kernels_that_were_compiled_ahead(family, lora, ah
         model.train()
         with step.noting():
             model(input_ids=tokens, labels=tokens).loss.backward()
-    assert (found := stub.names(proofs)).total() == ahead, found
-    assert (found := step.names(stub, proofs)).total() == late, found
-
-
-@pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
-@pytest.mark.parametrize("training", [False, True])
-def test_noting_the_first_step_leaves_nothing_behind(training, tmp_path, monkeypatch):
-    model = _model_to_train("qwen3", lora=True).train(training)
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    calls = []
-    for module in model.modules():
-        module.register_forward_hook(lambda *args: calls.append("forward"))
-        module.register_full_backward_pre_hook(lambda *args: calls.append("backward"))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: calls.append("gradient"))
-    stub = _Stub()
-    with _on_an_h100(_Stub(), tmp_path):
-        drawn = torch.get_rng_state()
-        _apply_noting(model, stub, monkeypatch)
-    assert stub.names()
-    assert calls == []
-    assert torch.equal(drawn, torch.get_rng_state())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(module.training == training for module in model.modules())
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(each, after[name]) for name, each in before.items())
+    assert {*stub.names()} == {"_cross_entropy_row_kernel", "_rescale_kernel"}
+    found = step.names(stub, proofs)
+    assert found.total() == late, found
+    assert not found.keys() & stub.names().keys()
 
 
 @pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
 def test_what_fails_is_left_to_the_step(tmp_path, monkeypatch):
     stub, failing = _Stub(), mock.Mock(side_effect=torch.OutOfMemoryError)
-    monkeypatch.setattr(first_step, "_stand_in", failing)
+    monkeypatch.setattr(first_step, "_run", failing)
     with _on_an_h100(_Stub(), tmp_path):
         _apply_noting(_model("llama"), stub, monkeypatch)
-    assert failing.call_count == 3  # attention, MLP, norm
-    assert {*stub.names()} == {"_cross_entropy_row_kernel", "_rescale_kernel"}
+    assert failing.call_count == 1
+    assert not stub.names()
 
 
-def test_weights_of_other_kinds_are_left_to_the_step():
+@pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
+def test_a_model_that_is_not_trained_has_no_step(tmp_path, monkeypatch):
+    stub = _Stub()
+    with _on_an_h100(_Stub(), tmp_path):
+        _apply_noting(_model("llama").requires_grad_(False), stub, monkeypatch)
+    assert not stub.names()
+
+
+def test_heads_of_other_kinds_are_left_to_the_step():
     weight, cpu = torch.zeros(16, 16, dtype=torch.bfloat16), torch.device("cpu")
-    assert first_step._is_usual([weight, weight.float()], cpu)
-    for other in (
-        weight.to("meta"),
-        weight[:0],
-        weight.to(torch.int8),
-        weight.to(torch.float8_e4m3fn),
-        weight.as_subclass(_Sharded),
-    ):
-        assert not first_step._is_usual([weight, other], cpu)
-    assert not first_step._is_usual([weight.float()], cpu)  # under autocast it launches other kernels
+    assert first_step._is_usual(weight, cpu)
+    dtypes = torch.int8, torch.float8_e4m3fn, torch.float32
+    others = [weight.to("meta"), weight[:0], weight.as_subclass(_Sharded), *map(weight.to, dtypes)]
+    assert not any(first_step._is_usual(other, cpu) for other in others)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from liger_trainer.head import divergence as divergence_module
 from liger_trainer.head.deferred_logits import DeferredLogits
 from liger_trainer.patching.apply import apply_liger_kernel
 from liger_trainer.patching.binding import bound_modules
+from liger_trainer.trainers import gkd_trainer
 from tests.steps import step_with
 from tests.trainers.parity import assert_close_weights, assert_same_logs
 from tests.trainers.tiny import COMMON, SIZES, WORDS, chat_dataset, llama, tokenizer
@@ -434,3 +435,18 @@ def test_a_teacher_in_bf16_that_is_the_student_has_no_divergence(beta, tmp_path)
     assert losses[1].abs() < 1e-6
     if beta:
         assert losses[0].abs() > 1e-3
+
+
+def test_the_wrapped_student_is_called_with_an_argument(tmp_path, monkeypatch):
+    """FSDP2 of torch before 2.13 takes no call without one on a GPU."""
+    calls = []
+
+    class Redirection(gkd_trainer.ForwardRedirection):
+        def __call__(self, wrapper, module, method, *args):
+            calls.append(args)
+            return super().__call__(wrapper, module, method, *args)
+
+    monkeypatch.setattr(gkd_trainer, "ForwardRedirection", Redirection)
+    build("gkd", True, tmp_path).train()
+    assert calls
+    assert all(calls)
