@@ -49,6 +49,12 @@ def test_the_limit_leaves_room_for_others_fragments_and_a_margin(allocated, rese
     assert memory.limit() / GIB == pytest.approx(limit)  # the peak from before the counter was reset
 
 
+def test_a_process_that_may_have_a_share_keeps_within_it(monkeypatch):
+    device = Device(allocated=37, reserved=37)
+    device.get_per_process_memory_fraction = lambda _: 0.5
+    assert memory_of(monkeypatch, device).limit() / GIB == pytest.approx((40 - 1.6) / 1.03)
+
+
 def test_who_resets_the_counter_after_a_step_leaves_no_fragments_behind(monkeypatch):
     device = Device(allocated=70, reserved=72)
     memory = memory_of(monkeypatch, device)
