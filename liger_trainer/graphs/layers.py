@@ -352,8 +352,14 @@ class LayerGraphs:
             return
         # Of a copy if it is kept, because other layers write to the buffer before the backward reads it.
         hidden = self.buffers.hidden.clone() if self.keeps else self.buffers.hidden
-        self._recorded = self._recording(hidden, checkpointed=not self.keeps)
-        copy_all(self._results, [each.detach() for each in self._recorded[1]])
+        leaves, found = self._recording(hidden, checkpointed=not self.keeps)
+        copy_all(self._results, [each.detach() for each in found])
+        # Of a checkpoint nothing reads them again. All layers are captured before the first backward is, and the
+        # memory of the graphs would have a result of each.
+        if not self.keeps:
+            with torch.enable_grad():
+                found = [_WithoutMemory.apply(each) for each in found]
+        self._recorded = leaves, found
 
     def _write_gradients(self) -> None:
         recorded, self._recorded = self._recorded or self._recording(self.buffers.hidden), None
@@ -400,6 +406,20 @@ class LayerGraphs:
             wanted = [*(leaf for leaf in leaves if leaf.requires_grad), *parameters]
             found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         return [*found] if self._needs_input else [None, *found]
+
+
+class _WithoutMemory(torch.autograd.Function):
+    """A tensor of the shape of a result, with its gradient, and the memory of one number."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+        """The tensor, of any value."""
+        return result.new_empty(1).expand(result.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """The gradient of the result."""
+        return gradient
 
 
 class _Tried(NamedTuple):

@@ -817,6 +817,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     "trainer": [
         ("what keeps the device busy is captured", "CapturedLayers._gains_by", r"return not .*", "return True",
          "graphs/test_captured::test_calls_that_keep_the_device_busy_run_without"),
+        ("a result of each layer waits in the memory of graphs", "LayerGraphs._write_results",
+         r"if not self\.keeps:", "if False:",
+         "graphs/test_captured::test_nothing_as_large_as_a_result_waits_for_the_backward_of_a_checkpoint"),
         ("a trial that allocates is timed", "LayerGraphs.keeps_device_busy", r" if trial else False", "",
          "graphs/test_captured::test_most_trials_decide_for_all_layers"),
         ("one slow trial keeps layers from graphs", "LayerGraphs.keeps_device_busy", r"2 \* busy > _TIMED", "busy > 0",

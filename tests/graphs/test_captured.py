@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_trainer.graphs.captured import CapturedLayers
+from liger_trainer.graphs.layers import LayerGraphs
 from liger_trainer.graphs.memory import Buffers
 from liger_trainer.kernels.attention.attention import attention
 from liger_trainer.kernels.attention.plan import AttentionPlan
@@ -84,6 +85,23 @@ def test_losses_and_gradients_have_the_same_bits(checkpointed, lora, dtype):
     assert_same_steps(model, other, captured, map(ids, range(6)))
     assert captured.captured == 3
     assert not captured.reasons
+
+
+def test_nothing_as_large_as_a_result_waits_for_the_backward_of_a_checkpoint(monkeypatch):
+    """All layers are captured in the forward: the memory of the graphs would have a result of each."""
+    sizes, native = [], LayerGraphs._write_results
+
+    def watched(graphs):
+        native(graphs)
+        sizes.extend(each.untyped_storage().nbytes() for each in graphs._recorded[1])
+
+    monkeypatch.setattr(LayerGraphs, "_write_results", watched)
+    model, captured = tiny(lora=True, checkpointed=True), CapturedLayers(RecordedCaptures())
+    for number in range(3):
+        step(model, ids(number), captured)
+    assert captured.captured == 3
+    assert len(sizes) == 3
+    assert {*sizes} == {4}
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
