@@ -58,6 +58,14 @@ def bytes_of_weights(settings: Mapping[str, Any]) -> tuple[float | None, float |
 
     None for those that are in 16 bits. Scales for rows and tensors are not counted.
     """
+    linear, expert = _bytes_where_packed(settings)
+    named = [str(name).split(".") for name in settings.get("modules_to_not_convert") or ()]
+    # Of all layers, as no number of one is in the name.
+    whole = any(parts[-1] in ("mlp", "experts") and not any(map(str.isdigit, parts)) for parts in named)
+    return linear, None if whole else expert
+
+
+def _bytes_where_packed(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:
     method, form = settings.get("quant_method"), f"{settings.get('format')} {settings.get('quant_algo')}".lower()
     if method == "mxfp4":
         return None, 0.5 + 1 / 32
@@ -66,7 +74,8 @@ def bytes_of_weights(settings: Mapping[str, Any]) -> tuple[float | None, float |
     if method in ("gptq", "awq") or "pack-quantized" in form:
         group = settings.get("group_size") or _of_weights(settings, "group_size") or 128
         zeros = 0.5 if method in ("gptq", "awq") else 0.0
-        four = 0.5 + (2 + zeros) / max(int(group), 32)  # a scale of 16 bits, and perhaps a zero of 4
+        # A scale of 16 bits, and perhaps a zero of 4; -1 is one for all columns.
+        four = 0.5 + (2 + zeros) / max(int(group), 32) if int(group) > 0 else 0.5
         return four, four
     eight = 1.0 + (1 / 32 if method == "mxfp8" else 0.0)
     return eight, eight

@@ -1,8 +1,11 @@
-"""The kernels of the fused head, compiled beside those of the proofs.
+"""The kernels of a fused head that is trained, compiled beside those of the proofs.
 
 Its proof has a vocabulary of its own, and comes when all else is bound; Triton compiles a kernel anew for the sizes of
-a model and for frozen weights. So the head runs once more while the other proofs do, with a narrow weight of as many
-rows as the model's. The kernels that it launches are compiled, and do not run. What it computes is thrown away.
+a model. So the head runs once more while the other proofs do, with a narrow weight of as many rows as the model's. The
+kernels that it launches are compiled, and do not run. What it computes is thrown away.
+
+On Hopper the gradient of its weight has three kernels, which take longest of all to compile. Those of the rows of
+logits are the ones of a loss alone: TRL's trainers, which log more of a token, launch others.
 """
 
 from __future__ import annotations
@@ -25,14 +28,15 @@ _WIDTH, _CHUNK = 128, 32
 def note_head(model: nn.Module, compiler: Compiler | None, device: torch.device) -> None:
     """Has `compiler` compile what the fused head of `model` launches in a step; inside of `Probe.isolated`.
 
-    Left to the step are heads in fp32, which run under autocast, and those that are quantised, sharded or offloaded.
+    Left to the step are heads that are frozen, which have two kernels, those in fp32, which run under autocast, and
+    those that are quantised, sharded or offloaded.
 
     Args:
         model: The model.
-        compiler: None does nothing, nor does a model that is not trained.
+        compiler: None does nothing.
         device: That of the probe.
     """
-    if compiler is None or not any(each.requires_grad for each in model.parameters()):
+    if compiler is None:
         return
     with compiler.noting(), contextlib.suppress(Exception):  # whatever fails is left to the step
         heads, _ = find_lm_heads(without_adapters(model))
@@ -41,19 +45,19 @@ def note_head(model: nn.Module, compiler: Compiler | None, device: torch.device)
 
 
 def _is_usual(tensor: torch.Tensor, device: torch.device) -> bool:
-    half = tensor.dtype in (torch.bfloat16, torch.float16)
-    return half and type(tensor) in PLAIN and tensor.device == device and tensor.numel() > 0
+    trained = tensor.dtype in (torch.bfloat16, torch.float16) and tensor.requires_grad
+    return trained and type(tensor) in PLAIN and tensor.device == device and tensor.numel() > 0
 
 
 def _run(head: Any, softcap: float | None) -> None:
     weight, bias = head.weight, head.bias
-    narrow = weight.new_empty(weight.shape[0], _WIDTH).requires_grad_(weight.requires_grad)
+    narrow = weight.new_empty(weight.shape[0], _WIDTH).requires_grad_()
     hidden = weight.new_empty(1, 2 * _WIDTH, _WIDTH).requires_grad_()
     loss: Any = linear_cross_entropy(
         hidden,
         narrow,
         torch.zeros(hidden.shape[:-1], dtype=torch.long, device=weight.device),
-        None if bias is None else bias.detach().requires_grad_(bias.requires_grad),
+        None if bias is None else bias.detach().requires_grad_(),
         softcap=softcap,
         logits_memory=_CHUNK * (weight.shape[0] + COLUMN_MULTIPLE) * weight.element_size(),
     )

@@ -22,6 +22,7 @@ from typing import Any, ParamSpec
 
 import torch
 from accelerate import DistributedType
+from accelerate.utils import DynamoBackend
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -258,8 +259,12 @@ class LigerTrainerMixin(
 
         Under FSDP2 it would have what a model returns rounded to 16 bits: losses, and the log-probabilities of which
         DPO compares sums. Here they have the dtype that they have in one process.
+
+        A launch that compiles the model (`accelerate launch --dynamo_backend`) turns `torch_compile` on.
         """
         super().create_accelerator_and_postprocess()
+        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            self.args.torch_compile = True
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         policy = None if plugin is None or plugin.fsdp_version != 2 else plugin.mixed_precision_policy
         if policy is not None and policy.output_dtype == policy.param_dtype:  # nobody else has chosen it

@@ -28,9 +28,7 @@ def split_layers(model: nn.Module, accelerator: Accelerator) -> None:
         model: With its whole weights.
         accelerator: The trainer's; its policy chooses the layers.
     """
-    if not accelerator.is_fsdp2 or isinstance(model, FSDPModule):
-        return
-    if not available(SPLIT_LAYERS) or not available(SPLIT_REFERENCE):
+    if not _may_split(accelerator) or isinstance(model, FSDPModule):
         return
     plugin, mesh = copy.copy(accelerator.state.fsdp_plugin), getattr(accelerator, "torch_device_mesh", None)
     if not {type(module).__name__ for module in model.modules()} >= {*(plugin.transformer_cls_names_to_wrap or ())}:
@@ -46,8 +44,13 @@ def split_layers(model: nn.Module, accelerator: Accelerator) -> None:
     }
     options["ignored_params"] = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
     for module in get_module_children_bottom_up(model)[:-1]:
-        if chosen(module) and not isinstance(module, FSDPModule):
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # without a forward, before which to gather
+        if chosen(module) and not is_container and not isinstance(module, FSDPModule):
             fully_shard(module, **options)
+
+
+def _may_split(accelerator: Accelerator) -> bool:
+    return accelerator.is_fsdp2 and available(SPLIT_LAYERS) and available(SPLIT_REFERENCE)
 
 
 def split_teacher(teacher: nn.Module, accelerator: Accelerator) -> None:
@@ -55,7 +58,7 @@ def split_teacher(teacher: nn.Module, accelerator: Accelerator) -> None:
 
     Quantised weights stay where they are, as FSDP2 cannot split all of them, and so do those that are split already.
     """
-    if not accelerator.is_fsdp2 or not available(SPLIT_LAYERS) or not available(SPLIT_REFERENCE):
+    if not _may_split(accelerator):
         return
     if getattr(teacher, "is_quantized", False) or any(map(is_dtensor, teacher.parameters())):
         return

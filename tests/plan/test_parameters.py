@@ -137,6 +137,22 @@ def test_a_packed_mixture_takes_as_many_bytes_as_counted(name, tmp_path):
     assert counts.dequantised == 4 * 256 * 128 + 4 * 128 * 128
 
 
+@pytest.mark.parametrize(
+    ("left", "experts"),
+    [
+        (None, True),
+        (["lm_head"], True),
+        (["mlp.gate"], True),
+        (["model.layers.0.mlp"], True),  # of one layer
+        (["mlp", "lm_head"], False),
+        (["model.layers.mlp.experts"], False),
+    ],
+)
+def test_experts_that_a_checkpoint_leaves_in_16_bits_are_not_counted_as_packed(left, experts):
+    _, width = bytes_of_weights({"quant_method": "gptq", "group_size": -1, "modules_to_not_convert": left})
+    assert width == (0.5 if experts else None)
+
+
 def test_bitsandbytes_takes_as_many_bytes_as_counted():
     library()
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}))

@@ -196,6 +196,13 @@ def test_what_is_refused(tmp_path):
         causal(tmp_path, llama(), cuda_graphs="on")
 
 
+def test_a_launch_that_compiles_the_model_turns_torch_compile_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")  # `accelerate launch --dynamo_backend`
+    trainer = causal(tmp_path, llama(), cuda_graphs="auto")
+    assert trainer.args.torch_compile
+    assert "`torch_compile` is true" in trainer.kernel_report.remarks[-1]
+
+
 def test_a_device_without_graphs_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.undo()
     message = "`cuda_graphs` is true, but training is on cpu, which has no CUDA graphs. Set it to 'auto' or to false"

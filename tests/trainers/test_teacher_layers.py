@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -99,6 +100,15 @@ def test_layers_of_another_class_than_the_students(named, accelerator):  # noqa:
     ends = ".mlp" if named == ["Qwen3MLP"] else ""
     assert units(teacher) == ["", *(f"model.layers.{layer}{ends}" for layer in range(2))]
     assert plugin.transformer_cls_names_to_wrap == named
+
+
+def test_containers_are_no_units(accelerator):  # noqa: F811
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100)
+    accelerator.state.fsdp_plugin = plugin
+    teacher = qwen()
+    split_teacher(teacher, accelerator)
+    assert "model.layers.0" in units(teacher)
+    assert "model.layers" not in units(teacher)
 
 
 def test_weights_of_several_dtypes_are_split(accelerator):  # noqa: F811

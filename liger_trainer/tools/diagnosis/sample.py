@@ -105,7 +105,7 @@ _ALONE: dict[str, Any] = {  # how to train, of which rows and labels do not depe
     **{"use_peft": False, "load_in_4bit": False, "load_in_8bit": False, "model_init_kwargs": None},
     **{"accelerate_config": None, "expert_parallel_size": 1, "parallelism_config": None, "deepspeed": None},
     **{"use_liger_kernel": False, "liger_kernel_config": None, "attn_implementation": None, "torch_compile": False},
-    **{"cuda_graphs": False},
+    **{"cuda_graphs": False, "packed_base": False, "fp8_base": False},
     **{"gradient_checkpointing": False, "activation_checkpointing": None, "activation_offloading": False},
     **{"activation_memory": 0, "tokens_per_micro_batch": None, "optim": "adamw_torch", "optim_args": None},
     **{"eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False, "save_strategy": "no"},

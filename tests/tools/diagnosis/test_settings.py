@@ -201,3 +201,10 @@ def test_a_configuration_alone_has_no_tokenizer(tmp_path):
     found = found_in(str(file))
     assert "packing" in " ".join(found.checked)
     assert any("tokenizer" in reason for reason in found.unchecked.values())
+
+
+def test_a_recipe_of_a_packed_base_is_checked_without_its_weights(tmp_path):
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model = model_folder(tmp_path / "model", quantization_config=quantised)
+    adapters = {"use_peft": True, "lora_target_modules": ["q_proj"], "fp8_base": True}
+    assert traps_of(recipe(tmp_path, model=model, packed_base=True, **adapters)) == []
