@@ -34,7 +34,7 @@ def note_head(model: nn.Module, compiler: Compiler | None, device: torch.device)
     Args:
         model: The model.
         compiler: None does nothing.
-        device: That of the probe.
+        device: The device on which proofs run.
     """
     if compiler is None:
         return

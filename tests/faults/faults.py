@@ -429,7 +429,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "test_recipes::test_mistakes_have_one_message", "fp8_base"),
         ("a reference's layers are gathered at once under FSDP2", "split_layers", r"if chosen\(module\)", "if False",
          "trainers/test_reference_layers::test_layers_are_units"),
-        ("a teacher is whole on each process under FSDP2", "split_teacher", r"if not accelerator\.is_fsdp2", "if True",
+        ("a teacher is whole on each process under FSDP2", "split_teacher", r"if not _may_split\(accelerator\)", "if True",
          "trainers/test_teacher_layers::test_losses_are_those_of_a_whole_teacher_and_layers_are_units"),
         ("a teacher's layers are gathered at once under FSDP2", "split_teacher", r"split_layers\(teacher, .*\)", "pass",
          "trainers/test_teacher_layers::test_losses_are_those_of_a_whole_teacher_and_layers_are_units"),
@@ -1972,7 +1972,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("doctor lets rows be longer than the model has positions", "too_long", r"<= most:", "<= 2**40:",
          "tools/diagnosis/test_settings::test_found_and_gone_with_the_fix "
          "tools/diagnosis/test_settings::test_positions_are_those_of_a_stretched_rotation", "behind or stretched"),
-        ("doctor needs CUDA graphs to look at rows", "_ALONE", r'\{"cuda_graphs": False\}', "{}",
+        ("doctor needs CUDA graphs to look at rows", "_ALONE", r'"cuda_graphs": False, "packed', '"packed',
          "tools/diagnosis/test_data::test_rows_of_a_recipe_for_a_gpu_are_looked_at_without_one"),
         ("a smoke run needs CUDA graphs", "shrink", r'in \(True, "true"\)', "is None",
          "tools/cli/test_smoke::test_a_recipe_that_runs_from_cuda_graphs"),
