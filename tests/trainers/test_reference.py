@@ -435,7 +435,8 @@ def test_methods_of_the_user_run_in_the_order_of_trl(kind, name, folder, tmp_pat
 def test_results_of_a_model_keep_their_dtype_under_fsdp2(version, policy, expected, folder, tmp_path):
     trainer = build("DPO", folder, tmp_path)
     plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=policy)
-    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    compiles = trainer.accelerator.state.dynamo_plugin
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=compiles))
     with mock.patch("transformers.Trainer.create_accelerator_and_postprocess"):
         trainer.create_accelerator_and_postprocess()
     changed = plugin.mixed_precision_policy
