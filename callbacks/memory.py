@@ -77,6 +77,12 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def share_of(device: torch.device) -> float:
+    """The share of an accelerator's memory that this process may have (`set_per_process_memory_fraction`)."""
+    share = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    return 1.0 if share is None else share(_indexed(device))
+
+
 def _indexed(device: torch.device) -> torch.device:
     """An accelerator with its index, which is that of the current one if it has none."""
     index = torch.get_device_module(device).current_device() if device.index is None else device.index

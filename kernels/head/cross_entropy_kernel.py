@@ -47,8 +47,7 @@ from liger_trainer.kernels.runtime import has_elements, on_device, tl, triton
 _LARGEST_BOUND = 60.0  # of log2(e) * |z| under a soft-cap: exp(z - cap) stays well above fp32's smallest number
 
 
-# Labels are read one at a time, and those of a single sequence, shifted by one, are not aligned.
-@triton.jit(do_not_specialize_on_alignment=["target_ptr"])
+@triton.jit
 def _cross_entropy_row_kernel(
     logits_ptr,
     gradient_ptr,

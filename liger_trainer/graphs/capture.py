@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from liger_trainer.callbacks.memory import add_reserve, remember_peak
+from liger_trainer.callbacks.memory import add_reserve, remember_peak, share_of
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import FAILED_CAPTURES
 
@@ -86,7 +86,7 @@ class CudaCaptures:
         self._has_room = False  # what torch has cached was given back for captures
         self._stream = torch.cuda.Stream(device)
         self._scratch = torch.empty(1, device=device)
-        self.limit = torch.cuda.get_device_properties(device).total_memory // _SHARE
+        self.limit = int(torch.cuda.get_device_properties(device).total_memory * share_of(device)) // _SHARE
         self.renewals = -1
         self.renew()
         self._is_settled = True

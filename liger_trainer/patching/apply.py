@@ -18,7 +18,6 @@ from liger_trainer.kernels.compile_together import compiler_for
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.codes import unscaled_weights
-from liger_trainer.patching.first_step import note_head
 from liger_trainer.patching.fp8 import cast_in_norms, find_fp8
 from liger_trainer.patching.head import patch_head
 from liger_trainer.patching.latent import find_latent, rotate_whole_queries
@@ -153,8 +152,6 @@ def _find_proved(model: nn.Module, config: KernelConfig, gathers: bool) -> list[
         runs = KernelRuns(compiler)
         probe = Probe(device, runs.later)
         with probe.isolated():
-            if config.linear_cross_entropy:  # first, as these kernels take longest to compile
-                note_head(model, compiler, device)
             findings = _find_everything(model, config, probe, gathers)
             if runs.are_right():
                 return findings

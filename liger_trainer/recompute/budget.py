@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_trainer.callbacks.memory import remember_peak
+from liger_trainer.callbacks.memory import remember_peak, share_of
 
 _GIB = 2**30
 _SLACK = 0.02  # of the device's memory, and at least 1 GiB, is left free
@@ -73,15 +73,10 @@ class DeviceMemory:
         statistics = self._backend.memory_stats(self._device)
         self.ran_out()  # what happened before is in these numbers
         others = total - free - statistics["reserved_bytes.all.current"]
-        room = min(total - others, self._share() * total) - max(_SLACK * total, _GIB)
+        room = min(total - others, share_of(self._device) * total) - max(_SLACK * total, _GIB)
         self.note_peak()
         fragments = statistics["reserved_bytes.all.peak"] - self._highest
         return min(room - fragments, room / (1 + _FRAGMENTATION))
-
-    def _share(self) -> float:
-        """The share of the device that this process may have (`set_per_process_memory_fraction`)."""
-        share = getattr(self._backend, "get_per_process_memory_fraction", None)
-        return 1.0 if share is None else share(self._device)
 
     def ran_out(self) -> bool:
         """Whether the allocator had to give its fragments back since the last call, for a block that did not fit."""

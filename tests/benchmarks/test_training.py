@@ -234,7 +234,6 @@ def test_the_first_step_is_timed_from_the_building_of_its_trainer():
     found = run(task, "slow")
     del TRAINING_PROVIDERS["slow"]
     assert found["first_step_seconds"] >= 0.5
-    assert 1 / found["tokens_per_second"] * 16 < 0.5
 
 
 def test_each_size_is_a_run_of_ours(tmp_path, capsys, monkeypatch):

@@ -1334,6 +1334,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("GKD calls the wrapped student without an argument", "LigerGKDTrainer._loss",
          r'inside, inputs\["input_ids"\]\)', "inside)",
          "parity_distillation::test_the_wrapped_student_is_called_with_an_argument"),
+        ("auto keeps more than the share of a process", "share_of", r"else share\(_indexed\(device\)\)", "else 1.0",
+         "recompute/test_device_memory::test_a_process_that_may_have_a_share_keeps_within_it"),
         ("a launch that compiles the model is not noticed", "LigerTrainerMixin.create_accelerator_and_postprocess",
          r"dynamo_plugin\.backend != DynamoBackend\.NO", "dynamo_plugin is None",
          "cuda_graphs::test_a_launch_that_compiles_the_model_turns_torch_compile_on"),

@@ -2,18 +2,16 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels import runtime
 from liger_trainer.kernels.compile_together import Compiler
-from liger_trainer.patching import apply, first_step, head, norm_forwards, trial
+from liger_trainer.patching import apply, norm_forwards, trial
 from liger_trainer.patching.inputs import AS_DRAWN
 from liger_trainer.patching.recurrent import delta
 from liger_trainer.patching.trial import KernelRuns, Trial
@@ -37,23 +35,22 @@ class _Stub(Compiler):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), None)
-        self._names: dict[tuple[str, str], str] = {}
+        self.names: Counter[str] = Counter()
 
     def _submit(self, kernel, known):
-        self._names[kernel.__name__, known["key"]] = kernel.__name__
-
-    def names(self, *others: "_Stub") -> Counter[str]:
-        """How many of each it was given that no one of the `others` was."""
-        return Counter(name for key, name in self._names.items() if not any(key in each._names for each in others))
+        if (id(kernel), known["key"]) not in self._given:
+            self._given.add((id(kernel), known["key"]))
+            self.names[kernel.__name__] += 1
 
 
-@contextlib.contextmanager
-def _on_an_h100(stub: _Stub, folder) -> Iterator[list[str]]:
-    """Proofs run on the CPU, and ask `stub` for the kernels that they would put off on a GPU.
+def kernels_of_proofs(model: torch.nn.Module, folder) -> Counter[str]:
+    """The names of the kernels that the proofs of `model` would compile on an H100, and how many of each.
 
-    Trials that put nothing off ask for none: those on the CPU of a machine with a GPU, and a router's, which would
-    compile two. The result has the names of kernels that are launched all the same.
+    The proofs run on the CPU, and ask for the kernels that they would put off on a GPU. Trials that put nothing off
+    ask for none: those on the CPU of a machine with a GPU, and a router's, which would compile two. Of the experts',
+    which are on such a CPU, two that sort rows are launched here, and count.
     """
+    stub = _Stub()
 
     def noted(self, ours, agreement):
         tensors = [tensor.to(torch.bfloat16) for tensor in self._tensors]
@@ -71,18 +68,8 @@ def _on_an_h100(stub: _Stub, folder) -> Iterator[list[str]]:
         stack.enter_context(mock.patch.object(Trial, "_in_kernels", noted))
         stack.enter_context(mock.patch.object(Trial, "on_cpu", on_cpu))
         stack.enter_context(mock.patch.object(delta, "few", lambda heads, most, probe: heads))
-        yield late
-
-
-def kernels_of_proofs(model: torch.nn.Module, folder) -> Counter[str]:
-    """The names of the kernels that the proofs of `model` would compile on an H100, and how many of each.
-
-    Of the experts' trials, two kernels that sort rows are launched here, and count.
-    """
-    stub = _Stub()
-    with _on_an_h100(stub, folder) as late:
         apply_liger_kernel(model, NO_HEAD)
-    return stub.names() + Counter(late)
+    return stub.names + Counter(late)
 
 
 @pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
@@ -91,68 +78,6 @@ def test_proofs_compile_so_many_kernels_and_no_more(family, count, tmp_path):
     """docs/performance.md has the numbers."""
     found = kernels_of_proofs(_model(family), tmp_path)
     assert found.total() == count, found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Those of the first step
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Sharded(torch.Tensor):
-    """As a DTensor, a tensor of another class."""
-
-
-def _model_to_train(family: str, lora: bool) -> torch.nn.Module:
-    # Heads are larger than a proof's. A gradient in any memory order has strides of 16 elements or a multiple of them.
-    sizes = FAMILIES[family] if "text_config" in FAMILIES[family] else {**FAMILIES[family], "head_dim": 32}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16)
-    return get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1)) if lora else model
-
-
-def _apply_noting(model: torch.nn.Module, stub: _Stub, monkeypatch) -> None:
-    """Applies the kernels, with those of the head noted by `stub` as on a GPU."""
-    monkeypatch.setattr(apply, "note_head", lambda model, _, device: first_step.note_head(model, stub, device))
-    monkeypatch.setattr(head, "probe_head", lambda *args: 0.0)  # no kernel computes what it would compare
-    apply_liger_kernel(model)
-
-
-@pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
-@pytest.mark.parametrize(
-    ("family", "lora", "late"), [("llama", False, 3), ("qwen3", False, 3), ("qwen3", True, 6), ("qwen3_5", False, 3)]
-)
-def test_kernels_of_the_head_are_compiled_ahead_of_a_step(family, lora, late, tmp_path, monkeypatch):
-    """`late` are the others that a step compiles, a frozen head's two among them; docs/performance.md has them."""
-    model = _model_to_train(family, lora)
-    proofs, stub, step = _Stub(), _Stub(), _Stub()
-    tokens = torch.randint(0, 64, (1, 256))
-    with _on_an_h100(proofs, tmp_path):
-        _apply_noting(model.eval(), stub, monkeypatch)  # as `from_pretrained` leaves it
-        model.train()
-        with step.noting():
-            model(input_ids=tokens, labels=tokens).loss.backward()
-    heads = {"_cross_entropy_row_kernel", "_rescale_kernel"}
-    assert {*stub.names()} == (set() if lora else heads)
-    found = step.names(stub, proofs)
-    assert found.total() == late, found
-    assert not found.keys() & stub.names().keys()
-
-
-@pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")
-def test_what_fails_is_left_to_the_step(tmp_path, monkeypatch):
-    stub, failing = _Stub(), mock.Mock(side_effect=torch.OutOfMemoryError)
-    monkeypatch.setattr(first_step, "_run", failing)
-    with _on_an_h100(_Stub(), tmp_path):
-        _apply_noting(_model("llama"), stub, monkeypatch)
-    assert failing.call_count == 1
-    assert not stub.names()
-
-
-def test_heads_of_other_kinds_are_left_to_the_step():
-    weight, cpu = torch.zeros(16, 16, dtype=torch.bfloat16, requires_grad=True), torch.device("cpu")
-    assert first_step._is_usual(weight, cpu)
-    others = [weight.detach(), weight.detach().to(torch.int8), weight.as_subclass(_Sharded)]
-    others += [weight.to("meta"), weight[:0], weight.float()]
-    assert not any(first_step._is_usual(other, cpu) for other in others)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Device:
 def memory_of(monkeypatch, device):
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     monkeypatch.setattr(budget, "remember_peak", lambda _: None)
-    return DeviceMemory(types.SimpleNamespace(type="cuda"))
+    return DeviceMemory(types.SimpleNamespace(type="cuda", index=0))
 
 
 @pytest.mark.parametrize(("allocated", "reserved", "limit"), [
