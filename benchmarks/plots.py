@@ -371,6 +371,20 @@ def draw_fp8(found: Evidence, window: int, file: Path) -> Path:
     return _save(figure, file)
 
 
+def draw_timeline(rows: Mapping[str, Sequence[tuple[int, int]]], milliseconds: float, title: str, file: Path) -> Path:
+    """When a device computes, a row for each name: its stretches in microseconds, up to so many milliseconds."""
+    figure, (axis,) = _axes(1, title, 10)
+    figure.set_figheight(0.9 + 0.6 * len(rows))
+    for place, stretches in enumerate(rows.values()):
+        bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in stretches if begin < milliseconds * 1e3]
+        axis.broken_barh(bars, (place - 0.35, 0.7), color=_COLOURS["liger_trainer"], linewidth=0)
+    axis.set_yticks(range(len(rows)), [*rows], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, milliseconds)
+    axis.set_xlabel("ms")
+    return _save(figure, file)
+
+
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean of each `window` successive values."""
     return [mean(values[end - window : end]) for end in range(window, len(values) + 1)]
