@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from liger_trainer.compat.private import require
+from liger_trainer.compat.torch import DEVICE_ASSERTIONS
 from liger_trainer.kernels.runtime import HAS_TRITON, INTERPRETED, TRITON_DEVICES, triton
 
 try:
@@ -31,7 +34,23 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
+require(DEVICE_ASSERTIONS)
+
 _OURS = "liger_trainer."
+_NEW = {
+    *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+    *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+}
+
+
+class _Zeros(TorchFunctionMode):
+    """New memory is zero, and nothing is asserted: of what no kernel has written."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch._assert_async:
+            return None
+        result = function(*args, **(kwargs or {}))
+        return result.zero_() if function in _NEW else result
 
 
 class Compiler:
@@ -52,8 +71,7 @@ class Compiler:
     def noting(self) -> Iterator[None]:
         """Our kernels that are launched inside are compiled in the background, once each, and do not run.
 
-        Their results are what memory held, so nothing inside may use them to index or to wait for. A kernel that the
-        process has compiled before runs.
+        Their results are zeros, and are not asserted to be right. A kernel that the process has compiled before runs.
         """
         runtime, thread = triton.knobs.runtime, threading.get_ident()
         before = runtime.jit_cache_hook
@@ -65,7 +83,7 @@ class Compiler:
             return before(**known) if before else None
 
         # A backward launches too, and autograd would run it in a thread of the device.
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), _Zeros():
             runtime.jit_cache_hook = hook
             try:
                 yield
@@ -100,7 +118,10 @@ def compile_noted(kernel: Any, known: dict[str, Any]) -> None:
     options = json.loads(known["specialization_data"])["options"]
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     source = kernel.ASTSource(kernel, known["signature"], known["constants"], known["configs"][0])
-    triton.compile(source, target=triton.runtime.driver.active.get_current_target(), options=options)
+    driver = triton.runtime.driver.active
+    compiled = triton.compile(source, target=driver.get_current_target(), options=options)
+    # The code that launches a kernel is written in C, and compiled too, up to Triton 3.7: it takes as long again.
+    driver.launcher_cls(source, compiled.metadata)
 
 
 @contextlib.contextmanager

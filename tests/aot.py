@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from liger_trainer.kernels import rows
+from liger_trainer.kernels.compile_together import Compiler
 from liger_trainer.kernels.rows import DeviceLimits
 
 TARGETS = {
@@ -131,6 +132,11 @@ class _Driver:
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
+        self.launched: list[str] = []  # the kernels whose launchers were made
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        assert metadata.name == source.fn.__name__
+        self.launched.append(metadata.name)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -180,6 +186,24 @@ def _kernels() -> Iterator[JITFunction]:
     for name, module in [*sys.modules.items()]:
         if name.startswith("liger_trainer."):
             yield from (each for each in vars(module).values() if isinstance(each, JITFunction))
+
+
+class NotedKernels(Compiler):
+    """Counts what it is given, by name, and compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), None)  # type: ignore[arg-type]
+        self._names: dict[tuple[str, str], str] = {}
+
+    def _submit(self, kernel: Any, known: dict[str, Any]) -> None:
+        self._names[kernel.__name__, known["key"]] = kernel.__name__
+
+    def wait(self) -> None:
+        """Nothing runs."""
+
+    def names(self, *others: NotedKernels) -> Counter[str]:
+        """How many of each it was given that no one of the `others` was."""
+        return Counter(name for key, name in self._names.items() if not any(key in each._names for each in others))
 
 
 def _type_name(value: Any) -> str:

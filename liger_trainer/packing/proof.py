@@ -93,7 +93,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     differing = getattr(config, "per_layer_attributes", None)  # sizes that differ between layers, in Gemma 4
     if differing:
         small.per_layer_config = None
-    kept = _kept_layers(config)
+    kept = kept_layers(config)
     most = {config.attribute_map.get(name, name): size for name, size in _MOST.items()}
     for name, value in vars(small).items():
         if isinstance(value, dict) and name.startswith("rope"):
@@ -128,7 +128,7 @@ def fewer_layers(config: PreTrainedConfig) -> PreTrainedConfig:
             if (inside := getattr(config, name, None)) is not None:
                 setattr(fewer, name, fewer_layers(inside))
         return fewer
-    layers, kept = _layers_of(config), _kept_layers(config)
+    layers, kept = _layers_of(config), kept_layers(config)
     if not layers:
         return fewer
     differing = getattr(config, "per_layer_attributes", None)
@@ -190,7 +190,7 @@ def _written(config: PreTrainedConfig, name: str) -> Any:
     return vars(config).get(config.attribute_map.get(name, name))
 
 
-def _kept_layers(config: PreTrainedConfig) -> list[int]:
+def kept_layers(config: PreTrainedConfig) -> list[int]:
     """The first two layers, and the first of each kind: by its types, and by whether it has keys of an earlier one."""
     layers = _layers_of(config)
     own = layers - (getattr(config, "num_kv_shared_layers", None) or 0)

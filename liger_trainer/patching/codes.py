@@ -57,13 +57,14 @@ def unscaled_weights(model: nn.Module) -> list[str]:
     Of each weight, the first 1,024 elements are looked at: all are whole numbers up to 128, or numbers of 8-bit floats,
     and some are larger than any trained weight. Weights that are on another device or split are not looked at.
     """
-    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    alike: dict[Any, list[tuple[str, torch.Tensor]]] = {}
     for name, sample in _samples(model):
-        by_device.setdefault(sample.device, []).append((name, _are_codes(sample)))
+        alike.setdefault((sample.device, sample.dtype), []).append((name, sample))
     found = []
-    for results in by_device.values():
-        verdicts = torch.stack([verdict for _, verdict in results]).tolist()  # one wait for the device
-        found += [name for (name, _), verdict in zip(results, verdicts) if verdict]
+    for samples in alike.values():
+        names, rows = zip(*samples)
+        verdicts = _are_codes(torch.stack(rows).float()).tolist()  # one wait for the device
+        found += [name for name, verdict in zip(names, verdicts) if verdict]
     return found
 
 
@@ -88,16 +89,17 @@ def _samples(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if not wide or weight.is_meta or is_dtensor(weight) or weight.dim() < 2 or weight.numel() < _SAMPLE:
             continue
         if weight.is_contiguous():
-            yield name, weight.view(-1)[:_SAMPLE].float()
+            yield name, weight.view(-1)[:_SAMPLE]
 
 
-def _are_codes(sample: torch.Tensor) -> torch.Tensor:
-    size = sample.abs()
-    whole = ((sample == sample.round()) & (size <= 128)).all()
+def _are_codes(samples: torch.Tensor) -> torch.Tensor:
+    """For each row of `samples`, (N, 1024) in fp32, whether it is of codes."""
+    size = samples.abs()
+    whole = ((samples == samples.round()) & (size <= 128)).all(-1)
     for dtype in _GRIDS:
-        whole = whole | (sample.to(dtype).float() == sample).all()
+        whole = whole | (samples.to(dtype).float() == samples).all(-1)
     # Not a table of one number, nor of few.
-    return whole & (size.max() >= _LEAST) & (sample.roll(1) != sample).float().mean().gt(0.5)
+    return whole & (size.amax(-1) >= _LEAST) & (samples.roll(1, -1) != samples).float().mean(-1).gt(0.5)
 
 
 def _name(dtype: torch.dtype) -> str:

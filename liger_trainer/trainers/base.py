@@ -74,6 +74,7 @@ from liger_trainer.trainers.checks.low_bit import check_low_bit_weights, first_s
 from liger_trainer.trainers.checks.out_of_memory import memory_advice
 from liger_trainer.trainers.checks.packed_base import check_packed_base
 from liger_trainer.trainers.checks.shared_keys import check_shared_keys
+from liger_trainer.trainers.compile_ahead import compile_ahead
 from liger_trainer.trainers.cuda_graphs import CudaGraphsMixin
 from liger_trainer.trainers.deferred_metrics import DeferredMetrics, DeferredNumber
 from liger_trainer.trainers.evaluating import EvaluatingMixin
@@ -276,6 +277,7 @@ class LigerTrainerMixin(
         strict = getattr(self.args, "strict_kernels", False)
         mapping = kernel_mapping_of(self.args)
         self.kernel_report = apply_kernels(model, mapping, strict, gathers=self._takes_gathered_keys())
+        compile_ahead(self, model)
         self._split_sequences(model)
         self._patched = weakref.ref(model)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 
 from liger_trainer import functional as ops
 from liger_trainer.kernels import compile_together, runtime
@@ -53,6 +54,31 @@ def test_what_was_noted_is_compiled_and_then_found(late, tmp_path):
     assert late == []  # in this process nothing is compiled again
     _norm(torch.float32)
     assert late == ["_rms_norm_forward_kernel", "_rms_norm_backward_kernel", "_column_sum_kernel"]
+
+
+def test_what_launches_a_kernel_is_made_with_it(late):
+    _compiled(_norm)
+    made = driver.active.launched
+    assert sorted(made) == ["_column_sum_kernel", "_rms_norm_backward_kernel", "_rms_norm_forward_kernel"]
+
+
+def test_what_no_kernel_has_written_is_zero_and_is_not_asserted(monkeypatch):
+    native = {each.__name__: each.__wrapped__ for each in compile_together._NEW}  # as the tests replace them
+    monkeypatch.setattr(compile_together, "_NEW", {*compile_together._NEW, *native.values()})
+    monkeypatch.setattr(compile_together, "TRITON_DEVICES", ("cpu",))
+    x = torch.ones(4)
+    arguments = {"empty": [4], "empty_strided": [(4,), (1,)], "empty_permuted": [(4,), (0,)], "empty_like": [x]}
+    arguments |= {"new_empty": [x, 4], "new_empty_strided": [x, (4,), (1,)]}
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        assert all(native[name](*arguments[name]).isnan().all() for name in native)
+        with compiler_for(torch.device("cpu")) as compiler, compiler.noting():
+            made = [native[name](*arguments[name]) for name in native]
+            torch._assert_async(made[0].any())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(made) == 6
+    assert not any(each.any() for each in made)
 
 
 def test_one_that_is_launched_twice_is_compiled_once(late):

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -10,13 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_trainer import apply_liger_kernel
 from liger_trainer.kernels import runtime
-from liger_trainer.kernels.compile_together import Compiler
 from liger_trainer.patching import apply, norm_forwards, trial
 from liger_trainer.patching.inputs import AS_DRAWN
 from liger_trainer.patching.recurrent import delta
 from liger_trainer.patching.trial import KernelRuns, Trial
 from liger_trainer.recipe.families import FAMILIES
-from tests.aot import compiled_for
+from tests.aot import NotedKernels, compiled_for
 
 NO_HEAD = {"linear_cross_entropy": False, "cross_entropy": False}
 
@@ -30,27 +30,13 @@ def _model(family: str) -> torch.nn.Module:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Stub(Compiler):
-    """Counts what it is given, by name, and compiles nothing."""
+@contextlib.contextmanager
+def proofs_on_an_h100(stub: NotedKernels, folder) -> Iterator[list[str]]:
+    """Proofs run on the CPU, and ask `stub` for the kernels that they would put off on a GPU.
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), None)
-        self.names: Counter[str] = Counter()
-
-    def _submit(self, kernel, known):
-        if (id(kernel), known["key"]) not in self._given:
-            self._given.add((id(kernel), known["key"]))
-            self.names[kernel.__name__] += 1
-
-
-def kernels_of_proofs(model: torch.nn.Module, folder) -> Counter[str]:
-    """The names of the kernels that the proofs of `model` would compile on an H100, and how many of each.
-
-    The proofs run on the CPU, and ask for the kernels that they would put off on a GPU. Trials that put nothing off
-    ask for none: those on the CPU of a machine with a GPU, and a router's, which would compile two. Of the experts',
-    which are on such a CPU, two that sort rows are launched here, and count.
+    Trials that put nothing off ask for none: those on the CPU of a machine with a GPU, and a router's, which would
+    compile two. The result has the names of kernels that are launched all the same.
     """
-    stub = _Stub()
 
     def noted(self, ours, agreement):
         tensors = [tensor.to(torch.bfloat16) for tensor in self._tensors]
@@ -68,8 +54,18 @@ def kernels_of_proofs(model: torch.nn.Module, folder) -> Counter[str]:
         stack.enter_context(mock.patch.object(Trial, "_in_kernels", noted))
         stack.enter_context(mock.patch.object(Trial, "on_cpu", on_cpu))
         stack.enter_context(mock.patch.object(delta, "few", lambda heads, most, probe: heads))
+        yield late
+
+
+def kernels_of_proofs(model: torch.nn.Module, folder) -> Counter[str]:
+    """The names of the kernels that the proofs of `model` would compile on an H100, and how many of each.
+
+    Of the experts' trials, two kernels that sort rows are launched here, and count.
+    """
+    stub = NotedKernels()
+    with proofs_on_an_h100(stub, folder) as late:
         apply_liger_kernel(model, NO_HEAD)
-    return stub.names + Counter(late)
+    return stub.names() + Counter(late)
 
 
 @pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing")

@@ -1,0 +1,109 @@
+"""The kernels of the first step, compiled side by side while its trainer is built.
+
+Those of the proofs are compiled before, for a dummy's sizes and the gradients of all tensors; Triton compiles a kernel
+anew for the sizes of a model and for frozen weights. So a copy of the model with a layer of each kind takes a step
+here. The kernels that it launches are compiled, and do not run; what is computed is thrown away. The copy shares the
+memory of the model's parameters, and has no hooks.
+
+Left out are models some of whose weights are quantised, split or on another device, and kernels that only the loss of a
+trainer of alignment launches. Whatever fails is left to the first step.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from liger_trainer.head.lm_head import PLAIN, without_adapters
+from liger_trainer.kernels.compile_together import compiler_for
+from liger_trainer.packing.proof import fewer_layers, kept_layers
+from liger_trainer.patching.fp8 import decoder_layers
+from liger_trainer.patching.probe import HOOKS, neutral
+
+logger = logging.getLogger("liger_trainer")
+
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+_TOKENS = 8192  # of a batch, at most: several chunks of logits, as of a larger one
+
+
+def compile_ahead(trainer: Any, model: nn.Module) -> None:
+    """Compiles the kernels that the first step of `trainer` will launch, as far as they are known.
+
+    Args:
+        trainer: A trainer with `train_dataset`; without data nothing is compiled.
+        model: Its model, to which the kernels are bound, with its adapters.
+    """
+    device = next(model.parameters()).device
+    if getattr(trainer, "train_dataset", None) is None or not _is_usual(model, device):
+        return
+    with compiler_for(device) as compiler:
+        if compiler is None:
+            return
+        try:
+            few = few_layers(model)
+            base: Any = without_adapters(few)
+            rows, length = _batch(trainer, base.config)
+            tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
+            with neutral(device), compiler.noting(), trainer.autocast_smart_context_manager():
+                if trainer._own_loss_is_of_labels or not trainer._has_own_loss:
+                    few(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+                else:
+                    base.get_decoder()(tokens, use_cache=False).last_hidden_state.sum().backward()
+        except Exception as error:  # of the model's own code, of a device without room: the step then compiles
+            logger.debug("The kernels of the first step were not compiled ahead: %s", error)
+        compiler.wait()
+
+
+def _is_usual(model: nn.Module, device: torch.device) -> bool:
+    """Whether all of `model` is plain numbers on `device`, some of them trained."""
+    tensors = [*model.parameters(), *model.buffers()]
+    usual = all(type(each) in PLAIN and each.device == device and each.numel() for each in tensors)
+    numbers = all(each.dtype in _DTYPES for each in model.parameters())
+    return usual and numbers and any(each.requires_grad for each in tensors)
+
+
+def _batch(trainer: Any, config: PreTrainedConfig) -> tuple[int, int]:
+    """Rows and tokens of a row: those of the trainer's arguments, as far as these say, and few enough."""
+    rows = min(trainer.args.per_device_train_batch_size, _TOKENS)
+    config = config.get_text_config()
+    most = (getattr(trainer.args, "max_length", None), getattr(config, "max_position_embeddings", None))
+    return rows, min(_TOKENS // rows, *filter(None, most))
+
+
+def few_layers(model: nn.Module) -> nn.Module:
+    """A copy of `model` that has a layer of each kind, and shares the memory of its parameters.
+
+    Args:
+        model: A model of transformers, or PEFT's wrapper of one.
+
+    Raises:
+        ValueError: if it has no decoder with the layers that its config counts.
+    """
+    base, layers = without_adapters(model), decoder_layers(model)
+    if not isinstance(base, PreTrainedModel) or not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(base).__name__} has no list of decoder layers.")
+    text = base.config.get_text_config()
+    if len(layers) != text.num_hidden_layers:
+        raise ValueError(f"{type(base).__name__} has {len(layers)} layers, its config {text.num_hidden_layers}.")
+    memo: dict[int, Any] = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+    memo |= _by_identity(base.config, fewer_layers(base.config))
+    memo[id(layers)] = nn.ModuleList(copy.deepcopy(layers[place], memo) for place in kept_layers(text))
+    few = copy.deepcopy(model, memo)
+    for module in few.modules():
+        for name in HOOKS:
+            vars(module)[name].clear()
+    return few.train()
+
+
+def _by_identity(config: PreTrainedConfig, fewer: PreTrainedConfig) -> dict[int, Any]:
+    """`fewer` and its parts, by the `id` of those of `config`."""
+    found: dict[int, Any] = {id(config): fewer}
+    for name in config.sub_configs:
+        if (inside := getattr(config, name, None)) is not None:
+            found |= _by_identity(inside, getattr(fewer, name))
+    return found

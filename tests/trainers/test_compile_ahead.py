@@ -1,0 +1,145 @@
+"""The kernels of a first step are compiled while its trainer is built, and nothing of the model changes by that."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerTrainer, LigerTrainingArguments
+from liger_trainer.kernels import runtime
+from liger_trainer.patching import head
+from liger_trainer.recipe.families import FAMILIES
+from liger_trainer.trainers import compile_ahead
+from tests.aot import NotedKernels
+from tests.patching.test_kernels_of_proofs import proofs_on_an_h100
+from tests.trainers.tiny import tokenizer
+
+pytestmark = [
+    pytest.mark.skipif(runtime.INTERPRETED, reason="Triton's interpreter compiles nothing"),
+    pytest.mark.filterwarnings("ignore"),
+]
+LENGTH = 256
+
+
+def _model(family: str, lora: bool = False, layers: int = 0) -> torch.nn.Module:
+    # A gradient in any memory order has strides of 16 elements or a multiple of them.
+    sizes = FAMILIES[family] if "text_config" in FAMILIES[family] else {**FAMILIES[family], "head_dim": 32}
+    sizes = {**sizes, "max_position_embeddings": LENGTH} | ({"num_hidden_layers": layers} if layers else {})
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16)
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1)) if lora else model
+
+
+def _rows():
+    return [{"input_ids": torch.randint(0, 64, (LENGTH,)), "labels": torch.randint(0, 64, (LENGTH,))}] * 4
+
+
+@contextlib.contextmanager
+def _noted(folder, monkeypatch):
+    """Trainers are built as on an H100; yields the kernels of the proofs, and those that are compiled ahead."""
+    proofs, ahead = NotedKernels(), NotedKernels()
+    monkeypatch.setattr(compile_ahead, "compiler_for", lambda device: contextlib.nullcontext(ahead))
+    monkeypatch.setattr(head, "probe_head", lambda *args: 0.0)  # no kernel computes what it would compare
+    with proofs_on_an_h100(proofs, folder):
+        yield proofs, ahead
+
+
+def _trainer(model, folder, **arguments):
+    args = LigerTrainingArguments(str(folder), use_cpu=True, report_to="none", bf16=False, **arguments)
+    return LigerTrainer(model, args, train_dataset=_rows())
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "count"),
+    [("llama", False, 5), ("qwen3", False, 5), ("qwen3", True, 6), ("qwen3_moe", False, 6), ("qwen3_5", False, 5)],
+)
+def test_a_first_step_launches_kernels_that_were_compiled_ahead(family, lora, count, tmp_path, monkeypatch):
+    """`count` are compiled besides those of the proofs."""
+    step, rows = NotedKernels(), _rows()
+    with _noted(tmp_path / "cache", monkeypatch) as (proofs, ahead):
+        trainer = _trainer(_model(family, lora), tmp_path / "run", per_device_train_batch_size=1)
+        trainer.model.train()
+        with step.noting():
+            trainer.model(**{name: each[None] for name, each in rows[0].items()}).loss.backward()
+    assert step.names(ahead, proofs) == {}
+    assert (found := ahead.names(proofs)).total() == count, found
+
+
+def test_a_layer_of_each_kind_takes_the_step(tmp_path, monkeypatch):
+    built = []
+    native = compile_ahead.few_layers
+    monkeypatch.setattr(compile_ahead, "few_layers", lambda model: built.append(native(model)) or built[-1])
+    model = _model("qwen3", layers=8)
+    with _noted(tmp_path / "cache", monkeypatch):
+        _trainer(model, tmp_path / "run")
+    (few,) = built
+    assert (len(few.model.layers), few.config.num_hidden_layers) == (2, 2)
+    assert (len(model.model.layers), model.config.num_hidden_layers) == (8, 8)
+    own = {each.data_ptr() for each in model.parameters()}
+    assert all(each.data_ptr() in own for each in few.parameters())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_stays_as_it_is(training, tmp_path, monkeypatch):
+    model = _model("qwen3", lora=True).train(training)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    calls = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: calls.append("forward"))
+        module.register_full_backward_pre_hook(lambda *args: calls.append("backward"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: calls.append("gradient"))
+    with _noted(tmp_path / "cache", monkeypatch) as (_, ahead):
+        trainer = _trainer(model, tmp_path / "run")
+        drawn, noted = torch.get_rng_state(), ahead.names()
+        compile_ahead.compile_ahead(trainer, model)
+    assert noted
+    assert calls == []
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training == training for module in model.modules())
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_a_loss_of_pairs_compiles_no_head(tmp_path, monkeypatch):
+    tokens = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9]}] * 4
+
+    class Tokenised(LigerDPOTrainer):
+        def _prepare_dataset(self, dataset, *args, **kwargs):
+            return dataset
+
+    args = LigerDPOConfig(str(tmp_path / "run"), use_cpu=True, report_to="none", bf16=False, max_length=LENGTH)
+    with _noted(tmp_path / "cache", monkeypatch) as (proofs, ahead):
+        data = {"train_dataset": Dataset.from_list(tokens), "processing_class": tokenizer()}
+        Tokenised(_model("qwen3"), _model("qwen3"), args, **data)
+    assert {*ahead.names(proofs)} == {"forward_kernel", "backward_kernel", "_backward_kernel"}
+
+
+@pytest.mark.parametrize("change", ["no data", "frozen", "codes"])
+def test_without_a_step_or_with_weights_of_other_kinds_nothing_is_compiled(change, tmp_path, monkeypatch):
+    model = _model("llama")
+    args = LigerTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", bf16=False)
+    with _noted(tmp_path / "cache", monkeypatch) as (_, ahead):
+        trainer = LigerTrainer(model, args, train_dataset=None if change == "no data" else _rows())
+        assert bool(ahead.names()) == (change != "no data")
+        again = NotedKernels()
+        monkeypatch.setattr(compile_ahead, "compiler_for", lambda device: contextlib.nullcontext(again))
+        if change == "frozen":
+            model.requires_grad_(False)
+        if change == "codes":
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.int8), False)
+        compile_ahead.compile_ahead(trainer, model)
+        assert not again.names()
+
+
+def test_what_fails_is_left_to_the_step(tmp_path, monkeypatch):
+    failing = mock.Mock(side_effect=torch.OutOfMemoryError)
+    monkeypatch.setattr(compile_ahead, "few_layers", failing)
+    with _noted(tmp_path / "cache", monkeypatch) as (_, ahead):
+        assert _trainer(_model("llama"), tmp_path / "run").kernel_report is not None
+    assert failing.called
+    assert not ahead.names()
