@@ -71,24 +71,31 @@ class Compiler:
     def noting(self) -> Iterator[None]:
         """Our kernels that are launched inside are compiled in the background, once each, and do not run.
 
-        Their results are zeros, and are not asserted to be right. A kernel that the process has compiled before runs.
+        Their results are zeros, and are not asserted to be right.
         """
-        runtime, thread = triton.knobs.runtime, threading.get_ident()
-        before = runtime.jit_cache_hook
+        runtime, kernels, thread = triton.knobs.runtime, triton.JITFunction, threading.get_ident()
+        before, native = runtime.jit_cache_hook, kernels.run
+
+        def is_noted(module: str) -> bool:
+            return threading.get_ident() == thread and module.startswith(_OURS)
 
         def hook(**known: Any) -> bool | None:
-            if threading.get_ident() == thread and known["fn"].module.startswith(_OURS):
+            if is_noted(known["fn"].module):
                 self._submit(known["fn"].jit_function, known["compile"])
                 return True
             return before(**known) if before else None
 
+        # Those that the process has compiled before do not run either: they would read what others have not written.
+        def run(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+            return native(kernel, *args, warmup=warmup or is_noted(kernel.module), **kwargs)
+
         # A backward launches too, and autograd would run it in a thread of the device.
         with torch.autograd.set_multithreading_enabled(False), _Zeros():
-            runtime.jit_cache_hook = hook
+            runtime.jit_cache_hook, kernels.run = hook, run
             try:
                 yield
             finally:
-                runtime.jit_cache_hook = before
+                runtime.jit_cache_hook, kernels.run = before, native
 
     def wait(self) -> None:
         """Returns when all are compiled. One that could not be is compiled again, and fails, where it is launched."""

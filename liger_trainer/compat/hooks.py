@@ -11,6 +11,11 @@ from liger_trainer.compat.torch import MODULE_HOOKS
 require(MODULE_HOOKS)
 
 
+def has_global_hooks() -> bool:
+    """Whether a hook runs at the calls of all modules."""
+    return torch_module._has_any_global_hook()
+
+
 def is_call_hooked(module: nn.Module, of_all: bool = True) -> bool:
     """Whether a hook runs when `module` is called: its own or, with `of_all`, one of all modules."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

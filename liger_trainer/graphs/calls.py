@@ -7,14 +7,15 @@ import copy
 import operator
 import weakref
 from collections import UserDict, deque
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from liger_trainer.attention.masks import SlicedPlan, sliced
-from liger_trainer.compat.hooks import is_call_hooked
+from liger_trainer.compat.hooks import has_global_hooks, is_call_hooked
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE, MODULE_CONTENTS
 from liger_trainer.kernels.attention.plan import FILLED_BOUNDS, AttentionPlan, SharedKeys
@@ -26,6 +27,7 @@ require(CHANGED_IN_PLACE)
 require(MODULE_CONTENTS)
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 class Offsets(NamedTuple):
@@ -156,10 +158,9 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
 
 
 def is_watched() -> bool:
-    """Whether somebody sees every operator, or what autograd saves: in a graph, nobody would."""
-    return bool(
-        dispatch_modes() or function_modes() or saved_hooks(False) or torch._C._are_functorch_transforms_active()
-    )
+    """Whether somebody sees every operator, every module, or what autograd saves: in a graph, nobody would."""
+    watched = dispatch_modes() or function_modes() or saved_hooks(False) or has_global_hooks()
+    return bool(watched or torch._C._are_functorch_transforms_active())
 
 
 def _is_leaf(value: Any) -> bool:
@@ -341,8 +342,8 @@ def nested(
 class LayerState:
     """What a layer's launches depend on: its modules, their attributes, and where their parameters are.
 
-    A graph of the layer holds as long as all are the same objects: a module replaced, an adapter switched, another
-    rate or scale and a hook are seen.
+    A graph of the layer holds as long as all are the same: a module replaced, an adapter switched or merged, another
+    rate or scale, a hook, and another number in a list, a dict or a config are seen.
 
     Args:
         layer: The layer.
@@ -353,19 +354,25 @@ class LayerState:
 
     def __init__(self, layer: nn.Module) -> None:
         self._parts = [*layer.modules()]
-        self._held: list[dict[Any, Any]] = []
-        for module in self._parts:
-            own = module.__dict__
-            self._held += [own, *(value for value in own.values() if isinstance(value, dict))]
-        self._weights = [*layer.parameters()]
-        self.tensors = [*self._weights, *layer.buffers()]
-        self._seen, self._places = self._values(), self._pointers()
+        self._weights, self._buffers = [*layer.parameters()], [*layer.buffers()]
+        self.tensors = [*self._weights, *self._buffers]
+        self._places = self._pointers()
         self._leaves = {each: nn.Parameter(each.data) for each in self._weights if each.requires_grad}
+        self._remember()
+
+    def _remember(self) -> None:
+        self._held = _containers(self._parts)
+        self._seen = self._values()
 
     @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that require a gradient."""
         return [parameter for parameter in self._weights if parameter.requires_grad]
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """What stands for the `trained` parameters in [`with_own_leaves`]."""
+        return [*self._leaves.values()]
 
     @contextlib.contextmanager
     def with_own_leaves(self) -> Iterator[list[nn.Parameter]]:
@@ -383,23 +390,47 @@ class LayerState:
         for owner, name, parameter in replaced:
             owner[name] = self._leaves[parameter]
         try:
-            yield [*self._leaves.values()]
+            yield self.leaves
         finally:
             for owner, name, parameter in replaced:
                 owner[name] = parameter
 
     def holds(self) -> bool:
         """Whether all is as it was."""
+        return self._pointers() == self._places and self._has_same_attributes()
+
+    def _has_same_attributes(self) -> bool:
         now = self._values()
-        if len(now) != len(self._seen) or self._pointers() != self._places:
+        if len(now) != len(self._seen):
             return False
         if all(map(operator.is_, now, self._seen)):
             return True
         # PEFT makes the list of the adapters that are on anew.
-        same = all(one is other or (type(one) is list and one == other) for one, other in zip(now, self._seen))
+        same = all(map(_alike, now, self._seen))
         if same:
-            self._seen = now
+            self._remember()
         return same
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[Callable[[], str]]:
+        """After the context, buffers and attributes are as before; yields what says which of them have changed."""
+        copies, versions = [each.clone() for each in self._buffers], [each._version for each in self._buffers]
+        attributes = [(held, copy.copy(held)) for held in self._held]
+
+        def changed() -> str:
+            if versions != [each._version for each in self._buffers]:
+                return "buffers"
+            return "" if self._has_same_attributes() else "attributes"
+
+        try:
+            yield changed
+        finally:
+            if not self._has_same_attributes():
+                for held, before in attributes:
+                    _refill(held, before)
+            for buffer, before, version in zip(self._buffers, copies, versions):
+                if buffer._version != version:
+                    buffer.data.copy_(before)
 
     def has_moved(self) -> bool:
         """Whether a weight has other memory."""
@@ -410,6 +441,8 @@ class LayerState:
         for module in self._parts:
             if is_call_hooked(module):
                 return f"{type(module).__name__} has a hook"
+        if any(type(each) is torch.Tensor for each in self._weights):
+            return "a parameter is replaced by a tensor"
         for tensor in self.tensors:
             if type(tensor) not in (torch.Tensor, nn.Parameter):
                 return f"a weight is a {type(tensor).__name__}"
@@ -418,7 +451,52 @@ class LayerState:
         return ""
 
     def _values(self) -> list[Any]:
-        return [value for held in self._held for value in held.values()]
+        found: list[Any] = [*map(type, self._parts)]
+        for held in self._held:
+            found += held.values() if isinstance(held, dict) else held
+        return found
 
-    def _pointers(self) -> list[tuple[int, bool]]:
-        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self.tensors]
+    def _pointers(self) -> list[tuple[int, bool, torch.Size, tuple[int, ...]]]:
+        return [(each.data_ptr(), each.requires_grad, each.shape, each.stride()) for each in self.tensors]
+
+
+def _containers(modules: Sequence[nn.Module]) -> list[Any]:
+    """The dicts, lists and sets that hold the attributes of modules, and of objects without a call, such as configs."""
+    found: dict[int, Any] = {}
+    waiting: list[tuple[Any, bool]] = [(vars(module), True) for module in modules]
+    while waiting:
+        held, may_have_objects = waiting.pop()
+        if id(held) in found:
+            continue
+        found[id(held)] = held
+        for value in held.values() if isinstance(held, dict) else held:
+            if isinstance(value, _CONTAINERS):
+                waiting.append((value, may_have_objects))
+            elif may_have_objects and hasattr(value, "__dict__") and not _is_known(value):
+                waiting.append((vars(value), False))
+    return [*found.values()]
+
+
+def _is_known(value: Any) -> bool:
+    """Whether the attributes of `value` are looked at elsewhere, or are no state of a layer."""
+    return callable(value) or isinstance(value, (nn.Module, torch.Tensor, ModuleType, str, float, int))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two attributes are the same object, equal numbers or texts, or lists of such."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return type(one) in _CONSTANTS and one == other
+
+
+def _refill(held: Any, before: Any) -> None:
+    """Puts what was in a container back into it."""
+    if isinstance(held, list):
+        held[:] = before
+    elif not isinstance(held, (tuple, frozenset)):
+        held.clear()
+        held.update(before)

@@ -64,7 +64,7 @@ class CapturedLayers:
         self._has_tried = False  # to capture a layer, since the last backward
         self._model: weakref.ref[nn.Module] | None = None
         self._replaced: dict[nn.Module, Replaced] = {}
-        self._without_gradients: dict[nn.Module, Callable] = {}
+        self._forwards: dict[nn.Module, tuple[Any, Callable]] = {}  # of layers, their own and what runs instead
         self._of: dict[str, KnownCalls] = {}
         self._shared: weakref.WeakValueDictionary[Hashable, Buffers] = weakref.WeakValueDictionary()
         self._memory = SharedMemory()
@@ -139,7 +139,7 @@ class CapturedLayers:
             self._model, self._of = weakref.ref(model), {}
             layers = [(name, layer) for layer, (name, kind) in layers_of(model).items() if kind == OF_TRANSFORMERS]
             self._replaced = {layer: Replaced(name, _plain, self._run) for name, layer in layers}
-            self._without_gradients = {layer: self._forward_of(name, layer) for name, layer in layers}
+            self._forwards = {}
         # First, so that the last one is free if nothing else holds it.
         self._pass, self._in_pass = ForwardPass(next(self._numbers)), set()
         self._may_keep = not any(each.open for each in self._passes)
@@ -151,7 +151,7 @@ class CapturedLayers:
                 replaced.checkpoint = getattr(layer, OF_TRANSFORMERS) if checkpointed else _plain
                 setattr(layer, OF_TRANSFORMERS, replaced)
                 setattr(layer, CHECKPOINTED, True)
-                layer.forward = self._without_gradients[layer]
+                layer.forward = self._forward_of(replaced.name, layer)
             yield
 
     def _renew(self) -> None:
@@ -174,7 +174,18 @@ class CapturedLayers:
         return self._captures.taken + self._memory.nbytes + sum(each.nbytes for each in tensors)
 
     def _forward_of(self, name: str, layer: nn.Module) -> Callable:
-        """A forward of `layer`, for which transformers calls no checkpoint where there are no gradients."""
+        """A forward of `layer`, for which transformers calls no checkpoint where there are no gradients.
+
+        It is the same one as long as the layer's own is: graphs do not hold after another.
+        """
+        own = vars(layer).get("forward", type(layer).forward)
+        known, run = self._forwards.get(layer, (None, None))
+        if run is None or known is not own:
+            run = self._run_without_gradients(name, layer)
+            self._forwards[layer] = own, run
+        return run
+
+    def _run_without_gradients(self, name: str, layer: nn.Module) -> Callable:
         forward = layer.forward
 
         def called(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +242,7 @@ class CapturedLayers:
         if graphs is None and known.is_due(key):
             self._has_tried = True
             try:
-                graphs = self._made(known, function, args, arguments, keeps, name if asks else None)
+                graphs = self._made(known, key, function, args, arguments, keeps, name if asks else None)
             except torch.OutOfMemoryError:  # of what graphs read and write; without them there may be enough
                 known.drop("there was no memory for its graphs")
             if graphs is not None:
@@ -252,6 +263,7 @@ class CapturedLayers:
     def _made(
         self,
         known: KnownCalls,
+        key: Hashable,
         function: functools.partial,
         args: Sequence[Any],
         arguments: Arguments,
@@ -262,6 +274,7 @@ class CapturedLayers:
 
         Args:
             known: The known calls of the layer.
+            key: The kind of this one.
             function: The function that a checkpoint of it is given.
             args: The arguments of that.
             arguments: The same, but for the hidden states, as graphs take them.
@@ -277,12 +290,14 @@ class CapturedLayers:
         places = {id(tensor): place for place, (tensor, _) in enumerate(tensors) if tensor.requires_grad}
         trained, further = (state.trained, [*places.values()]) if torch.is_grad_enabled() else ([], [])
         if torch.is_grad_enabled() and not trained and not further and not hidden.requires_grad:
+            known.wait(key)
             return None
         if obstacle := state.obstacle():
             known.drop(obstacle)
             return None
         if keeps and not self._pass.takes(self._pass.number):
             # Layers before this one have run from graphs of an earlier forward; all are captured anew, in one.
+            known.has_changed(key)
             for each in self._of.values():
                 each.forget_kept()
             self._may_keep = False

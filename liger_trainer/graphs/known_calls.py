@@ -10,7 +10,8 @@ import torch
 from liger_trainer.graphs.layers import LayerGraphs
 
 _AT = 3  # a kind of call is captured when it comes this often
-_MOST = 16  # kinds of calls of a layer that have graphs at a time
+_MOST = 64  # kinds of calls of a layer that have graphs at a time
+_IDLE = 1024  # calls of a layer after which a kind that has not come makes room for another
 _COUNTED = 512  # kinds of calls of a layer that are counted
 _STATES = 2  # of a layer, for which a kind of call has graphs: with its adapters on, and off for a reference
 _CHANGES = 3  # how often graphs of a state are dropped for those of another
@@ -25,6 +26,8 @@ class KnownCalls:
 
     def __init__(self) -> None:
         self.graphs: OrderedDict[Hashable, list[LayerGraphs]] = OrderedDict()
+        self._used: dict[Hashable, int] = {}  # the last call of each kind
+        self._calls = 0
         self.counts: Counter[Hashable] = Counter()
         self.changes = 0
         self.unserved = 0
@@ -43,18 +46,41 @@ class KnownCalls:
 
     def find(self, key: Hashable) -> LayerGraphs | None:
         """The graphs for a kind of call of the layer as it is."""
+        self._calls += 1
         for graphs in self.graphs.get(key, ()):
             if graphs.state.holds():
                 self.graphs.move_to_end(key)
+                self._used[key] = self._calls
                 return graphs
         return None
 
     def is_due(self, key: Hashable) -> bool:
-        """Counts a call without graphs, and returns whether its kind has come often enough."""
+        """Counts a call without graphs, and returns whether its kind has come often enough, and has room."""
         if len(self.counts) > _COUNTED:
             self.counts.clear()
         self.counts[key] += 1
-        return self.counts[key] >= _AT
+        return self.counts[key] >= _AT and (key in self.graphs or len(self.graphs) < _MOST or self._is_idle())
+
+    def _is_idle(self) -> bool:
+        """Whether the kind that has not come for longest has not come for long."""
+        return self._calls - self._used.get(next(iter(self.graphs)), 0) > _IDLE
+
+    def wait(self, key: Hashable) -> None:
+        """Has a kind of call that no graph serves now not be asked about for a while."""
+        self.counts[key] = -_COUNTED
+
+    def has_changed(self, key: Hashable) -> None:
+        """To be called where the graphs of a kind of call do not hold any more, and others have to be made with them.
+
+        After a few times, the layer gets no others.
+        """
+        if self.graphs.get(key):
+            self.changes += 1
+            self._check_changes()
+
+    def _check_changes(self) -> None:
+        if self.changes > _CHANGES:
+            self.drop("its attributes change while it is trained")
 
     def add(self, key: Hashable, graphs: LayerGraphs) -> None:
         """Keeps graphs, and drops those of weights that have moved, of earlier states and of too many kinds."""
@@ -62,12 +88,12 @@ class KnownCalls:
             self.graphs[kind] = [each for each in known if not each.state.has_moved()]
         states = self.graphs.setdefault(key, [])
         states.append(graphs)
+        self._used[key] = self._calls
         del self.counts[key]
         if len(states) > _STATES:
             del states[0]
             self.changes += 1
-        if self.changes > _CHANGES:
-            self.drop("its attributes change while it is trained")
+        self._check_changes()
         while len(self.graphs) > _MOST:
             self.graphs.popitem(last=False)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -139,15 +140,24 @@ class LayerGraphs:
         self._take(hidden, sources)
         read = [self.buffers.hidden, *(held.tensor for held in self._held)]
         versions = [each._version for each in read]
-        before = self._captures.random_state()
-        try:
-            with self._captures.tried():
-                expected, added = given(self.buffers.hidden, {})
-        except RuntimeError as error:
-            raise _not_captured(error) from error
-        self._draws = not torch.equal(self._captures.random_state(), before)
-        if self._draws:
-            self._captures.set_random_state(before)  # for the call itself
+        before, on_host = self._captures.random_state(), torch.get_rng_state()
+        self._draws = True  # until it is known that it does not
+        with self._drawing_from(before), self.state.put_back() as changed:
+            try:
+                with self._captures.tried():
+                    expected, added = given(self.buffers.hidden, {})
+            except RuntimeError as error:
+                raise _not_captured(error) from error
+            finally:
+                draws = not torch.equal(self._captures.random_state(), before)
+                draws_on_host = hidden.device.type != "cpu" and not torch.equal(torch.get_rng_state(), on_host)
+                if draws_on_host:
+                    torch.set_rng_state(on_host)
+            if what := changed():
+                raise NotCaptured(f"it changes its {what}")
+        self._draws = draws
+        if draws_on_host:
+            raise NotCaptured("it draws random numbers on the host")
         if versions != [each._version for each in read]:
             for held in self._held:
                 held.forget()
@@ -219,17 +229,29 @@ class LayerGraphs:
             NotCaptured: if it cannot be captured, or has another result.
         """
         self._results += self.buffers.others("results", tried.results[1:])  # type: ignore[arg-type]  # none is None
+        if self._differentiated:
+            with self._drawing_from(tried.random), self._captures.beside():
+                self._check_leaves(*self._recording(self.buffers.hidden))
         with self._drawing_from(tried.random):
             self._replay_forward = self._captured(self._write_results)
         if self._recorded is not None:
-            leaves, found = self._recorded
-            if any(_uses(leaf, found) > 1 for leaf in leaves[1:]):
-                raise NotCaptured("it uses a tensor twice whose gradient is summed up over layers")
-            self.differentiable = [each.requires_grad for each in found]
+            self.differentiable = [each.requires_grad for each in self._recorded[1]]
         with self._drawing_from(tried.random):
             self._replay_forward()
         if not all(map(torch.equal, self._results, tried.results)):
             raise NotCaptured("the result of its graph was another")
+
+    def _check_leaves(self, leaves: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Checks that a graph of the backward would find all gradients.
+
+        Raises:
+            NotCaptured: if it would not.
+        """
+        uses = _uses(results)
+        if any(uses[leaf] > 1 for leaf in leaves[1:]):
+            raise NotCaptured("it uses a tensor twice whose gradient is summed up over layers")
+        if uses.keys() - {*leaves, *self.state.leaves}:
+            raise NotCaptured("it uses a weight that is none of its parameters")
 
     def forward(
         self, hidden: torch.Tensor, sources: Sequence[torch.Tensor]
@@ -463,8 +485,10 @@ class _Replayed(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.graphs, ctx.sources, ctx.forward_pass = graphs, sources, forward_pass
         ctx.again = graphs.needs_hidden
-        # Those of the sources too, so that autograd sees where one is changed in place before the backward reads it.
-        ctx.save_for_backward(*further[: len(graphs.further)], *([hidden] if ctx.again else []))
+        # What is not computed again too, so that autograd sees where it is changed in place before the backward.
+        ctx.save_for_backward(
+            *(further if graphs.keeps else further[: len(graphs.further)]), *([hidden] if ctx.again else [])
+        )
         if graphs.keeps:
             forward_pass.open.add(graphs)
         results, ctx.random = graphs.forward(hidden, sources)
@@ -500,16 +524,17 @@ def _are_new(added: Sequence[Any], others: Sequence[torch.Tensor]) -> bool:
     return len({*map(id, added), *map(id, others)}) == len(added) + len({*map(id, others)})
 
 
-def _uses(leaf: torch.Tensor, results: Sequence[torch.Tensor]) -> int:
-    """How often `leaf` is used on the way to the results.
+def _uses(results: Sequence[torch.Tensor]) -> Counter[torch.Tensor]:
+    """The leaves on the way to the results, and how often each is used.
 
     Autograd adds up the gradients of all uses of a tensor, one after the other, and a graph those of its layer first.
     """
     nodes = [result.grad_fn for result in results if result.grad_fn is not None]
-    seen, uses = {*nodes}, 0
+    seen, uses = {*nodes}, Counter[torch.Tensor]()
     while nodes:
         for node, _ in nodes.pop().next_functions:
-            uses += getattr(node, "variable", None) is leaf
+            if (leaf := getattr(node, "variable", None)) is not None:
+                uses[leaf] += 1
             if node is not None and node not in seen:
                 seen.add(node)
                 nodes.append(node)

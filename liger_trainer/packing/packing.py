@@ -212,5 +212,6 @@ def _random(model: nn.Module) -> Iterator[tuple[str, bool]]:
             # Adapters of PEFT have a rate each, in a dictionary.
             rates = [getattr(value, "p", None)] if is_dropout else value.values() if type(value) is dict else [value]
             if is_dropout or "drop" in name or "jitter" in name:
-                drawn = (name, is_dropout or "dropout" in name)
+                # PEFT leaves a whole module out by a number that is drawn on the host.
+                drawn = (name, (is_dropout or "dropout" in name) and "module_dropout" not in name)
                 yield from (drawn for rate in rates if isinstance(rate, float) and rate > 0)

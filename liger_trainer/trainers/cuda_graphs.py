@@ -13,7 +13,9 @@ from torch import nn
 from liger_trainer.configs.flags import cuda_graphs_of
 from liger_trainer.graphs.capture import Captures, CudaCaptures
 from liger_trainer.graphs.captured import CapturedLayers
+from liger_trainer.head.lm_head import PLAIN
 from liger_trainer.packing.packing import draws_beside_dropout
+from liger_trainer.recompute.keeping import OF_TRANSFORMERS, layers_of
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
 
 _OTHERS = ("ref_model", "teacher_model")
@@ -110,7 +112,13 @@ def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
     yield "processes exchange tensors inside of the layers", split or getattr(args, "expert_parallel_size", 1) > 1
     yield "`activation_offloading` moves what layers keep", getattr(args, "activation_offloading", False)
     yield "the routers' z-loss is taken from the layers", bool(getattr(args, "router_z_loss_coef", 0.0))
-    selective = bool((args.gradient_checkpointing_kwargs or {}).get("selective"))
-    yield "`gradient_checkpointing_kwargs` has `selective`", selective
+    checkpoints = args.gradient_checkpointing_kwargs or {} if args.gradient_checkpointing else {}
+    yield "`gradient_checkpointing_kwargs` has `selective`", bool(checkpoints.get("selective"))
+    yield "`gradient_checkpointing_kwargs` has `use_reentrant: true`", checkpoints.get("use_reentrant") is True
+    layers = [each for each, (_, kind) in layers_of(trainer.model).items() if kind == OF_TRANSFORMERS]
+    yield f"{type(trainer.model).__name__} has no layers that transformers can checkpoint", not layers
+    weights = (type(each) for layer in layers for each in layer.parameters())
+    other = next((each.__name__ for each in weights if each not in PLAIN), "")
+    yield f"weights of its layers are of the class {other}", bool(other)
     drawn = "its layers draw random numbers beside those of dropout, maybe on the host"
     yield drawn, draws_beside_dropout(trainer.model)

@@ -96,7 +96,7 @@ class ModuleTree:
         if not set_to_none:
             self.model.zero_grad(set_to_none)
             return
-        for parameter in (self._named or self.parameters()).values():
+        for parameter in self.parameters().values():
             if parameter.grad is not None:
                 parameter.grad = None
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import itertools
+import types
 import weakref
 
 import pytest
@@ -179,6 +180,25 @@ def other_scaling(model):
     model.base_model.model.model.layers[1].mlp.down_proj.scaling["default"] *= 3
 
 
+def merged_adapter(model):
+    model.base_model.model.model.layers[1].mlp.down_proj.merge()
+
+
+def own_forward(model):
+    layer = model.model.layers[1]
+    layer.forward = types.MethodType(lambda self, hidden, *args, **kwargs: hidden * 2, layer)
+
+
+def other_class(model):
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Doubling", (type(mlp),), {"forward": lambda self, hidden: hidden * 2})
+
+
+def transpose(model):
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
 def other_adapter(model):
     torch.manual_seed(6)
     model.add_adapter("second", LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
@@ -187,7 +207,11 @@ def other_adapter(model):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
-    "change", [swap_storage, replace_module, freeze, other_attribute, hook, gradient_hook, other_scaling, other_adapter]
+    "change",
+    [
+        *(swap_storage, replace_module, freeze, other_attribute, hook, gradient_hook, other_scaling, other_adapter),
+        *(merged_adapter, own_forward, other_class, transpose),
+    ],
 )
 def test_what_changes_is_seen(change, checkpointed):
     model = tiny("scaling" in change.__name__ or "adapter" in change.__name__, checkpointed)

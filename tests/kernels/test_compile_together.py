@@ -89,6 +89,25 @@ def test_one_that_is_launched_twice_is_compiled_once(late):
     assert _compiled(twice).count == 3
 
 
+def test_none_runs_that_was_compiled_before(late, foreign, monkeypatch):
+    launched, native = [], triton.JITFunction.run
+
+    def run(kernel, *args, warmup, **kwargs):
+        launched.append((kernel.__name__, warmup))
+        return native(kernel, *args, warmup=warmup, **kwargs)
+
+    _norm()
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    with compiler_for(torch.device("cpu")) as compiler, compiler.noting():
+        _norm()
+        foreign()
+    names = ["_rms_norm_forward_kernel", "_rms_norm_backward_kernel", "_column_sum_kernel"]
+    assert launched == [*((name, True) for name in names), ("_foreign_kernel", False)]
+    launched.clear()
+    _norm()
+    assert launched == [(name, False) for name in names]
+
+
 def test_what_another_thread_launches_meanwhile_is_compiled_there(late):
     with compiler_for(torch.device("cpu")) as compiler, compiler.noting():
         other = threading.Thread(target=_norm)

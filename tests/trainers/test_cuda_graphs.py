@@ -4,6 +4,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from liger_trainer import LigerSFTConfig, LigerTrainingArguments, load_packed
 from liger_trainer.configs import flags
@@ -192,6 +194,23 @@ def test_what_is_refused(tmp_path):
     noisy.model.layers[0].mlp.jitter_noise = 0.1
     with pytest.raises(ValueError, match="random numbers beside those of dropout"):
         causal(tmp_path, noisy, cuda_graphs=True)
+    kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match="`use_reentrant: true`"):
+        causal(tmp_path, llama(), cuda_graphs=True, **kwargs)
+    adapted = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM"))
+    for module in adapted.modules():
+        if isinstance(module, LoraLayer):  # as PEFT leaves a whole module out, by a number of the host
+            module.module_dropout = {"default": 0.3}
+    with pytest.raises(ValueError, match="random numbers beside those of dropout"):
+        causal(tmp_path, adapted, cuda_graphs=True)
+    quantised = llama()
+    quantised.model.layers[0].mlp.up_proj.weight = type("Params4bit", (torch.nn.Parameter,), {})(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="weights of its layers are of the class Params4bit"):
+        causal(tmp_path, quantised, cuda_graphs=True, use_liger_kernel=False)
+    without = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=128))
+    without.transformer.h = torch.nn.ModuleList([torch.nn.Linear(16, 16)])
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no layers that transformers can checkpoint"):
+        causal(tmp_path, without, cuda_graphs=True)
     with pytest.raises(ValueError, match="`cuda_graphs` is 'on'; it must be true, false or 'auto'"):
         causal(tmp_path, llama(), cuda_graphs="on")
 

@@ -181,3 +181,15 @@ def test_a_copy_of_the_model_in_a_step_has_methods_of_its_own(tmp_path):
     one.eval()
     assert not any(each.training for each in one.modules())
     assert all(each.training for each in trainer.model.modules())
+
+
+def test_gradients_of_a_parameter_that_was_replaced_in_a_step_are_removed():
+    model = llama()
+    tree = ModuleTree(model)
+    tree.parameters()
+    norm = model.model.norm
+    norm.weight = nn.Parameter(norm.weight.detach().clone())
+    norm.weight.grad = torch.ones_like(norm.weight)
+    tree.gradients_are_removed()
+    model.zero_grad()
+    assert norm.weight.grad is None

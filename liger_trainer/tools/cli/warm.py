@@ -57,9 +57,13 @@ def warm(arguments: Namespace, options: Sequence[str]) -> int:
     """
     # A process that sees several would run nn.DataParallel; CUDA reads this once, when it is first asked.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    _check_device()
+    from liger_trainer.recipe.file import find_recipe, read_recipe
+    from liger_trainer.recipe.load import check_values
     from liger_trainer.tools.cli.run_recipe import prepare_libraries
 
+    source = find_recipe(arguments.recipe)
+    check_values(read_recipe(source), options, source)  # a mistake in it is said on any machine
+    _check_device()
     prepare_libraries()
     folder = tempfile.mkdtemp(prefix="liger-trainer-warm-")
     start = time.perf_counter()

@@ -36,6 +36,14 @@ def test_without_a_gpu_it_is_refused_in_one_line(capsys, monkeypatch):
     assert "triton is not installed here" in refusal()
 
 
+def test_a_mistake_in_the_recipe_is_said_on_any_machine(capsys):
+    assert main(["warm", "quickstart", "--cuda_graphs", "perhaps"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cuda_graphs" in line
+    assert main(["warm", "nothing.yaml"]) == 2
+    assert "nothing.yaml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
