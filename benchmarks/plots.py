@@ -376,7 +376,7 @@ def draw_timeline(rows: Mapping[str, Sequence[tuple[int, int]]], milliseconds: f
     figure, (axis,) = _axes(1, title, 10)
     figure.set_figheight(0.9 + 0.6 * len(rows))
     for place, stretches in enumerate(rows.values()):
-        bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in stretches if begin < milliseconds * 1e3]
+        bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in stretches]
         axis.broken_barh(bars, (place - 0.35, 0.7), color=_COLOURS["liger_trainer"], linewidth=0)
     axis.set_yticks(range(len(rows)), [*rows], fontsize=8)
     axis.invert_yaxis()

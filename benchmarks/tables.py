@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from liger_trainer.benchmarks import fp8
+from liger_trainer.benchmarks import fp8, timeline
 from liger_trainer.benchmarks.evidence.results import Evidence, section
 from liger_trainer.benchmarks.evidence.training import TASKS
 from liger_trainer.benchmarks.models import MODELS
@@ -37,6 +37,7 @@ _EVIDENCE = _RESULTS / "evidence"
 _FP8 = _RESULTS / "fp8.csv"
 _OPTIMIZERS = _RESULTS / "optimizers.csv"
 _IMAGES = ROOT / "docs" / "images"
+_TIMELINE = _RESULTS / "timelines" / "qwen3-0.6b.json"
 _OURS = "liger_trainer"
 _BETTER = 1.02  # runs differ by about 2 %: only more than that is printed bold
 
@@ -249,6 +250,7 @@ def _draw(results: Results, ending: str) -> None:
         draw_evidence(Evidence.read(file), _IMAGES / f"evidence-{file.stem}{ending}")
     draw_optimizers(Evidence.read(_OPTIMIZERS), _IMAGES / f"optimizers{ending}")
     found = Evidence.read(_FP8)
+    timeline.draw(_TIMELINE, _IMAGES / f"timeline{ending}")
     draw_fp8(found, fp8.last_steps(found.setting["steps"]), _IMAGES / f"fp8{ending}")
 
 

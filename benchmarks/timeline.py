@@ -30,7 +30,7 @@ from liger_trainer.benchmarks.training_providers import Setup, find_training_pro
 from liger_trainer.benchmarks.training_step import training_arguments
 from liger_trainer.recipe.schema import TRAINERS
 
-_GAP = 5.0  # microseconds between two kernels that are drawn as one
+_GAP = 20.0  # microseconds between two kernels that are drawn as one
 
 
 class Profile(TrainerCallback):
@@ -96,6 +96,10 @@ class Timeline(NamedTuple):
         drawn = [(round(begin - first), round(end - first)) for begin, end in merged(busy, _GAP)]
         return cls(seconds * 1e3 / steps, sum(end - begin for begin, end in busy) / (seconds * 1e6), drawn)
 
+    def up_to(self, milliseconds: float) -> Timeline:
+        """The same, without what begins later."""
+        return self._replace(kernels=[each for each in self.kernels if each[0] < milliseconds * 1e3])
+
 
 def profiled(task: Task, provider: str, device: torch.device) -> Timeline:
     """The line of time of a provider's steps on random weights and tokens."""
@@ -143,6 +147,8 @@ def main(argv: list[str] | None = None) -> None:
         gc.collect()  # trainers hold reference cycles; this frees the model before the next provider
         torch.cuda.empty_cache()
     make_console().print(table)
+    longest = max(found.milliseconds for found in lines.values())
+    lines = {name: found.up_to(longest) for name, found in lines.items()}
     arguments.output.write_text(json.dumps({"setting": setting("timeline", device, argv), "lines": lines}) + "\n")
     draw_if_installed(lambda image: draw(arguments.output, image), arguments.output)
 

@@ -17,7 +17,7 @@ def _filling(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         made = native(*arguments, **options)
         # A tracer would make the filling a part of its graph.
         traced = torch.compiler.is_compiling() or type(made) is not torch.Tensor
-        if traced or made.is_meta or torch._C._len_torch_dispatch_stack() > 0:
+        if traced or made.is_meta or torch._C._len_torch_dispatch_stack() > 0 or _makes_zeros():
             return made
         if made.is_floating_point() or made.is_complex():
             made.detach().fill_(float("nan"))
@@ -26,6 +26,12 @@ def _filling(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return made
 
     return empty
+
+
+def _makes_zeros() -> bool:
+    """Whether new memory is zero, where kernels are compiled and do not run."""
+    modes = (torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack()))
+    return any(type(mode).__module__ == "liger_trainer.kernels.compile_together" for mode in modes)
 
 
 with torch.device("meta"):

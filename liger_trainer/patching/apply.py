@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +14,14 @@ from torch import nn
 
 from liger_trainer.compat.private import installed_version
 from liger_trainer.configs.kernel_config import KERNEL_KEYS, KernelConfig
+from liger_trainer.head.forward import make_head_forward
 from liger_trainer.head.lm_head import find_lm_heads, without_adapters
 from liger_trainer.kernels.compile_together import compiler_for
 from liger_trainer.kernels.lora.nf4 import free_buffers
 from liger_trainer.patching.binding import bound_modules, unbind_forward
 from liger_trainer.patching.codes import unscaled_weights
 from liger_trainer.patching.fp8 import cast_in_norms, find_fp8
-from liger_trainer.patching.head import patch_head
+from liger_trainer.patching.head import patch_head, probe_head
 from liger_trainer.patching.latent import find_latent, rotate_whole_queries
 from liger_trainer.patching.lora.attention import share_inputs
 from liger_trainer.patching.lora.layers import find_litgpt_lora, find_lora
@@ -151,6 +153,10 @@ def _find_proved(model: nn.Module, config: KernelConfig, gathers: bool) -> list[
     with compiler_for(device) as compiler:
         runs = KernelRuns(compiler)
         probe = Probe(device, runs.later)
+        if compiler is not None and (config.linear_cross_entropy or config.cross_entropy):
+            with compiler.noting(), contextlib.suppress(Exception):  # the head is proved last
+                forward = make_head_forward(config.linear_cross_entropy, int(config.logits_memory))
+                probe_head(forward, False, device)
         with probe.isolated():
             findings = _find_everything(model, config, probe, gathers)
             if runs.are_right():

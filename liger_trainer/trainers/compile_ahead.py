@@ -28,7 +28,7 @@ from liger_trainer.patching.probe import HOOKS, neutral
 logger = logging.getLogger("liger_trainer")
 
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
-_TOKENS = 8192  # of a batch, at most: several chunks of logits, as of a larger one
+_TOKENS = 16384  # of a batch, at most: several chunks of logits, as of a larger one
 
 
 def compile_ahead(trainer: Any, model: nn.Module) -> None:
