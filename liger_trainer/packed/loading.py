@@ -169,11 +169,11 @@ def decoded_settings(model: Any, revision: str | None = None) -> dict[str, Any] 
     """The settings of the checkpoint that transformers decoded while it loaded `model`; None if it did not.
 
     Args:
-        model: A model of transformers; nothing in it says that it was decoded, so its checkpoint is asked.
+        model: A model of transformers. Nothing in it says for certain that it was decoded, so its checkpoint is asked.
         revision: The revision of the checkpoint on the Hub.
     """
     name = getattr(model.config, "name_or_path", None)
-    if not name or is_packed(model) or quantization_of(model.config) or getattr(model, "decoded_here", False):
+    if not name or is_packed(model) or hasattr(model, "hf_quantizer") or getattr(model, "decoded_here", False):
         return None
     try:
         config, _ = PreTrainedConfig.get_config_dict(name, revision=revision, local_files_only=True)

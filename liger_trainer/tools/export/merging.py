@@ -137,8 +137,8 @@ def merge(
     Args:
         run: A run.
         folder: An empty folder, or one that does not exist; it exists only after the proof.
-        dtype: The dtype of the saved weights; by default that of the base model or, if it is quantised, that which it
-            was trained with.
+        dtype: The dtype of the saved weights, but for those that are quantised again; by default that of the base model
+            or, if it is quantised, that which it was trained with.
         say: Gets a line for each step.
         to: ``"fp8"`` to quantise the weights that the base has in FP8 blocks again, with numbers of what that leaves of
             the adapters in `SURVIVAL_FILE`; None for none in fewer than 16 bits.

@@ -189,6 +189,7 @@ def _dequantised(model: Any) -> PreTrainedModel:
             quantizer.remove_quantization_config(model)
         else:
             model = model.dequantize()
+    vars(model.config.get_text_config(decoder=True)).pop("quantization_config", None)
     require(DEQUANTISED_MODELS)
     model.__dict__.pop("_weight_conversions", None)  # else it would be saved as it was published, quantised
     return model

@@ -21,7 +21,7 @@ from liger_trainer.tools.export.merging import merge
 from liger_trainer.tools.export.saved_run import find_run, load_model
 from liger_trainer.trainers.checkpoints.saved_weights import FILE, write_base_quantization
 from tests.low_bit import dense, write_fp8, write_mxfp4, write_unscaled
-from tests.packed_checkpoints import FORMATS, write_dense
+from tests.packed_checkpoints import FORMATS, write_dense, write_nested
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import tokenizer
 
@@ -99,6 +99,18 @@ def test_adapters_on_what_transformers_decodes(tmp_path):
     ours = dequantise(load_packed(str(tmp_path / "base")))
     write_base_quantization(get_peft_model(ours, LoraConfig(r=1, target_modules=["q_proj"])), tmp_path / "run")
     assert not (tmp_path / "run" / FILE).exists()  # and so it is merged as we decode it
+
+
+def test_settings_of_a_text_configuration_that_transformers_decodes(tmp_path):
+    model_class = write_nested(tmp_path / "base")
+    adapted = run_on(tmp_path, model_class.from_pretrained(tmp_path / "base", dtype=torch.float32))
+    write_base_quantization(adapted, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / FILE).read_text())["decoded"]
+    merge(find_run(str(tmp_path / "run")), tmp_path / "merged", say=lambda line: None)
+    found = model_class.from_pretrained(tmp_path / "merged", dtype="auto").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
 
 
 class _HalvedConfig(QuantizationConfigMixin):
