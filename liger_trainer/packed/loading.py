@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -43,9 +43,20 @@ class PackedError(ValueError):
     """A weight of a checkpoint cannot stay packed."""
 
 
+def quantization_of(config: Any) -> Any:
+    """The quantisation settings of a model's configuration, or of the part of it that is of text; None without any.
+
+    They are a dictionary, or an object of transformers, which looks in the same two places.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings or not hasattr(config, "get_text_config"):
+        return settings or None
+    return getattr(config.get_text_config(decoder=True), "quantization_config", None) or None
+
+
 def method_of(config: Any) -> str | None:
     """The `quant_method` of a model's configuration if its weights may stay packed, else None."""
-    settings = getattr(config, "quantization_config", None) or {}
+    settings = quantization_of(config) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     method = getattr(method, "value", method)
     return method if method in METHODS else None
@@ -148,8 +159,28 @@ def dequantise(model: Any) -> Any:
         elif isinstance(module, PackedExperts):
             unpack_experts(module)
     model.hf_quantizer.remove_quantization_config(model)
+    vars(model.config.get_text_config(decoder=True)).pop("quantization_config", None)
     model.__dict__.pop("_weight_conversions", None)  # else it would be saved as it was published, quantised
+    model.decoded_here = True
     return model
+
+
+def decoded_settings(model: Any, revision: str | None = None) -> dict[str, Any] | None:
+    """The settings of the checkpoint that transformers decoded while it loaded `model`; None if it did not.
+
+    Args:
+        model: A model of transformers. Nothing in it says for certain that it was decoded, so its checkpoint is asked.
+        revision: The revision of the checkpoint on the Hub.
+    """
+    name = getattr(model.config, "name_or_path", None)
+    if not name or is_packed(model) or hasattr(model, "hf_quantizer") or getattr(model, "decoded_here", False):
+        return None
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name, revision=revision, local_files_only=True)
+    except OSError:  # it has been deleted
+        return None
+    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    return settings if settings.get("quant_method") in METHODS else None
 
 
 class PackedConfig(QuantizationConfigMixin):
@@ -184,6 +215,7 @@ class PackedQuantizer(HfQuantizer):
     def __init__(self, *args: Any, trained: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.trained = trained
+        self.checkpoint_files: list[str] = []
 
     @property
     def is_trainable(self) -> bool:
@@ -235,6 +267,7 @@ class PackedQuantizer(HfQuantizer):
             raise ValueError("`packed_base` reads the files of a checkpoint, and a state dict was given.")
         if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
             raise ValueError(f"`device_map` spreads the model over {device_map.values()}; packed weights need one.")
+        self.checkpoint_files = checkpoint_files
         self._wait_for(model, packed_in(model, read_headers(checkpoint_files)))
 
     def _wait_for(self, model: Any, found: Packed) -> None:
@@ -244,6 +277,7 @@ class PackedQuantizer(HfQuantizer):
         self._endings: dict[str, dict[str, str]] = {}  # of their tensors here, and the names in the checkpoint
         self._transposed: dict[str, None] = {}  # such names where the tensors are of transposes
         self._order: dict[str, tuple[str, ...]] = {}
+        self.left_out: list[str] = []  # what the checkpoint has of stacked weights beside them, such as `input_scale`
         check_trained(
             self.trained, [*found.linears, *(name.rpartition(".")[0] for name in found.stacks), *found.experts]
         )
@@ -274,6 +308,7 @@ class PackedQuantizer(HfQuantizer):
             names = stackable(stack, (declared[0] // stack.parts, declared[1]), self._settings)
         except (ValueError, KeyError) as error:
             raise _cannot(name, str(error)) from error
+        self.left_out += [f"{owner}.{each}" for owner in stack.owners for each in stack.matrix if each not in names]
         transposed = _TRANSPOSED in names
         experts._parameters.pop(leaf)
         for each in names:

@@ -68,7 +68,13 @@ class ReferenceMixin(DeferredMetricsMixin, LigerTRLMixin):
 
     def _check_given(self, given: inspect.BoundArguments, config: Any) -> None:
         super()._check_given(given, config)
-        self._given_reference = given.arguments.get("ref_model") is not None
+        reference = given.arguments.get("ref_model")
+        if reference is not None and not isinstance(reference, nn.Module):
+            raise ValueError(
+                f"`ref_model` is {reference!r}, and must be a model: load it with `from_pretrained`, or leave it out, "
+                "which takes the model before the training."
+            )
+        self._given_reference = reference is not None
         self._given_adapters = given.arguments.get("peft_config")
         self._takes_reference = "ref_model" in given.signature.parameters
         if not self._given_reference and (self._takes_reference or config.beta != 0.0):

@@ -308,6 +308,12 @@ def test_a_model_without_a_path_needs_none(tmp_path):
     build("DPO", TINY_MODELS["llama"](), tmp_path, precompute_ref_log_probs=True)
 
 
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_a_reference_that_is_a_name(kind, folder, tmp_path):
+    with pytest.raises(ValueError, match=r"`ref_model` is '.*', and must be a model: load it with `from_pretrained`"):
+        build(kind, folder, tmp_path, more={"ref_model": str(folder)})
+
+
 @pytest.mark.parametrize("kind", ["DPO", "GRPO"])
 def test_an_adapter_of_another_name(kind, tmp_path):
     model = get_peft_model(TINY_MODELS["llama"](), lora(), adapter_name="mine")

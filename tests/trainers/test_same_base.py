@@ -121,6 +121,7 @@ def test_a_format_in_a_word():
     assert same_base._form(BaseQuantization(NF4, "bfloat16", experts)) == "nf4"
     assert same_base._form(BaseQuantization(None, "bfloat16", experts)) == "nf4"
     assert same_base._form(BaseQuantization({"quant_method": "mxfp4"}, "bfloat16")) == "mxfp4"
+    assert same_base._form(BaseQuantization({"quant_method": "fp8"}, "bfloat16", decoded=True)) == "16 or 32 bits"
     int4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     assert same_base._form(BaseQuantization(int4, "bfloat16")) == "compressed-tensors pack-quantized"
     nested = {"quant_method": "compressed-tensors", "quantization_config": {"format": "pack-quantized"}}

@@ -50,5 +50,10 @@ def export(arguments: Namespace) -> int:
         print(
             f"The experts have no adapters on {', '.join(found.lacking)}; vLLM loads experts whose layers all have one."
         )
+    if not found.by_peft:
+        print(
+            "PEFT cannot read this folder on this model, whose experts it does not stack; servers with a layer for "
+            "each expert can, and PEFT reads the run's own."
+        )
     print(f"{found.layers} linear layers of experts have an adapter of rank {found.rank} each; the folder is {folder}.")
     return 0

@@ -12,6 +12,7 @@ model's checkpoint: they are given the numbers of the rows in place of weights.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 import warnings
@@ -30,7 +31,7 @@ from liger_trainer.errors import UserError
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 from liger_trainer.recipe.file import first_line
 from liger_trainer.tools.export.folders import new_folder
-from liger_trainer.tools.export.saved_run import SavedRun, class_of_model, read_base_config
+from liger_trainer.tools.export.saved_run import SavedRun, add_adapter, class_of_model, read_base_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -49,6 +50,7 @@ class Exported(NamedTuple):
     layers: int  # linear layers of experts that have an adapter of their own now
     rank: int  # of every adapter in the file
     lacking: tuple[str, ...]  # parameters of adapted experts without adapters
+    by_peft: bool  # whether PEFT reads them back as they are
 
 
 class _Piece(NamedTuple):
@@ -92,27 +94,52 @@ def export_per_expert(run: SavedRun, folder: Path, say: Callable[[str], Any] = p
         rank = _to_one_rank(config, adapted, tensors)
         config.save_pretrained(str(unfinished))
         save_file({name: each.contiguous() for name, each in tensors.items()}, unfinished / FILE, {"format": "pt"})
-    return Exported(len(layers), rank, lacking)
+        by_peft = _reads(run, unfinished, _scales(adapted))
+    return Exported(len(layers), rank, lacking, by_peft)
+
+
+def _base(run: SavedRun) -> Any:
+    """The base model of `run`, without data."""
+    config = read_base_config(run)
+    cls, options = class_of_model(run, config)
+    config.update(options)
+    with torch.device("meta"):
+        return getattr(cls, "from_config", cls)(config)
 
 
 def _adapted(run: SavedRun) -> Any:
     """The model of `run` with its adapters, all without data."""
     from peft import get_peft_model
 
-    config = read_base_config(run)
-    cls, options = class_of_model(run, config)
-    config.update(options)
     adapter: Any = copy.deepcopy(run.adapter)
     adapter.init_lora_weights = True  # no other way works without data
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return get_peft_model(getattr(cls, "from_config", cls)(config), adapter)
+            return get_peft_model(_base(run), adapter)
     except Exception as error:  # each architecture and each kind of adapter has its own errors
         raise UserError(
             f"The adapters in {str(run.folder)!r} do not fit their base model {run.base!r}: {first_line(error)} Give "
             "the model that they were trained on with `--base_model`."
         ) from error
+
+
+def _reads(run: SavedRun, folder: Path, scales: set[float]) -> bool:
+    """Whether PEFT finds a place for each tensor in `folder`, and gives the adapters the same scales.
+
+    It stacks adapters of single experts for some types of models, and otherwise looks for linear layers.
+    """
+    try:
+        model = add_adapter(dataclasses.replace(run, folder=folder), _base(run))
+    except UserError:
+        return False
+    return all(math.isclose(one, other) for one in _scales(model) for other in scales)
+
+
+def _scales(model: Any) -> set[float]:
+    """The factors of the adapters."""
+    scalings = [each.scaling for each in model.modules() if isinstance(getattr(each, "scaling", None), dict)]
+    return {scale for scaling in scalings for scale in scaling.values()}
 
 
 def _take_apart(run: SavedRun, adapted: Any, tensors: dict[str, torch.Tensor]) -> tuple[list[str], tuple[str, ...]]:
@@ -202,21 +229,17 @@ def _to_one_rank(config: Any, adapted: Any, tensors: dict[str, torch.Tensor]) ->
     ranks = {key: each.shape[0] for key, each in tensors.items() if key.endswith(_RANK_FIRST)}
     largest = max(ranks.values())
     config.rank_pattern, config.alpha_pattern = {}, {}
-    scales = {
-        scale
-        for each in adapted.modules()
-        if isinstance(getattr(each, "scaling", None), dict)
-        for scale in each.scaling.values()
-    }
+    scales = _scales(adapted)
     if len(scales) > 1:
         raise UserError(
             f"The adapters have scales of {min(scales):g} to {max(scales):g} (`alpha_pattern`, or `use_rslora` at "
             "several ranks), and servers take one; merge them (`liger-trainer merge`)."
         )
-    if {*ranks.values()} == {config.r}:
+    if {*ranks.values()} == {config.r} and not config.use_rslora:
         return largest
-    alpha = scales.pop() * (math.sqrt(largest) if config.use_rslora else largest)
+    alpha = scales.pop() * largest
     config.r, config.lora_alpha = largest, int(alpha) if alpha == int(alpha) else alpha
+    config.use_rslora = False  # PEFT doubles rank and alpha of gate and up together, with which a root is another scale
     for key, each in tensors.items():
         if key.endswith(_RANK_FIRST):
             tensors[key] = F.pad(each, (0, 0, 0, largest - each.shape[0]))

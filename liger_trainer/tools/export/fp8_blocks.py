@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,7 +27,7 @@ from liger_trainer.errors import UserError
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.kernels.lowbit.formats import BlockFp8Weight
 from liger_trainer.packed.experts import packed_stacks
-from liger_trainer.packed.loading import method_of
+from liger_trainer.packed.loading import method_of, quantization_of
 from liger_trainer.packed.modules import PackedLinear
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -109,21 +110,24 @@ def _has_blocks(settings: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def in_blocks(weight: torch.Tensor, published: BlockFp8Weight) -> BlockFp8Weight:
+def in_blocks(weight: torch.Tensor, published: BlockFp8Weight, powers: bool = False) -> BlockFp8Weight:
     """`weight` rounded to e4m3 in the blocks of `published`, each with its scale, or a better one.
 
     Args:
         weight: (N, K) or (E, N, K), fp32.
         published: The weight that has these blocks and scales, of the same shape.
+        powers: Whether scales are powers of two, as those in e8m0 always are.
     """
     rows, columns = published.block
     tiles = F.pad(weight, (0, -weight.shape[-1] % columns, 0, -weight.shape[-2] % rows))
     tiles = tiles.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
     reach = tiles.abs().amax((-3, -1)) / _LARGEST
-    if published.scales.dtype == torch.uint8:
-        other = reach.log2().ceil().add(127).clamp(0, 254).to(torch.uint8)
-    else:
-        other = reach.to(published.scales.dtype)
+    in_e8m0 = published.scales.dtype == torch.uint8
+    if powers or in_e8m0:
+        reach = reach.log2().ceil().add(127).clamp(0, 254).to(torch.uint8)
+    if powers and not in_e8m0:
+        reach = reach.view(torch.float8_e8m0fnu)
+    other = reach.to(published.scales.dtype)
     codes, error = _rounded(tiles, published)
     other_codes, other_error = _rounded(tiles, published._replace(scales=other))
     better = other_error < error
@@ -140,25 +144,28 @@ def _rounded(tiles: torch.Tensor, scaled: BlockFp8Weight) -> tuple[torch.Tensor,
 
 
 @torch.no_grad()
-def quantise_again(merged: Any, packed: Any) -> tuple[dict[str, torch.Tensor], Survival]:
+def quantise_again(merged: Any, packed: Any, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Survival]:
     """The weights of `merged` that are packed in its base, in the base's blocks, and what is left of their change.
 
     Args:
-        merged: The merged model, in fp32. Its weights become what their codes mean, in the dtype of `packed`.
-        packed: The base, as it was published.
+        merged: The merged model, in fp32. Its weights become what their codes mean, in `dtype`.
+        packed: The base, as it was published, in the dtype of the training.
+        dtype: The dtype of the merged model's other weights.
 
     Returns:
         Codes and scales, by their names in the checkpoint; and the numbers.
     """
-    dtype: Any = packed.dtype
     scale = "_scale_inv" if method_of(packed.config) == "fp8" else "_scale"
-    published = dict(_other_tensors(packed))
+    published = dict(_other_tensors(merged, packed))
     sums: dict[str, tuple[float, float, float]] = {}
+    settings = quantization_of(packed.config)
+    named = settings if isinstance(settings, Mapping) else settings.to_dict()
+    powers = named.get("scale_fmt") == "ue8m0"
     for name, weight in packed_weights(packed):
         parameter = merged.get_parameter(name)
-        before = decode(weight, dtype).float()
+        before = decode(weight, packed.dtype).float()
         if not torch.equal(parameter.data, before):
-            weight = in_blocks(parameter.data, weight)
+            weight = in_blocks(parameter.data, weight, powers)
             change, left = parameter.data - before, decode(weight, dtype).float() - before
             sums[name] = (_dot(left, change), _dot(change, change), _dot(left - change, left - change))
         parameter.data = decode(weight, dtype)
@@ -176,12 +183,18 @@ def packed_weights(packed: nn.Module) -> Iterator[tuple[str, BlockFp8Weight]]:
             yield f"{path}.{leaf}", stack.weight  # type: ignore[misc]
 
 
-def _other_tensors(packed: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_tensors(merged: Any, packed: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """What the checkpoint has of packed layers beside codes and scales, by its names there."""
     for path, module in packed.named_modules():
         for own, name, tensor in module.published() if isinstance(module, PackedLinear) else ():
             if own not in BlockFp8Weight._fields:
-                yield f"{path}.{name}", tensor
+                (key,) = require(PUBLISHED_NAMES)[0](merged, {f"{path}.weight": tensor})
+                yield f"{key.removesuffix('weight')}{name}", tensor
+    for file in packed.hf_quantizer.checkpoint_files:
+        with safe_open(file, "pt") as tensors:
+            yield from (
+                (name, tensors.get_tensor(name)) for name in {*packed.hf_quantizer.left_out} & {*tensors.keys()}
+            )
 
 
 def _named(model: Any, name: str, weight: BlockFp8Weight, scale: str) -> dict[str, torch.Tensor]:

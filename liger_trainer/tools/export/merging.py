@@ -27,7 +27,7 @@ from liger_trainer.compat.transformers import PUBLISHED_NAMES
 from liger_trainer.errors import UserError
 from liger_trainer.head.lm_head import trained_rows_of
 from liger_trainer.packed.formats import METHODS, form_of
-from liger_trainer.packed.loading import dequantise, packed_loading
+from liger_trainer.packed.loading import dequantise, packed_loading, quantization_of
 from liger_trainer.recipe.file import first_line
 from liger_trainer.tools.export.folders import new_folder
 from liger_trainer.tools.export.fp8_blocks import Survival, check_form, packed_weights, quantise_again
@@ -137,8 +137,8 @@ def merge(
     Args:
         run: A run.
         folder: An empty folder, or one that does not exist; it exists only after the proof.
-        dtype: The dtype of the saved weights; by default that of the base model or, if it is quantised, that which it
-            was trained with.
+        dtype: The dtype of the saved weights, but for those that are quantised again; by default that of the base model
+            or, if it is quantised, that which it was trained with.
         say: Gets a line for each step.
         to: ``"fp8"`` to quantise the weights that the base has in FP8 blocks again, with numbers of what that leaves of
             the adapters in `SURVIVAL_FILE`; None for none in fewer than 16 bits.
@@ -151,7 +151,7 @@ def merge(
         kind = "a whole model" if run.adapter is None else f"adapters of the kind {_kind(run.adapter)}"
         raise MergeError(f"{str(run.folder)!r} holds {kind}, and nothing that could be added to a model's weights.")
     if to is not None:
-        check_form(to, getattr(read_base_config(run), "quantization_config", None), repr(run.base))
+        check_form(to, quantization_of(read_base_config(run)), repr(run.base))
     with new_folder(folder) as unfinished:
         return _merge_into(unfinished, run, dtype or _dtype_of(run), say, to)
 
@@ -160,10 +160,11 @@ def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[
     assert run.adapter is not None
     line = f"Merging the {_kind(run.adapter)} adapters in {run.folder} into {run.base}, in {to or _name(dtype)}"
     config, trained_on = read_base_config(run), run.quantization
-    if trained_on is not None or hasattr(config, "quantization_config"):
+    settings = quantization_of(config)
+    if trained_on is not None or settings is not None:
         line += "; the base was quantised for training, and is merged as its dequantised weights"
     say(f"{line}.")
-    published, found = form_of(trained_on and trained_on.config), form_of(getattr(config, "quantization_config", None))
+    published, found = form_of(trained_on and trained_on.config), form_of(settings)
     if published is not None and published.split()[0] in METHODS and published != found:
         form = found or "16 or 32 bits"
         say(f"The adapters were trained on a base in {published}; {run.base}, in {form}, is another.")
@@ -199,16 +200,32 @@ def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[
 def _save_in_blocks(merged: Any, run: SavedRun, folder: Path, dtype: torch.dtype) -> Survival:
     """Saves `merged` as its base was published, in FP8 blocks; its weights become what was saved."""
     packed = load_packed_base(run)
-    published, survival = quantise_again(merged, packed)
+    if run.quantization is not None and run.quantization.decoded:
+        _check_decoded_alike(packed)
+    published, survival = quantise_again(merged, packed, dtype)
     _round(merged, dtype)
     names = {name for name, _ in packed_weights(packed)}
     rest = {name: each for name, each in merged.state_dict().items() if name not in names}
     published |= require(PUBLISHED_NAMES)[0](merged, rest)
-    merged.config.quantization_config = read_base_config(run).quantization_config
+    config, owner = read_base_config(run), merged.config
+    if not hasattr(config, "quantization_config"):
+        owner = owner.get_text_config(decoder=True)
+    owner.quantization_config = quantization_of(config)
     merged.save_pretrained(folder, state_dict=published, save_original_format=False)
-    del merged.config.quantization_config
+    del owner.quantization_config
     (folder / SURVIVAL_FILE).write_text(json.dumps(survival.as_dict(), indent=1), encoding="utf-8")
     return survival
+
+
+def _check_decoded_alike(packed: Any) -> None:
+    """Checks that transformers, with whose decoding the adapters were trained, takes blocks to be of their sizes."""
+    for name, weight in packed_weights(packed):
+        if any(size > block and size % block for size, block in zip(weight.shape[-2:], weight.block, strict=True)):
+            raise MergeError(
+                f"The adapters were trained on what transformers decodes (`packed_base: false`), which differs from "
+                f"what the base holds: {name} is {tuple(weight.shape)}, and blocks of {weight.block} do not divide "
+                "it. Leave `--to` out, which merges into 16 bits."
+            )
 
 
 def _dtype_of(run: SavedRun) -> torch.dtype:
@@ -221,6 +238,12 @@ def _dtype_of(run: SavedRun) -> torch.dtype:
 def merged_model(adapted: PeftModel) -> PreTrainedModel:
     """The base of `adapted`, in place, with the adapters in its weights, and without anything of PEFT."""
     base: Any = adapted.get_base_model()
+    for name, layer in base.named_modules():
+        if any(getattr(layer, "lora_bias", {}).values()) and getattr(layer.get_base_layer(), "bias", None) is None:
+            raise MergeError(
+                f"`lora_bias` is true in the adapters, and {name!r} has no bias that could take theirs. Load the run "
+                "with `PeftModel.from_pretrained`, or train without `lora_bias`."
+            )
     configs = {id(one): one for one in (base.config, base.config.get_text_config())}.values()
     tied = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
     _untie(base)
@@ -332,10 +355,13 @@ def _check_saved(
         loaded, report = type(merged).from_pretrained(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=trusted
         )
+    beside: set[str] = set()  # what is in the files for others, and in no model
     if in_blocks:
+        beside = {name.rpartition(".")[2] for name in loaded.hf_quantizer.left_out}
         loaded = dequantise(loaded)
+    unexpected = {name for name in report["unexpected_keys"] if name.rpartition(".")[2] not in beside}
     weights, saved = merged.state_dict(), loaded.state_dict()
-    wrong = sorted({*report["missing_keys"], *report["unexpected_keys"], *(weights.keys() ^ saved.keys())})
+    wrong = sorted({*report["missing_keys"], *unexpected, *(weights.keys() ^ saved.keys())})
     wrong = wrong or [name for name in weights if not torch.equal(weights[name].to(saved[name].dtype), saved[name])]
     if wrong:
         raise MergeError(

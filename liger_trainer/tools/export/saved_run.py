@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import DEQUANTISED_MODELS
 from liger_trainer.errors import UserError
-from liger_trainer.packed.loading import PackedError, dequantise, method_of, packed_loading
+from liger_trainer.packed.loading import PackedError, dequantise, method_of, packed_loading, quantization_of
 from liger_trainer.patching.codes import check_scales
 from liger_trainer.patching.moe.quantized_experts import round_experts
 from liger_trainer.recipe.file import first_line
@@ -121,12 +121,13 @@ def load_model(run: SavedRun, dtype: torch.dtype | str) -> PreTrainedModel:
     config = read_base_config(run)
     cls, options = class_of_model(run, config)
     trained_on = run.quantization
-    settings = (trained_on and trained_on.config) or getattr(config, "quantization_config", None)
+    settings = (trained_on and trained_on.config) or quantization_of(config)
     options["dtype"] = dtype
     if settings is not None or trained_on is not None:
         options |= _of_training(run)
     try:
-        model: Any = _decoded(cls, run, options) if method_of(config) is not None else None
+        by_transformers = trained_on is not None and trained_on.decoded
+        model: Any = _decoded(cls, run, options) if method_of(config) is not None and not by_transformers else None
         if model is None and settings is not None:
             options |= _quantisation_options(settings, is_published=trained_on is None)
         if model is None:
@@ -188,6 +189,7 @@ def _dequantised(model: Any) -> PreTrainedModel:
             quantizer.remove_quantization_config(model)
         else:
             model = model.dequantize()
+    vars(model.config.get_text_config(decoder=True)).pop("quantization_config", None)
     require(DEQUANTISED_MODELS)
     model.__dict__.pop("_weight_conversions", None)  # else it would be saved as it was published, quantised
     return model
@@ -231,7 +233,10 @@ def add_adapter(run: SavedRun, base: PreTrainedModel, dtype: torch.dtype | None 
             f"The adapters in {folder!r} do not fit their base model {run.base!r}: {first_line(error)} Give the model "
             "that they were trained on with `--base_model`."
         ) from error
-    wrong = [*result.missing_keys, *result.unexpected_keys]
+    names = _adapter_shapes(run.folder).keys()
+    # Beside a resized vocabulary PEFT writes the trained embedding and head twice, and reads them by the shorter name.
+    copies = {name for name in names if ".modules_to_save." in name and name.replace(".modules_to_save", "") in names}
+    wrong = [name for name in (*result.missing_keys, *result.unexpected_keys) if name not in copies]
     if wrong and not model.active_peft_config.is_prompt_learning:  # prompts have a place of their own
         raise UserError(
             f"The adapters in {folder!r} do not fit their base model {run.base!r}: {len(wrong)} tensors are missing in "

@@ -70,7 +70,7 @@ def _may_have_moved(before: str, now: str) -> bool:
 
 def _form(found: BaseQuantization | None) -> str:
     """The format of a base, in a word."""
-    if found is None:
+    if found is None or found.decoded:
         return _PLAIN
     of_experts = str((found.experts or {}).get("quant_type", _PLAIN))
     return form_of(found.config) or of_experts

@@ -34,6 +34,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAM
 from liger_trainer.compat.private import available, require
 from liger_trainer.compat.transformers import CONVERTED_CHECKPOINTS, LOADED_WEIGHTS
 from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.packed.loading import decoded_settings, quantization_of
 from liger_trainer.patching.codes import is_code
 from liger_trainer.patching.moe.quantized_experts import four_bits
 
@@ -199,11 +200,7 @@ def _check_files(model: nn.Module, folder: Path) -> None:
                 _compare(file, _adapter_tensors(model, adapter).keys(), shapes_in([file]).keys())
         return
     files = list(_files_of_model(folder))
-    if (
-        not files
-        or getattr(model, "peft_config", None)
-        or hasattr(getattr(model, "config", None), "quantization_config")
-    ):
+    if not files or getattr(model, "peft_config", None) or quantization_of(getattr(model, "config", None)) is not None:
         return
     shapes = shapes_in(files)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -300,6 +297,7 @@ class BaseQuantization:
     dtype: str  # the dtype that the model was loaded in, such as ``"bfloat16"``
     # ``quant_type`` and ``double_quant`` of `quantize_experts`; None if experts were not quantised so.
     experts: dict[str, Any] | None = None
+    decoded: bool = False  # whether transformers decoded it while it loaded it; training computed with what that gave
 
 
 def write_base_quantization(model: nn.Module, folder: Path) -> None:
@@ -317,17 +315,19 @@ def write_base_quantization(model: nn.Module, folder: Path) -> None:
 def base_quantization(model: PeftModel) -> BaseQuantization | None:
     """How the base of `model` is quantised; None if it is not."""
     base: Any = model.get_base_model()
-    config = getattr(base.config, "quantization_config", None)
+    revision = next((one.revision for one in model.peft_config.values()), None)
+    config, decoded = quantization_of(base.config), decoded_settings(base, revision)
     weight = next((one for module in base.modules() for one in four_bits(module).values()), None)
-    if config is None and weight is None:
+    if config is None and weight is None and decoded is None:
         return None
     experts = None
     if weight is not None:
         experts = {"quant_type": weight.quant_type, "double_quant": weight.nested_blocksize > 0}
     return BaseQuantization(
-        config=None if config is None else config if isinstance(config, dict) else config.to_dict(),
+        config=config.to_dict() if hasattr(config, "to_dict") else config or decoded,
         dtype=str(base.config.dtype).removeprefix("torch."),
         experts=experts,
+        decoded=decoded is not None,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2MoeForCausalLM, Qwen2MoeForCausalLM
 
 from liger_trainer import load_packed
 from liger_trainer.errors import UserError
@@ -123,17 +123,41 @@ def test_on_a_model_whose_experts_are_layers(family, tmp_path):
     assert (wanted - plain).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("lora", [{}, {"target_modules": "all-linear", "target_parameters": None}])
+@pytest.mark.parametrize(
+    "lora", [{}, {"target_modules": "all-linear", "target_parameters": None}, {"use_rslora": True}]
+)
 def test_read_back_by_peft(lora, tmp_path):
     """PEFT stacks adapters of single experts itself; of `all-linear` it makes gate and up twice the rank."""
     adapted = run_of(tmp_path, **lora)
     found, tensors, config = exported(tmp_path)
-    rank = 8 if lora else 4
-    assert (found.rank, config["r"], config["lora_alpha"]) == (rank, rank, 2 * rank)
+    rank = 8 if "target_modules" in lora else 4
+    alpha = 4 * rank if "use_rslora" in lora else 2 * rank
+    assert (found.rank, config["r"], config["lora_alpha"], config["use_rslora"]) == (rank, rank, alpha, False)
+    assert found.by_peft
     assert {each.shape[0] for name, each in tensors.items() if "lora_A" in name} == {rank}
     assert not config["rank_pattern"]
     again = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "apart", autocast_adapter_dtype=False).eval()
     torch.testing.assert_close(logits(again), logits(adapted), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", [Qwen2MoeForCausalLM, Lfm2MoeForCausalLM])
+def test_families_whose_experts_peft_does_not_stack(family, tmp_path, capsys):
+    """It leaves out adapters on experts, which is said; the tensors are those of the published names."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    more = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32}
+    own = {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1} if family is Lfm2MoeForCausalLM else {}
+    family(family.config_class(**sizes, **more, **own)).save_pretrained(tmp_path / "base")
+    adapted = run_of(tmp_path, base=load(tmp_path / "base"), target_modules=["q_proj"])
+    assert main(["export-adapter", str(tmp_path / "run"), "--layout", "per-expert"]) == 0
+    assert "PEFT cannot read this folder on this model, whose experts it does not stack; servers" in (
+        capsys.readouterr().out
+    )
+    tensors = load_file(tmp_path / "run" / "per-expert" / FILE)
+    published = load_file(tmp_path / "base" / "model.safetensors")
+    names = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    assert {f"{name}.weight" for name in names} <= {*published}
+    again = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "run" / "per-expert").eval()
+    assert (logits(again) - logits(adapted)).abs().max() > 1e-3  # else it is not to be said
 
 
 def test_adapters_of_a_packed_base(tmp_path):

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from liger_trainer import load_packed
 from liger_trainer.errors import UserError
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.kernels.lowbit.formats import fp8_weight
-from liger_trainer.packed.loading import dequantise
+from liger_trainer.packed.loading import dequantise, packed_modules
 from liger_trainer.tools.cli import main
 from liger_trainer.tools.export.fp8_blocks import in_blocks
 from liger_trainer.tools.export.merging import SURVIVAL_FILE, merge
 from liger_trainer.tools.export.saved_run import find_run
 from liger_trainer.trainers.checkpoints.saved_weights import FILE
 from tests.low_bit import write_fp8, write_mxfp4
-from tests.packed_checkpoints import write_dense, write_mixture
+from tests.packed_checkpoints import write_dense, write_mixture, write_nested
 from tests.tools.cli.runs import message_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -140,14 +140,14 @@ def test_codes_and_numbers(name, size, tmp_path):
     numbers(proof.survival, before, merged, new, changed)
 
 
-def numbers(survival, before, merged, new, changed):
+def numbers(survival, before, merged, new, changed, dtype=torch.bfloat16):
     """The share and the error, computed here from the files."""
     sums = {}
     for key in changed:
         scale = new.get(key.replace("weight", "weight_scale_inv"))
         if scale is None:
             continue
-        read = (new[key].float().double() * spread(scale, new[key].shape)).to(torch.bfloat16).double()
+        read = (new[key].float().double() * spread(scale, new[key].shape)).to(dtype).double()
         change, left = merged[key].double() - before[key].double(), read - before[key].double()
         path, stack = key, key.partition(".experts.")
         if stack[1]:
@@ -181,7 +181,10 @@ def test_a_scale_a_row(write, lora, size, tmp_path):
     before, merged = saved_run(tmp_path, size, **lora)
     proof = merge(find_run(str(tmp_path / "run")), tmp_path / "out", say=lambda line: None, to="fp8")
     old, new = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "out"))
-    assert new.keys() == {key for key in old if not (".experts." in key and key.endswith("input_scale"))}
+    assert new.keys() == old.keys()
+    others = [key for key in old if key.endswith("input_scale")]
+    assert others
+    assert all(torch.equal(new[key], old[key]) for key in others)
     before, merged = published(before), published(merged)
     kept = rows = 0
     for key, weight in merged.items():
@@ -214,6 +217,63 @@ def rounded_rows(weight, scale):
     found = torch.where((target - below).abs() <= (above - target).abs(), below, above) * scale.double()
     tie = ((target - below) - (above - target)).abs() < 1e-5 * target.abs()
     return found, tie, (found - weight.double()).square().sum(1, keepdim=True)
+
+
+def test_scales_that_are_powers_of_two_in_fp32(tmp_path):
+    """As the configuration says, and as transformers loads them (`scale_fmt`)."""
+    write_dense(tmp_path / "base", "fp8 blocks")
+    file, config = tmp_path / "base" / "model.safetensors", tmp_path / "base" / "config.json"
+    old = load_file(file)
+    old = {name: each.log2().round().exp2() if name.endswith("scale_inv") else each for name, each in old.items()}
+    save_file(old, file, {"format": "pt"})
+    settings = json.loads(config.read_text())
+    settings["quantization_config"]["scale_fmt"] = "ue8m0"
+    config.write_text(json.dumps(settings))
+    saved_run(tmp_path, 0.3, target_modules=["up_proj", "q_proj"])
+    merge(find_run(str(tmp_path / "run")), tmp_path / "out", say=lambda line: None, to="fp8")
+    new = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {name: each for name, each in new.items() if name.endswith("scale_inv")}
+    for name, each in scales.items():
+        assert each.dtype == torch.float32
+        assert torch.equal(each, each.to(torch.float8_e8m0fnu).float()), name
+    assert any(not torch.equal(each, old[name]) for name, each in scales.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_another_dtype_beside_the_codes(dtype, tmp_path):
+    write_dense(tmp_path / "base", "fp8 blocks")
+    before, merged = saved_run(tmp_path, 0.1, target_modules=["q_proj"])
+    proof = merge(find_run(str(tmp_path / "run")), tmp_path / "out", dtype, lambda line: None, "fp8")
+    old, new = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "out"))
+    assert {new[key].dtype for key in new if f"{key}_scale_inv" not in new and "scale" not in key} == {dtype}
+    numbers(proof.survival, before, merged, new, [key for key in merged if "q_proj" in key], dtype)
+    key = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(new[key].view(torch.uint8), old[key].view(torch.uint8))
+
+
+@pytest.mark.parametrize("to", [None, "fp8"])
+def test_settings_of_the_text_configuration(to, tmp_path):
+    model_class = write_nested(tmp_path / "base")
+    base = dequantise(load_packed(str(tmp_path / "base"), model_class, dtype=torch.bfloat16)).float()
+    torch.manual_seed(1)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=r".*language_model.*(q|up)_proj"))
+    for name, each in adapted.named_parameters():
+        if "lora_" in name:
+            each.data.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "run")
+    merge(find_run(str(tmp_path / "run"), str(tmp_path / "base")), tmp_path / "out", say=lambda line: None, to=to)
+    old, new = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("base", "out"))
+    wanted = None if to is None else old["text_config"]["quantization_config"]
+    assert new["text_config"].get("quantization_config") == wanted
+    assert "quantization_config" not in new
+    expected = adapted.merge_and_unload()
+    if to is None:
+        found = model_class.from_pretrained(tmp_path / "out", dtype="auto")
+        for name, each in expected.named_parameters():
+            assert torch.equal(found.get_parameter(name), each.to(torch.bfloat16)), name
+    else:  # what its codes mean is compared by the proof
+        old, new = (load_packed(str(tmp_path / each), model_class) for each in ("base", "out"))
+        assert [*packed_modules(old)] == [*packed_modules(new)] != []
 
 
 @pytest.mark.parametrize(("size", "share", "error"), [(0.01, 0.38, 0.86), (0.03, 0.80, 0.62), (0.1, 0.99, 0.26)])

@@ -16,11 +16,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from liger_trainer import load_packed
 from liger_trainer.errors import UserError
+from liger_trainer.packed.loading import dequantise
 from liger_trainer.tools.export.merging import merge
 from liger_trainer.tools.export.saved_run import find_run, load_model
 from liger_trainer.trainers.checkpoints.saved_weights import FILE, write_base_quantization
 from tests.low_bit import dense, write_fp8, write_mxfp4, write_unscaled
-from tests.packed_checkpoints import FORMATS, write_dense
+from tests.packed_checkpoints import FORMATS, write_dense, write_nested
 from tests.tiny_models import TINY_MODELS
 from tests.trainers.tiny import tokenizer
 
@@ -77,6 +78,39 @@ def test_adapters_on_a_packed_base_are_merged_into_what_it_decodes_to(name, tmp_
     change = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
     before = meant["model.layers.1.mlp.down_proj.weight"].to(torch.bfloat16).float()  # what training computed with
     torch.testing.assert_close(found.model.layers[1].mlp.down_proj.weight, before + change, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_on_what_transformers_decodes(tmp_path):
+    """Of blocks that do not divide the rows it makes other weights than the checkpoint means."""
+    meant = write_dense(tmp_path / "base", "fp8 blocks")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)  # a CPU dequantises it
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(base.get_parameter(name), meant[name])
+    adapted = run_on(tmp_path, base)
+    write_base_quantization(adapted, tmp_path / "run")
+    written = json.loads((tmp_path / "run" / FILE).read_text())
+    assert (written["decoded"], written["dtype"], written["config"]["quant_method"]) == (True, "float32", "fp8")
+    merge(find_run(str(tmp_path / "run")), tmp_path / "merged", say=lambda line: None)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match=r"what transformers decodes .*gate_proj.weight is \(192, 128\), and blocks of"):
+        merge(find_run(str(tmp_path / "run")), tmp_path / "fp8", say=lambda line: None, to="fp8")
+    ours = dequantise(load_packed(str(tmp_path / "base")))
+    write_base_quantization(get_peft_model(ours, LoraConfig(r=1, target_modules=["q_proj"])), tmp_path / "run")
+    assert not (tmp_path / "run" / FILE).exists()  # and so it is merged as we decode it
+
+
+def test_settings_of_a_text_configuration_that_transformers_decodes(tmp_path):
+    model_class = write_nested(tmp_path / "base")
+    adapted = run_on(tmp_path, model_class.from_pretrained(tmp_path / "base", dtype=torch.float32))
+    write_base_quantization(adapted, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / FILE).read_text())["decoded"]
+    merge(find_run(str(tmp_path / "run")), tmp_path / "merged", say=lambda line: None)
+    found = model_class.from_pretrained(tmp_path / "merged", dtype="auto").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
 
 
 class _HalvedConfig(QuantizationConfigMixin):

@@ -154,6 +154,24 @@ def test_an_embedding_that_has_grown(tmp_path):
     assert distances(expected[0], logits(model)[0]).max() < 1e-5
 
 
+@pytest.mark.parametrize("trained", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]])
+def test_an_embedding_that_has_grown_in_memory(trained, tmp_path):
+    """PEFT, which sees the base with fewer rows, writes what was trained twice."""
+    TINY_MODELS["llama"]().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(140, mean_resizing=False)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=trained))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.05)
+    adapted.save_pretrained(tmp_path / "run")
+    assert any(".modules_to_save." in name for name in load_file(tmp_path / "run" / "adapter_model.safetensors"))
+    merge(find_run(str(tmp_path / "run")), tmp_path / "merged", say=lambda line: None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert model.config.vocab_size == 140
+    assert distances(logits(adapted.eval())[0], logits(model)[0]).max() < 1e-5
+
+
 def test_tokenizer_and_generation_config(tmp_path):
     base = TINY_MODELS["llama"](pad_token_id=None)
     saved_run(tmp_path, base=base, target_modules=["q_proj"])
@@ -276,6 +294,17 @@ def test_adapters_that_have_no_weights_to_merge(tmp_path):
         tmp_path / "run"
     )
     assert "holds adapters of the kind PROMPT_TUNING, and nothing that could be added" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_biases_of_adapters(has_bias, tmp_path):
+    adapted = saved_run(tmp_path, fields={"attention_bias": has_bias}, target_modules=["q_proj"], lora_bias=True)
+    if not has_bias:
+        assert "`lora_bias` is true in the adapters, and 'model.layers.0.self_attn.q_proj' has no" in refused(tmp_path)
+        return
+    merged(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert distances(logits(adapted)[0], logits(model)[0]).max() < 1e-5
 
 
 @pytest.mark.parametrize("layers", [1, 3])
