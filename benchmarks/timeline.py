@@ -79,7 +79,7 @@ class Timeline(NamedTuple):
     """A provider's line of time.
 
     Attributes:
-        milliseconds: Of a step.
+        milliseconds: How long a step takes.
         busy: The share of the time in which the device computes or copies.
         kernels: Begin and end of each stretch of that, in microseconds from the first one on.
     """
