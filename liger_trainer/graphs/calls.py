@@ -414,11 +414,12 @@ class LayerState:
     @contextlib.contextmanager
     def put_back(self) -> Iterator[Callable[[], str]]:
         """After the context, buffers and attributes are as before; yields what says which of them have changed."""
-        copies, versions = [each.clone() for each in self._buffers], [each._version for each in self._buffers]
+        copies = [each.clone() for each in self._buffers]
         attributes = [(held, copy.copy(held)) for held in self._held]
 
         def changed() -> str:
-            if versions != [each._version for each in self._buffers]:
+            # Values, since running means are changed in place without being counted.
+            if not all(map(torch.equal, self._buffers, copies)):
                 return "buffers"
             return "" if self._has_same_attributes() else "attributes"
 
@@ -428,8 +429,8 @@ class LayerState:
             if not self._has_same_attributes():
                 for held, before in attributes:
                     _refill(held, before)
-            for buffer, before, version in zip(self._buffers, copies, versions):
-                if buffer._version != version:
+            for buffer, before in zip(self._buffers, copies):
+                if not torch.equal(buffer, before):
                     buffer.data.copy_(before)
 
     def has_moved(self) -> bool:

@@ -18,6 +18,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from random import getstate, setstate
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,7 @@ class LayerGraphs:
         self._take(hidden, sources)
         read = [self.buffers.hidden, *(held.tensor for held in self._held)]
         versions = [each._version for each in read]
-        before, on_host = self._captures.random_state(), torch.get_rng_state()
+        before, of_torch, of_python = self._captures.random_state(), torch.get_rng_state(), getstate()
         self._draws = True  # until it is known that it does not
         with self._drawing_from(before), self.state.put_back() as changed:
             try:
@@ -150,9 +151,11 @@ class LayerGraphs:
                 raise _not_captured(error) from error
             finally:
                 draws = not torch.equal(self._captures.random_state(), before)
-                draws_on_host = hidden.device.type != "cpu" and not torch.equal(torch.get_rng_state(), on_host)
+                draws_on_host = getstate() != of_python
+                draws_on_host |= hidden.device.type != "cpu" and not torch.equal(torch.get_rng_state(), of_torch)
                 if draws_on_host:
-                    torch.set_rng_state(on_host)
+                    torch.set_rng_state(of_torch)
+                    setstate(of_python)
             if what := changed():
                 raise NotCaptured(f"it changes its {what}")
         self._draws = draws

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import random
 import types
 
 import pytest
@@ -129,13 +130,32 @@ class Draws(Layer):
         return hidden * hidden.detach().abs().sum().clamp(max=1.0).item()
 
 
-REASONS = dict.fromkeys([Remembers, Collects], "it changes its attributes")
+class Averages(Layer):
+    """Whose running mean is changed in place without being counted as changed."""
+
+    def __init__(self, checkpointed):
+        super().__init__(checkpointed)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def used(self, hidden):
+        return self.norm(hidden.mT).mT
+
+
+class Skips(Layer):
+    """By chance, of Python's generator."""
+
+    def used(self, hidden):
+        return hidden * 2 if random.random() > 0.5 else hidden
+
+
+REASONS = {Averages: "it changes its buffers", Skips: "it draws random numbers on the host"}
+REASONS |= dict.fromkeys([Remembers, Collects], "it changes its attributes")
 REASONS |= {Counts: "it changes its buffers", Draws: "its launches cannot be captured"}
 AUXILIARY = {Remembers: lambda model: sum(each.last.mean() for each in model)}
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", [Counts, Remembers, Collects, Draws])
+@pytest.mark.parametrize("kind", [Counts, Averages, Remembers, Collects, Draws, Skips])
 def test_what_a_layer_does_beside_its_result_stays(kind, checkpointed):
     model = model_of(kind, checkpointed)
     other = copy.deepcopy(model)
@@ -144,6 +164,7 @@ def test_what_a_layer_does_beside_its_result_stays(kind, checkpointed):
         drawn = []
         for each, graphs in ((model, captured), (other, None)):
             torch.manual_seed(number)
+            random.seed(number)
             hidden = torch.ones(1, 3, 8, requires_grad=True)
             if graphs is None:
                 result = each(hidden)
@@ -152,7 +173,7 @@ def test_what_a_layer_does_beside_its_result_stays(kind, checkpointed):
                     result = each(hidden)
             loss = result.square().sum() + AUXILIARY.get(kind, lambda model: 0.0)(each)
             loss.backward()
-            drawn.append((float(loss), float(torch.rand(()))))
+            drawn.append((float(loss), float(torch.rand(())), random.random()))
         assert drawn[0] == drawn[1]
         assert_same(model, other)
         assert all(map(torch.equal, model.buffers(), other.buffers()))
