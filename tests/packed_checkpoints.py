@@ -11,6 +11,8 @@ import json
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     LlamaConfig,
@@ -221,6 +223,29 @@ def write_dense(folder, name, **sizes):
             tensors[key], meant[key] = value, value.float()
     write(folder, tensors, model.config, quantization)
     return meant
+
+
+def write_nested(folder):
+    """A model of images and text in FP8 blocks, which its text configuration alone says."""
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=SIZES, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
+        architectures=["Gemma3ForConditionalGeneration"],
+    )  # fmt: skip
+    make, quantization = FORMATS["fp8 blocks"]
+    model, tensors = Gemma3ForConditionalGeneration(config).to(torch.bfloat16), {}
+    for key, value in model.state_dict().items():
+        if "language_model" in key and "_proj" in key:
+            tensors |= {key.replace("weight", leaf): tensor for leaf, tensor in make(*value.shape)[0].items()}
+        elif key != "lm_head.weight":
+            tensors[key] = value
+    write(folder, tensors, config, None)
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["quantization_config"]
+    settings["text_config"]["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(settings))
+    return type(model)
 
 
 def write_mixture(folder, name="fp8 blocks"):

@@ -43,9 +43,20 @@ class PackedError(ValueError):
     """A weight of a checkpoint cannot stay packed."""
 
 
+def quantization_of(config: Any) -> Any:
+    """The quantisation settings of a model's configuration, or of the part of it that is of text; None without any.
+
+    They are a dictionary, or an object of transformers, which looks in the same two places.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings or not hasattr(config, "get_text_config"):
+        return settings or None
+    return getattr(config.get_text_config(decoder=True), "quantization_config", None) or None
+
+
 def method_of(config: Any) -> str | None:
     """The `quant_method` of a model's configuration if its weights may stay packed, else None."""
-    settings = getattr(config, "quantization_config", None) or {}
+    settings = quantization_of(config) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     method = getattr(method, "value", method)
     return method if method in METHODS else None
@@ -148,6 +159,7 @@ def dequantise(model: Any) -> Any:
         elif isinstance(module, PackedExperts):
             unpack_experts(module)
     model.hf_quantizer.remove_quantization_config(model)
+    vars(model.config.get_text_config(decoder=True)).pop("quantization_config", None)
     model.__dict__.pop("_weight_conversions", None)  # else it would be saved as it was published, quantised
     return model
 

@@ -8,18 +8,34 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, LlamaForCausalLM, Mxfp4Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mxfp4Config,
+)
 from transformers.quantizers import auto
 
 from liger_trainer import load_packed
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.packed.experts import packed_stacks
 from liger_trainer.packed.formats import packed_matrix
-from liger_trainer.packed.loading import dequantise, is_packed, packed_loading, stackable
+from liger_trainer.packed.loading import dequantise, is_packed, method_of, packed_loading, quantization_of, stackable
 from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.packed.published import Stack, Tensor
+from liger_trainer.recipe.model import published_form
 from tests import low_bit
-from tests.packed_checkpoints import FORMATS, fp8_blocks, write, write_dense, write_latent_mixture, write_mixture
+from tests.packed_checkpoints import (
+    FORMATS,
+    fp8_blocks,
+    write,
+    write_dense,
+    write_latent_mixture,
+    write_mixture,
+    write_nested,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.arange(3, 35).view(2, 16)
@@ -234,6 +250,21 @@ def test_other_models_load_as_always(tmp_path):
         load_packed(str(tmp_path / "plain"))
     with pytest.raises(ValueError, match="`quantization_config` is given"):
         load_packed(str(tmp_path / "packed"), quantization_config=FineGrainedFP8Config())
+
+
+def test_settings_of_the_text_configuration_are_found(tmp_path):
+    kind = write_nested(tmp_path / "packed")
+    config = AutoConfig.from_pretrained(tmp_path / "packed")
+    assert method_of(config) == "fp8"
+    assert quantization_of(config) == config.text_config.quantization_config
+    assert published_form(config) == "fp8"
+    assert quantization_of(LlamaConfig()) is None
+    model = load_packed(str(tmp_path / "packed"), kind, dtype="auto")
+    assert len(packed_layers(model)) == 14
+    before = model(IDS).logits
+    dequantise(model).save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+    assert torch.equal(kind.from_pretrained(tmp_path / "saved", dtype="auto")(IDS).logits, before)
 
 
 def change(folder, alter):

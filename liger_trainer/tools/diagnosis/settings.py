@@ -19,7 +19,7 @@ from torch import nn
 
 from liger_trainer.head.lm_head import adapts_tied_weight
 from liger_trainer.kernels.fp8.linear import has_fp8
-from liger_trainer.packed.loading import method_of
+from liger_trainer.packed.loading import method_of, quantization_of
 from liger_trainer.patching.fp8 import ADAPTED, ENDS, LEAST_ROWS, find_fp8
 from liger_trainer.recipe.checks import target_modules
 from liger_trainer.recipe.experts import count_experts
@@ -123,7 +123,7 @@ def low_bit_base(case: Case) -> list[Trap]:
 
     None of them is one where the base stays packed, since its products are ours.
     """
-    settings = getattr(case.config, "quantization_config", None)
+    settings = quantization_of(case.config)
     if settings is None or _stays_packed(case):
         return []
     settings = settings if isinstance(settings, Mapping) else settings.to_dict()

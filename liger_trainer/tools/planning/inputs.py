@@ -16,7 +16,7 @@ from liger_trainer.callbacks.rounded_updates import LEAST_SHARE, expected_share
 from liger_trainer.configs.flags import activation_memory_of, kernel_config_of
 from liger_trainer.configs.liger_adamw import LIGER_ADAMW, liger_adamw_options
 from liger_trainer.packed.formats import bytes_of_weights
-from liger_trainer.packed.loading import method_of
+from liger_trainer.packed.loading import method_of, quantization_of
 from liger_trainer.parallel.sequences import reason_of_sizes
 from liger_trainer.patching.attention import find_attention
 from liger_trainer.patching.head import check_logits_memory
@@ -232,7 +232,7 @@ def _packed(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[float 
     """The bytes of a weight of linear layers and of experts, where the checkpoint stays packed."""
     if not stays_packed(values, config):
         return None, None
-    settings = config.quantization_config
+    settings = quantization_of(config)
     return bytes_of_weights(settings if isinstance(settings, dict) else settings.to_dict())
 
 
