@@ -107,15 +107,21 @@ def modelopt_nvfp4(rows, columns):
     return named, values * (scale.float() * factor).repeat_interleave(16, 1)
 
 
-def _words(numbers, order=range(8)):
-    """Eight numbers of 4 bits of the last dimension in an int32, the first of `order` in its lowest bits."""
+def _words(numbers, order=range(8), less=0):
+    """Eight numbers of 4 bits of the last dimension in an int32, the first of `order` in its lowest bits.
+
+    Args:
+        numbers: Numbers from 0 to 15.
+        order: Which of eight neighbours come one after another.
+        less: What is taken from each word, modulo 2^32.
+    """
     parts = numbers.unflatten(-1, (-1, 8))[..., list(order)].long()
-    word = (parts << torch.arange(0, 32, 4)).sum(-1)
+    word = ((parts << torch.arange(0, 32, 4)).sum(-1) - less) % 2**32
     return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
 
 
 def _integers(rows, columns, group):
-    numbers, zeros = torch.randint(0, 16, (rows, columns)), torch.randint(4, 12, (rows, columns // group))
+    numbers, zeros = torch.randint(0, 16, (rows, columns)), torch.randint(0, 16, (rows, columns // group))
     scale = _scales(rows, columns // group) * 100
     return numbers, zeros, scale
 
@@ -138,14 +144,14 @@ def int4_zeros(rows, columns, group=32):
     return named, (numbers - zeros.repeat_interleave(group, 1)) * scale.repeat_interleave(group, 1)
 
 
-def gptq(rows, columns, group=32, shuffled=False, less=1):
+def gptq(rows, columns, group=32, shuffled=False, less=0x11111111):
     numbers, zeros, scale = _integers(rows, columns, group)
     scale = scale.to(torch.float16)
     of = torch.arange(columns, dtype=torch.int32) // group
     of = of[torch.randperm(columns)] if shuffled else of
     named = {
         "qweight": _words(numbers).T.contiguous(), "scales": scale.T.contiguous(), "g_idx": of,
-        "qzeros": _words(zeros.T - less).contiguous(),  # the first version of the format stores one less
+        "qzeros": _words(zeros.T, less=less).contiguous(),  # the first version of the format stores less
     }  # fmt: skip
     return named, (numbers - zeros[:, of.long()]) * scale.float()[:, of.long()]
 

@@ -41,6 +41,9 @@ _GROUPS = 128  # of 4-bit codes in a program
 _WHOLE = 0  # in place of the size of a block that is the whole dimension, so that no kernel is compiled for a size
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours, in units of 4 bits
+_ONES = (
+    0x11111111  # what GPTQ's first version takes from a word of zeros, modulo 2^32: a zero of 0 borrows from the next
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,7 +165,7 @@ def _int4_kernel(
     zero_group_stride,
     GROUP: tl.constexpr,  # 0 for all columns
     ZEROS: tl.constexpr,
-    PLUS: tl.constexpr,  # added to a zero
+    PLUS: tl.constexpr,  # added to a word of zeros
     GROUP_OF: tl.constexpr,
     AWQ: tl.constexpr,
     ROWS: tl.constexpr,
@@ -196,7 +199,7 @@ def _int4_kernel(
     scale = tl.load(scales_ptrs, mask=inside, other=0.0).to(tl.float32)
     if ZEROS:
         zeros_ptrs = zeros_ptr + expert * zeros_an_expert + row // 8 * zero_row_stride + group * zero_group_stride
-        zero = ((tl.load(zeros_ptrs, mask=inside, other=0) >> (row_place * 4)) & 15) + PLUS
+        zero = ((tl.load(zeros_ptrs, mask=inside, other=0) + PLUS) >> (row_place * 4)) & 15
     else:
         zero = 8
     values = (codes - zero).to(tl.float32) * scale
@@ -267,7 +270,7 @@ def _launch_int4(out: torch.Tensor, weight: Int4Weight) -> None:
         *(num_rows, rows, columns, *strides(codes), *strides(scales), *strides(scales if zeros is None else zeros)),
         GROUP=_WHOLE if weight.group >= columns else weight.group,
         ZEROS=zeros is not None,
-        PLUS=int(weight.order == "gptq"),
+        PLUS=_ONES if weight.order == "gptq" else 0,
         GROUP_OF=group_of is not None,
         AWQ=weight.order == "awq",
         ROWS=_ROWS,
@@ -384,7 +387,8 @@ def _int4_reference(weight: Int4Weight) -> torch.Tensor:
         zeros = None if zeros is None else unpacked(zeros.mT, rows).mT
     else:
         codes = unpacked(weight.codes, rows).mT if weight.order == "awq" else unpacked(weight.codes.mT, columns)
-        zeros = None if zeros is None else unpacked(zeros, rows).mT + int(weight.order == "gptq")
+        plus = _ONES if weight.order == "gptq" else 0
+        zeros = None if zeros is None else unpacked(zeros + plus, rows).mT
         scales = scales.mT
     zero = 8 if zeros is None else zeros.gather(-1, index)
     return (codes - zero).float() * scales.float().gather(-1, index)

@@ -134,16 +134,17 @@ class Int4Weight(NamedTuple):
 
     With group_k = group_of[k], or k // group without it; `order` says how the tensors are packed:
 
-    ========== ==================== ============== ======================= ================================
-    order      codes                scales         zeros                   without zeros, and what is added
-    ========== ==================== ============== ======================= ================================
+    ========== ==================== ============== ======================= =============
+    order      codes                scales         zeros                   without zeros
+    ========== ==================== ============== ======================= =============
     compressed (N, ⌈K / 8⌉)         (N, groups)    (⌈N / 8⌉, groups)       8
-    gptq       (⌈K / 8⌉, N)         (groups, N)    (groups, ⌈N / 8⌉)       not allowed; 1 is added to each
+    gptq       (⌈K / 8⌉, N)         (groups, N)    (groups, ⌈N / 8⌉)       not allowed
     gptq_v2    (⌈K / 8⌉, N)         (groups, N)    (groups, ⌈N / 8⌉)       not allowed
     awq        (K, ⌈N / 8⌉)         (groups, N)    (groups, ⌈N / 8⌉)       not allowed
-    ========== ==================== ============== ======================= ================================
+    ========== ==================== ============== ======================= =============
 
-    An int32 holds eight numbers, the first in its lowest bits; in AWQ's, the numbers 0 2 4 6 1 3 5 7.
+    An int32 holds eight numbers, the first in its lowest bits; in AWQ's, the numbers 0 2 4 6 1 3 5 7. The zeros
+    of gptq are those of gptq_v2 with 0x11111111 taken from each int32, modulo 2^32.
 
     Args:
         codes: int32, contiguous.

@@ -391,6 +391,7 @@ PACKED_CHECKPOINTS = Feature(
     ),
     Private("transformers:PreTrainedModel.from_pretrained", uses="checkpoint_files"),
     Private("transformers:PreTrainedModel._initialize_missing_keys", uses="_is_hf_initialized"),
+    Private("transformers:PreTrainedModel._keys_to_ignore_on_load_missing"),
     Private("transformers.quantizers:HfQuantizer.remove_quantization_config", "self, model"),
     Private("transformers.core_model_loading:WeightConverter.copy", "self, source_patterns, target_patterns, ..."),
     Private("transformers.core_model_loading:Concatenate"),

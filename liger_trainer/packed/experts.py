@@ -99,6 +99,11 @@ class PackedExperts(nn.Module):
         finally:
             running.pop()
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """How the module is copied and pickled: its class is made again from that which it is written with."""
+        reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
+        return _without_state, (self.unpacked_class, tuple(self._packed)), *reduced[2:]
+
     def __delattr__(self, name: str) -> None:
         """Refuses a parametrisation of a packed weight, with which PEFT would run adapters; nothing has changed then.
 
@@ -179,6 +184,11 @@ def _class_with(unpacked: type[nn.Module], names: tuple[str, ...]) -> type[Packe
     contents: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
     contents |= {"unpacked_class": unpacked, "__module__": unpacked.__module__}
     return type(f"Packed{unpacked.__name__}", (PackedExperts, unpacked), contents)
+
+
+def _without_state(unpacked: type[nn.Module], names: tuple[str, ...]) -> PackedExperts:
+    kind: Any = _class_with(unpacked, names)  # type: ignore[arg-type]
+    return kind.__new__(kind)
 
 
 def _read(module: PackedExperts, name: str) -> torch.Tensor:

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,12 +24,19 @@ from liger_trainer.kernels.lowbit.formats import (
     mxfp4_weight,
     nvfp4_weight,
 )
+from liger_trainer.packed.targets import settings_for
 
 METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq")
 """The `quant_method` of configurations whose checkpoints may stay packed."""
 
 _SEVERAL = {"compressed-tensors": "format", "modelopt": "quant_algo"}
 """The methods that have several formats, and the setting that says which."""
+
+HARMLESS = (
+    *("bias", "weight_shape", "g_idx", "input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
+    *("output_scale", "q_scale", "k_scale", "v_scale"),
+)
+"""What may lie beside the codes of a matrix without changing what they mean."""
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -53,32 +60,33 @@ def form_of(settings: Any) -> str | None:
     return f"{method} {form}" if form else method
 
 
-def bytes_of_weights(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """The bytes that a weight of a linear layer, and one of stacked experts, takes in a packed checkpoint.
+def bytes_of_weights(settings: Mapping[str, Any]) -> Callable[[str, bool], float | None]:
+    """What says how many bytes a weight takes in a packed checkpoint; None for one that is in 16 bits.
 
-    None for those that are in 16 bits. Scales for rows and tensors are not counted.
+    It is given the name of a linear layer and False, or that of a parameter of stacked experts and True. Scales for
+    rows and tensors are not counted.
     """
-    linear, expert = _bytes_where_packed(settings)
-    named = [str(name).split(".") for name in settings.get("modules_to_not_convert") or ()]
-    # Of all layers, as no number of one is in the name.
-    whole = any(parts[-1] in ("mlp", "experts") and not any(map(str.isdigit, parts)) for parts in named)
-    return linear, None if whole else expert
+
+    def width(name: str, stacked: bool) -> float | None:
+        found = settings_for(settings, name, stacked)
+        return None if found is None or (found.get("quant_method") == "mxfp4" and not stacked) else _width(found)
+
+    return width
 
 
-def _bytes_where_packed(settings: Mapping[str, Any]) -> tuple[float | None, float | None]:
+def _width(settings: Mapping[str, Any]) -> float:
+    """The bytes of a weight of these settings, which have one group at most."""
     method, form = settings.get("quant_method"), f"{settings.get('format')} {settings.get('quant_algo')}".lower()
-    if method == "mxfp4":
-        return None, 0.5 + 1 / 32
+    if method == "mxfp4" or "mxfp4" in form:
+        return 0.5 + 1 / 32
     if "nvfp4" in form:
-        return 0.5 + 1 / 16, 0.5 + 1 / 16
+        return 0.5 + 1 / 16
     if method in ("gptq", "awq") or "pack-quantized" in form:
         group = settings.get("group_size") or _of_weights(settings, "group_size") or 128
         zeros = 0.5 if method in ("gptq", "awq") else 0.0
         # A scale of 16 bits, and perhaps a zero of 4; -1 is one for all columns.
-        four = 0.5 + (2 + zeros) / max(int(group), 32) if int(group) > 0 else 0.5
-        return four, four
-    eight = 1.0 + (1 / 32 if method == "mxfp8" else 0.0)
-    return eight, eight
+        return 0.5 + (2 + zeros) / max(int(group), 32) if int(group) > 0 else 0.5
+    return 1.0 + (1 / 32 if method == "mxfp8" else 0.0)
 
 
 def packed_matrix(
@@ -90,7 +98,7 @@ def packed_matrix(
         tensors: Tensors of the checkpoint, by their names behind the layer's; those of all experts stacked. They may
             be on the meta device, except `g_idx`.
         shape: (N, K), the layer's output and input features; (E, N, K) for a stack.
-        settings: The checkpoint's `quantization_config`.
+        settings: The checkpoint's `quantization_config`, of several `config_groups` the weight's (`settings_for`).
 
     Returns:
         The weight; and for each of its tensors, by its name there, the name in `tensors`.
@@ -101,6 +109,9 @@ def packed_matrix(
     weight, names = _matrix(tensors, shape, settings)
     if tuple(weight.shape) != shape:
         raise ValueError(f"its packed weight is {tuple(weight.shape)}, and the layer's {shape}")
+    for name in tensors:
+        if name not in HARMLESS and name not in names.values():
+            raise ValueError(f"it has {name!r} as well, which may change what its codes mean, and is not known")
     return weight, names
 
 
@@ -170,11 +181,12 @@ def fp8_block(scales: torch.Tensor, shape: tuple[int, ...], settings: Mapping[st
 
 
 def group_of_columns(columns: int, groups: int, settings: Mapping[str, Any]) -> int:
-    """The number of columns of a group; -1 for one group."""
+    """The number of columns of a group; -1 for one group. Of several that are named, one that gives as many groups."""
     if groups == 1:
         return -1
-    named = _of_weights(settings, "group_size")
-    return int(named) if named else columns // groups
+    named = [int(size) for one in _schemes(settings) if (size := one.get("group_size"))]
+    fits = (size for size in named if size > 0 and -(-columns // size) == groups)
+    return next(fits, named[0] if named else columns // groups)
 
 
 def _of_weights(settings: Mapping[str, Any], key: str) -> Any:

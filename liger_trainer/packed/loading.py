@@ -27,9 +27,18 @@ from liger_trainer.compat.torch import MODULE_CONTENTS
 from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
 from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Int4Weight, mxfp4_weight
 from liger_trainer.packed.experts import PackedExperts, PackedStack, pack_experts, unpack_experts
-from liger_trainer.packed.formats import METHODS, fp8_block, packed_matrix
+from liger_trainer.packed.formats import METHODS, bytes_of_weights, fp8_block, packed_matrix
 from liger_trainer.packed.modules import PackedLinear
-from liger_trainer.packed.published import DamagedError, Packed, Stack, Tensor, packed_in, read_headers
+from liger_trainer.packed.published import (
+    ENDING_OF_STACKS,
+    DamagedError,
+    Packed,
+    Stack,
+    Tensor,
+    packed_in,
+    read_headers,
+)
+from liger_trainer.packed.targets import settings_for
 
 require(MODULE_CONTENTS)
 
@@ -268,6 +277,11 @@ class PackedQuantizer(HfQuantizer):
         if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
             raise ValueError(f"`device_map` spreads the model over {device_map.values()}; packed weights need one.")
         self.checkpoint_files = checkpoint_files
+        if any((self._settings.get("transform_config") or {}).values()):
+            raise PackedError(
+                "`packed_base`: the checkpoint's `quantization_config` has a `transform_config`, and inputs of packed "
+                "layers are not transformed. Set `packed_base` to false."
+            )
         self._wait_for(model, packed_in(model, read_headers(checkpoint_files)))
 
     def _wait_for(self, model: Any, found: Packed) -> None:
@@ -281,6 +295,14 @@ class PackedQuantizer(HfQuantizer):
         check_trained(
             self.trained, [*found.linears, *(name.rpartition(".")[0] for name in found.stacks), *found.experts]
         )
+        width = bytes_of_weights(self._settings)
+        for name, has in found.missing.items():
+            module = name.removesuffix(".weight")
+            if width(module, module == name) is None:
+                continue
+            if has:
+                raise _cannot(module, f"the checkpoint has {', '.join(map(repr, has))} in place of its weight")
+            raise DamagedError(f"it has no weight of {module!r}, which its configuration does not leave in 16 bits")
         for path, tensors in found.linears.items():
             layer = model.get_submodule(path)
             if type(layer) is not nn.Linear or layer is model.get_output_embeddings():
@@ -305,7 +327,7 @@ class PackedQuantizer(HfQuantizer):
             has = f"{len(stack.owners)} of its {count * stack.parts} matrices in few bits"
             raise _cannot(name, f"the checkpoint has {has}, and is damaged or has the others in 16")
         try:
-            names = stackable(stack, (declared[0] // stack.parts, declared[1]), self._settings)
+            names = stackable(stack, (declared[0] // stack.parts, declared[1]), self._settings_for(name, True))
         except (ValueError, KeyError) as error:
             raise _cannot(name, str(error)) from error
         self.left_out += [f"{owner}.{each}" for owner in stack.owners for each in stack.matrix if each not in names]
@@ -327,7 +349,7 @@ class PackedQuantizer(HfQuantizer):
     def _prepare_stacked(self, model: Any, path: str, tensors: dict[str, Tensor]) -> None:
         """The same for experts that the checkpoint holds stacked: blocks and scales of MXFP4, outputs first."""
         experts = self._experts_at(model, path)
-        for leaf in dict.fromkeys(re.sub("_(blocks|scales|scale_inv)$", "", name) for name in tensors):
+        for leaf in dict.fromkeys(re.sub(ENDING_OF_STACKS, "", name) for name in tensors):
             scales = f"{leaf}_scales"
             has = [name for name in (f"{leaf}_blocks", scales) if name in tensors]
             if f"{leaf}_scale_inv" in tensors:
@@ -360,6 +382,9 @@ class PackedQuantizer(HfQuantizer):
     def _settings(self) -> dict[str, Any]:
         return self.quantization_config.settings
 
+    def _settings_for(self, name: str, stacked: bool = False) -> Mapping[str, Any]:
+        return settings_for(self._settings, name, stacked) or self._settings  # the headers say what is quantised
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for path, module in list(model.named_modules()):
             if isinstance(module, _Skeleton):
@@ -374,7 +399,8 @@ class PackedQuantizer(HfQuantizer):
         layer.register_parameter("bias", parameters.pop("bias", None))
         tensors = {name: _loaded(f"{path}.{name}", each) for name, each in parameters.items()}
         try:
-            weight, names = packed_matrix(tensors, (layer.out_features, layer.in_features), self._settings)
+            shape = (layer.out_features, layer.in_features)
+            weight, names = packed_matrix(tensors, shape, self._settings_for(path))
         except (ValueError, KeyError) as error:
             raise _cannot(path, str(error)) from error
         _check_numbers(path, tensors, names)
@@ -397,7 +423,8 @@ class PackedQuantizer(HfQuantizer):
                 if "_blocks" in loaded:
                     weight: Any = mxfp4_weight(loaded["_blocks"], loaded["_scales"])
                 else:
-                    weight, of_weight = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], self._settings)
+                    settings = self._settings_for(f"{path}.{leaf}", True)
+                    weight, of_weight = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], settings)
             except (ValueError, KeyError) as error:
                 raise _cannot(f"{path}.{leaf}", str(error)) from error
             _check_numbers(f"{path}.{leaf}", tensors, of_weight)
@@ -406,7 +433,7 @@ class PackedQuantizer(HfQuantizer):
         _filled(experts)
 
 
-def stackable(stack: Stack, shape: tuple[int, int], settings: dict[str, Any]) -> list[str]:
+def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any]) -> list[str]:
     """The names of the tensors that packed experts of this shape are decoded of, where they can be stacked.
 
     Gate and up are the rows of one weight, one below the other.
@@ -457,7 +484,9 @@ def _loaded(name: str, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _check_numbers(owner: str, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
-    """Checks that the scales of a packed weight are numbers: one that is not makes a whole group of weights NaN.
+    """Checks that the scales of a packed weight are numbers, and its groups there are.
+
+    A scale that is none makes a whole group of weights NaN.
 
     Args:
         owner: The layer or the stack.
@@ -465,17 +494,28 @@ def _check_numbers(owner: str, tensors: Mapping[str, torch.Tensor], names: Mappi
         names: The names in `tensors`, by those that the tensors have in the weight.
 
     Raises:
-        DamagedError: For one that is NaN or infinite.
+        DamagedError: For a scale that is NaN or infinite, a global scale of 0, and a group that is not there.
     """
+    if "group_of" in names and not tensors[names["group_of"]].is_meta:
+        name, of_groups = names["group_of"], names["scales"]
+        groups = tensors[of_groups].shape[0 if of_groups == "scales" else -1]  # GPTQ's are those of the transpose
+        low, high = (int(each) for each in tensors[name].aminmax())
+        if low < 0 or high >= groups:
+            raise DamagedError(
+                f"{name!r} of {owner!r} has groups from {low} to {high}, and its {groups} groups are 0 to {groups - 1}"
+            )
     for name in (name for part, name in names.items() if part in ("scales", "global_scale")):
         scales = tensors[name]
         wrong = scales == 255 if scales.dtype == torch.uint8 else ~scales.float().isfinite()  # e8m0's NaN
+        kinds, expected = "NaN or infinite", "finite"
+        if name == names.get("global_scale"):
+            wrong, kinds, expected = wrong | (scales == 0), "NaN, infinite or 0", "finite and not 0"
         count = 0 if scales.is_meta else int(wrong.sum())
         if count:
             first = tuple(wrong.nonzero()[0].tolist())
             raise DamagedError(
-                f"{count} of the {wrong.numel()} scales of {owner!r} ({name!r}) are NaN or infinite, the first at "
-                f"{first}, and must be finite"
+                f"{count} of the {wrong.numel()} scales of {owner!r} ({name!r}) are {kinds}, the first at "
+                f"{first}, and must be {expected}"
             )
 
 

@@ -7,13 +7,16 @@ another way, and stacks what it has for each expert; its own rules are asked.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
+from liger_trainer.packed.formats import HARMLESS
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -26,8 +29,9 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 _BESIDE = {"qweight": (("scales",), ("qzeros",)), "weight_packed": (("weight_scale",),), "weight": (_SCALES,)}
 """For codes, what must be beside them: of each group, one."""
 _WITHOUT_CODES = (*_SCALES, "weight_global_scale", "weight_scale_2", "qzeros")
-_OF_WEIGHTS = ("weight", "qweight", "qzeros", "scales", "g_idx")  # how what products need begins
 _OF_STACKS = ("_blocks", "_scales", "_scale_inv")
+ENDING_OF_STACKS = f"({'|'.join(_OF_STACKS)})$"
+"""How the names of tensors of stacked experts end, behind the name of the parameter."""
 
 
 class DamagedError(ValueError):
@@ -67,11 +71,14 @@ class Packed(NamedTuple):
         linears: For a module, its tensors.
         stacks: For a parameter of experts, what it is stacked of.
         experts: For a module of experts whose parameters are stacked in the checkpoint, its tensors.
+        missing: For a weight of a linear layer or of stacked experts that is not there, the ends of the names of what
+            is there in its place.
     """
 
     linears: dict[str, dict[str, Tensor]]
     stacks: dict[str, Stack]
     experts: dict[str, dict[str, Tensor]]
+    missing: dict[str, list[str]]
 
 
 def read_headers(files: Iterable[str]) -> dict[str, Tensor]:
@@ -118,12 +125,14 @@ def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
     for name, tensor in headers.items():
         owner, _, leaf = name.rpartition(".")
         owners.setdefault(owner, {})[leaf] = tensor
-    packed = Packed({}, {}, {})
+    packed = Packed({}, {}, {}, {})
+    present: set[str] = set()
     for owner, tensors in owners.items():
         if _is_packed(tensors):
             name, source = renamed(f"{owner}.weight")
             if name not in state:  # of a part that the model has not, such as one that predicts further tokens
                 continue
+            present.add(name)
             _check_beside(owner, tensors)
             if source is None:
                 packed.linears[name.removesuffix(".weight")] = tensors
@@ -133,17 +142,36 @@ def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
                 packed.stacks[name] = Stack(tensors, len(rule.source_patterns), operations, (owner,))
             else:
                 packed.stacks[name] = _with(packed.stacks[name], owner, tensors)
-        elif "weight" not in tensors and any(leaf in tensors for leaf in _WITHOUT_CODES):
+            continue
+        for leaf in tensors:
+            name, source = renamed(f"{owner}.{leaf}")
+            first, *others = by_source[source].target_patterns if source is not None else [""]
+            present |= {name, *(name.replace(first, other) for other in others)}
+        if any(leaf in tensors for leaf in _WITHOUT_CODES):
             if renamed(f"{owner}.weight")[0] in state:
-                raise DamagedError(f"{owner!r} has {_listed(tensors)}, and neither codes nor a weight")
+                weight = tensors.get("weight")
+                no = "neither codes nor a weight" if weight is None else f"no codes: its weight is in {weight.dtype}"
+                raise DamagedError(f"{owner!r} has {_listed(tensors)}, and {no}")
         elif any(leaf.endswith(_OF_STACKS) for leaf in tensors):
-            stacked = next(leaf for leaf in tensors if leaf.endswith(_OF_STACKS))
-            for ending in _OF_STACKS:
-                stacked = stacked.removesuffix(ending)
-            name, _ = renamed(f"{owner}.{stacked}")
-            if name in state:
-                packed.experts[name.rpartition(".")[0]] = tensors
+            names = {renamed(f"{owner}.{re.sub(ENDING_OF_STACKS, '', leaf)}")[0] for leaf in tensors}
+            if found := names & state.keys():
+                packed.experts[found.pop().rpartition(".")[0]] = tensors
+                present |= names
+    may_lack = model._keys_to_ignore_on_load_missing or ()
+    for name in sorted(_weights(model) - present - model.all_tied_weights_keys.keys()):
+        if not any(re.search(pattern, name) for pattern in may_lack):
+            beside = (each for each in present - state.keys() if each.startswith(f"{name.rpartition('.')[0]}."))
+            packed.missing[name] = sorted({each.rpartition(".")[2] for each in beside})
     return packed
+
+
+def _weights(model: Any) -> set[str]:
+    """The names of the weights of linear layers and stacked experts, without those of a head."""
+    base = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    linears = {f"{path}.weight" for path, module in base.named_modules() if isinstance(module, nn.Linear)}
+    stacks = {name for name, each in base.named_parameters() if ".experts." in name and each.dim() == 3}
+    return {f"{prefix}{name}" for name in linears | stacks}
 
 
 def _check_beside(owner: str, tensors: Mapping[str, Tensor]) -> None:
@@ -159,7 +187,7 @@ def _with(stack: Stack, owner: str, tensors: dict[str, Tensor]) -> Stack:
     first = stack.owners[0]
     for name in [*stack.matrix, *tensors]:
         has, expected = (each.get(name) for each in (tensors, stack.matrix))
-        if has != expected and name.startswith(_OF_WEIGHTS):
+        if has != expected and (name == "g_idx" or name not in HARMLESS):
             found, other = (f"{each.dtype} of {each.shape}" if each else "missing" for each in (has, expected))
             raise DamagedError(
                 f"{f'{owner}.{name}'!r} is {found}, and {f'{first}.{name}'!r}, with which it is stacked, {other}"

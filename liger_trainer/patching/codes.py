@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.runtime import is_dtensor
+from liger_trainer.packed.loading import method_of, quantization_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _SAMPLE = 1024  # elements of a weight that are looked at
@@ -72,13 +73,16 @@ def check_scales(model: Any) -> None:
     """Checks that no weight of `model` holds codes as if they were numbers; see [`unscaled_weights`]."""
     names = unscaled_weights(model)
     if names:
-        config = getattr(getattr(model, "config", None), "quantization_config", None)
-        settings = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-        method = settings.get("quant_method")
+        config = getattr(model, "config", None)
+        settings = quantization_of(config) or {}
+        method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
         cause = f" transformers does not know the `quant_method` {method!r} of its configuration." if method else ""
+        way = "Load a checkpoint in 16 bits, or in a format that transformers reads."
+        if method_of(config) is not None:
+            way = "With adapters on it `packed_base: auto` reads it, and so does `load_packed`; or load one in 16 bits."
         raise ValueError(
             f"{len(names)} weights of `model`, such as {names[0]!r}, hold the codes of a quantised checkpoint, whose "
-            f"scales were not loaded.{cause} Load a checkpoint in 16 bits, or in a format that transformers reads."
+            f"scales were not loaded.{cause} {way}"
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from liger_trainer.optim.states import has_whole_blocks
 
 NF4_BYTES = 0.5 + 4 / 64  # bitsandbytes: 4 bits, and an fp32 scale per 64 elements
 NESTED_NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # 8-bit scales, and an fp32 scale per 256 of those
+_OF_PEFT = r"^base_model\.model\.|\.base_layer"  # in the names of parameters
 ONE_BYTE = 1.0  # int8, and fp8; their scales, one for each row, are not counted
 
 
@@ -83,7 +85,7 @@ def count_parameters(
     bits: int | None = None,
     nested: bool = False,
     fp8_base: bool = False,
-    packed: tuple[float | None, float | None] = (None, None),
+    packed: Callable[[str, bool], float | None] | None = None,
 ) -> Parameters:
     """Counts `model`, which may be on the meta device and wrapped by PEFT.
 
@@ -94,21 +96,20 @@ def count_parameters(
         nested: Whether the scales of 4-bit weights are quantised too (double quantisation).
         fp8_base: Whether the linear layers of the decoder, adapters excepted, are stored in fp8; those of a checkpoint
             in fp8 that stays packed are then not decoded.
-        packed: For a checkpoint that stays packed, the bytes of a weight of the decoder's linear layers, and of stacked
-            experts; None for those that do not.
+        packed: For a checkpoint that stays packed, what says the bytes of an element of a weight of the decoder
+            (`bytes_of_weights`).
     """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
-    of_linears, of_stacks = packed
-    quantised = _quantised(model if bits else layers, head) if bits or fp8_base or of_linears else {}
-    stacked = _stacked(model) if bits == 4 or of_stacks else {}
-    width = ONE_BYTE if bits == 8 or fp8_base else NESTED_NF4_BYTES if nested else NF4_BYTES
-    widths = dict.fromkeys(quantised, of_linears or width) | dict.fromkeys(stacked, of_stacks or width)
-    dequantised = max(*quantised.values(), sum(stacked.values()) // len(layers), 0) if bits == 4 else 0
-    if any(packed):
-        as_it_is = fp8_base and of_linears == ONE_BYTE
-        dequantised = _decoded_at_once([] if as_it_is else [*quantised.values()], [*stacked.values()])
+    if packed is not None:
+        widths, dequantised = _packed(model, layers, packed, fp8_base)
+    else:
+        quantised = _quantised(model if bits else layers, head) if bits or fp8_base else {}
+        stacked = _stacked(model) if bits == 4 else {}
+        width = ONE_BYTE if bits == 8 or fp8_base else NESTED_NF4_BYTES if nested else NF4_BYTES
+        widths = dict.fromkeys([*quantised, *stacked], width)
+        dequantised = max(*quantised.values(), sum(stacked.values()) // len(layers), 0) if bits == 4 else 0
     groups = dict.fromkeys(("embedding", "head", "experts", "layers", "adapters", "other"), Group())
     factored = largest = in_blocks = 0
     for name, parameter in model.named_parameters():
@@ -166,6 +167,18 @@ def _stacked(model: nn.Module) -> dict[int, int]:
 
     found = (module.get_parameter(name) for module, name in stacked_weights(model))
     return {id(weight): weight.numel() for weight in found if weight is not None}
+
+
+def _packed(
+    model: nn.Module, layers: nn.Module, width: Callable[[str, bool], float | None], in_fp8: bool
+) -> tuple[dict[int, float], int]:
+    """The bytes of an element of each packed weight, by its id, and how many elements are decoded at once."""
+    names = {id(one): re.sub(_OF_PEFT, "", name) for name, one in model.named_parameters()}
+    linears, stacks = _quantised(layers, None), _stacked(model)
+    widths = {each: width(names[each].removesuffix(".weight"), each in stacks) for each in linears | stacks}
+    found = {each: one for each, one in widths.items() if one is not None}
+    decoded = [size for each, size in linears.items() if each in found and not (in_fp8 and found[each] == ONE_BYTE)]
+    return found, _decoded_at_once(decoded, [size for each, size in stacks.items() if each in found])
 
 
 def _decoded_at_once(linears: Sequence[int], stacks: Sequence[int]) -> int:

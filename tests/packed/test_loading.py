@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     FineGrainedFP8Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,7 +22,7 @@ from transformers.quantizers import auto
 from liger_trainer import load_packed
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.packed.experts import packed_stacks
-from liger_trainer.packed.formats import packed_matrix
+from liger_trainer.packed.formats import group_of_columns, packed_matrix
 from liger_trainer.packed.loading import dequantise, is_packed, method_of, packed_loading, quantization_of, stackable
 from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.packed.published import Stack, Tensor
@@ -39,6 +40,11 @@ from tests.packed_checkpoints import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.arange(3, 35).view(2, 16)
+LAYER, EXPERT, STACKS = (
+    "model.layers.1.mlp.up_proj",
+    "model.layers.1.mlp.experts.2.up_proj",
+    "model.layers.1.mlp.experts",
+)
 
 
 def packed_layers(model):
@@ -220,6 +226,17 @@ def test_experts_follow_the_casts_of_the_model(tmp_path):
     assert other(IDS).logits.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", "nvfp4", "gptq", "mxfp4"])
+def test_a_pickled_mixture_is_the_same(name, tmp_path):
+    MIXTURES[name][0](tmp_path)
+    model = load_packed(str(tmp_path), dtype="auto")
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    experts, others = (each.model.layers[-1].mlp.experts for each in (again, model))
+    assert type(experts) is type(others)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_dequantised_model_was_never_packed(name, tmp_path):
     MIXTURES[name][0](tmp_path)
@@ -299,6 +316,28 @@ REFUSED = {
 }
 
 
+def with_transforms(tensors, settings):
+    settings["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+
+
+def sparse(tensors, settings):
+    for leaf in ("weight", "weight_scale_inv"):
+        del tensors[f"{LAYER}.{leaf}"]
+    named = {"bitmask": torch.zeros(192, 16).byte(), "compressed": torch.ones(192, 64), "shape": torch.ones(2)}
+    tensors |= {f"{LAYER}.{leaf}": tensor for leaf, tensor in named.items()}
+
+
+def scaled_before(tensors, settings):
+    tensors[f"{LAYER}.pre_quant_scale"] = torch.rand(128)
+
+
+REFUSED |= {
+    "transforms": (with_transforms, "`quantization_config` has a `transform_config`, and inputs of packed layers are "),
+    "sparse": (sparse, r"up_proj' cannot stay packed: the checkpoint has 'bitmask', 'compressed', 'shape' in place of"),
+    "scales of inputs": (scaled_before, r"up_proj' cannot stay packed: it has 'pre_quant_scale' as well, which may "),
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_stay_packed_is_refused(name, tmp_path):
     alter, message = REFUSED[name]
@@ -306,6 +345,62 @@ def test_what_cannot_stay_packed_is_refused(name, tmp_path):
     change(tmp_path, alter)
     with pytest.raises(ValueError, match=f"{message}.*Set `packed_base` to false"):
         load_packed(str(tmp_path), dtype="auto")
+
+
+def of_two_groups(tensors, settings):
+    """Layers of attention become those of NVFP4, whose group is named first."""
+    for name in [name for name in tensors if name.endswith("weight_packed") and "self_attn" in name]:
+        path, rows = name.removesuffix(".weight_packed"), len(tensors[name])
+        without_all(path)(tensors, settings)
+        tensors |= {f"{path}.{leaf}": tensor for leaf, tensor in FORMATS["nvfp4"][0](rows, 128)[0].items()}
+    own = {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
+    first = {"targets": ["re:.*self_attn.*"], "weights": own, "format": "nvfp4-pack-quantized"}
+    settings.update(config_groups={"first": first, **settings["config_groups"]}, format="mixed-precision")
+
+
+def test_each_layer_has_the_settings_of_its_own_group(tmp_path):
+    write_dense(tmp_path, "int4")
+    before = packed_layers(load_packed(str(tmp_path), dtype="auto"))
+    change(tmp_path, of_two_groups)
+    for path, layer in packed_layers(load_packed(str(tmp_path), dtype="auto")).items():
+        if "mlp" in path:
+            assert torch.equal(layer.decoded(torch.float32), before[path].decoded(torch.float32))
+        else:
+            assert layer.format == "packed FP4"
+
+    def zeros_lost(tensors, settings):
+        settings["config_groups"]["group_0"]["weights"]["symmetric"] = False
+
+    change(tmp_path, zeros_lost)
+    with pytest.raises(ValueError, match=r"mlp\.\w+' .* no 'weight_zero_point', and its configuration says"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def test_of_sizes_of_groups_one_that_fits_is_taken():
+    groups = {name: {"weights": {"group_size": size}} for name, size in (("a", 16), ("b", None), ("c", 128))}
+    assert group_of_columns(192, 2, {"config_groups": groups}) == 128
+    assert group_of_columns(192, 12, {"config_groups": groups}) == 16
+    assert group_of_columns(192, 1, {"config_groups": groups}) == -1
+    assert group_of_columns(192, 6, {}) == 32
+
+
+def test_settings_of_transforms_may_be_empty(tmp_path):
+    write_dense(tmp_path, "int4")
+    change(tmp_path, lambda _, settings: settings.update(transform_config={"config_groups": {}}))
+    assert is_packed(load_packed(str(tmp_path), dtype="auto"))
+
+
+def test_layers_that_are_left_in_16_bits_may_be_missing(tmp_path):
+    """They are initialised, as transformers does, and says."""
+    write_dense(tmp_path, "fp8 blocks")
+    change(tmp_path, lambda tensors, settings: settings["modules_to_not_convert"].append("mlp.up_proj"))
+    change(tmp_path, without_all(LAYER))
+    assert len(packed_layers(load_packed(str(tmp_path), dtype="auto"))) == 13
+
+
+def test_a_new_head_is_not_missing(tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    assert is_packed(load_packed(str(tmp_path), AutoModelForSequenceClassification, dtype="auto"))
 
 
 def test_gate_and_up_that_share_a_block_are_refused(tmp_path):
@@ -337,7 +432,13 @@ def of_one_expert(tensors, settings):
     tensors[name] = tensors[name].flip(0)
 
 
+def with_a_scale_before(tensors, settings):
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        tensors[name.replace("weight_packed", "pre_quant_scale")] = torch.rand(128)
+
+
 UNSTACKED = {
+    "scales of inputs": ("int4", with_a_scale_before, "it has 'pre_quant_scale' as well, which may change what its"),
     "scalars": ("nvfp4", as_scalars, "its experts have one 'weight_global_scale' each, a scalar, which is not stacked"),
     "order": ("int4", in_an_order_of_their_own, r"its experts have columns in an order of their own .`weight_g_idx`"),
     "scale": ("fp8 rows", of_one_scale, "its experts have one scale each; of stacked experts, scales of blocks and"),
@@ -393,11 +494,6 @@ def test_other_bits_of_gptq_are_refused(tmp_path):
         load_packed(str(tmp_path), dtype="auto")
 
 
-LAYER, EXPERT, STACKS = (
-    "model.layers.1.mlp.up_proj",
-    "model.layers.1.mlp.experts.2.up_proj",
-    "model.layers.1.mlp.experts",
-)
 AGAIN = r". Download or write it again\."
 
 
@@ -406,6 +502,16 @@ def without(*names):
 
     def alter(tensors, settings):
         for name in names:
+            del tensors[name]
+
+    return alter
+
+
+def without_all(path):
+    """What takes all tensors of a module out of a checkpoint."""
+
+    def alter(tensors, settings):
+        for name in [name for name in tensors if name.startswith(f"{path}.")]:
             del tensors[name]
 
     return alter
@@ -471,7 +577,33 @@ OTHERS_DAMAGED = {
     "rows": ("fp8 blocks", twice(f"{LAYER}.weight"), r"'weight' is \(384, 128\); .* must be \(192, 128\)"),
     "global": ("nvfp4", without(f"{LAYER}.weight_global_scale"), f"'{LAYER}' .* NVFP4 without a 'weight_global_scale'"),
     "globals": ("nvfp4", twice(f"{LAYER}.weight_global_scale"), r"'weight_global_scale' is \(2,\), and one number is "),
-    "a global of NaN": ("nvfp4", spoilt(f"{LAYER}.weight_global_scale"), "1 of the 1 scales of .* are NaN or infinite"),
+    "a global of NaN": ("nvfp4", spoilt(f"{LAYER}.weight_global_scale"), "1 of the 1 scales of .* are NaN, infinite"),
+    "a global of 0": (
+        "nvfp4",
+        spoilt(f"{LAYER}.weight_global_scale", 0.0),
+        f"1 of the 1 scales of '{LAYER}' .'weight_global_scale'. are NaN, infinite or 0, .* must be finite and not 0",
+    ),
+    "a global of 0 that multiplies": (
+        "modelopt nvfp4",
+        spoilt(f"{LAYER}.weight_scale_2", 0.0),
+        "are NaN, infinite or 0, .* must be finite and not 0",
+    ),
+    "groups": (
+        "gptq shuffled",
+        spoilt(f"{LAYER}.g_idx", 4),
+        f"'g_idx' of '{LAYER}' has groups from 0 to 4, and its 4 groups are 0 to 3",
+    ),
+    "groups of int4": (
+        "int4",
+        lambda tensors, _: tensors.update({f"{LAYER}.weight_g_idx": torch.arange(128, dtype=torch.int32) // 32 - 1}),
+        f"'weight_g_idx' of '{LAYER}' has groups from -1 to 2, and its 4 groups are 0 to 3",
+    ),
+    "nothing": ("fp8 blocks", without_all(LAYER), f"no weight of '{LAYER}', which its configuration does not leave"),
+    "codes in 16 bits": (
+        "fp8 blocks",
+        lambda tensors, _: tensors.update({f"{LAYER}.weight": torch.ones(192, 128, dtype=torch.bfloat16)}),
+        f"'{LAYER}' has 'weight', 'weight_scale_inv', and no codes: its weight is in torch.bfloat16",
+    ),
     "zeros of gptq": ("gptq", without(f"{LAYER}.qzeros"), f"'{LAYER}' has .*, and no 'qzeros'"),
     "zeros": (
         "int4 with zeros",
@@ -490,11 +622,6 @@ def test_other_parts_of_a_layer_that_are_missing_or_wrong(name, tmp_path):
         load_packed(str(tmp_path), dtype="auto")
 
 
-def without_one(tensors, settings):
-    for name in [name for name in tensors if name.startswith(f"{EXPERT}.")]:
-        del tensors[name]
-
-
 EXPERTS_DAMAGED = {
     "scales": (without(f"{EXPERT}.weight_scale"), f"'{EXPERT}' has 'input_scale', 'weight', and no .*'weight_scale'"),
     "codes": (without(f"{EXPERT}.weight"), f"'{EXPERT}' has .*'weight_scale', and neither codes nor a weight{AGAIN}"),
@@ -507,8 +634,9 @@ EXPERTS_DAMAGED = {
         spoilt(f"{EXPERT}.weight_scale", float("inf")),
         rf"1 of the 1024 scales of '{STACKS}.gate_up_proj' .'weight_scale'. are NaN .*, the first at \(2, 255, 0\)",
     ),
+    "stack": (without_all(STACKS), f"no weight of '{STACKS}.down_proj', which its configuration does not leave in 16"),
     "expert": (
-        without_one,
+        without_all(EXPERT),
         rf"'{STACKS}.gate_up_proj' cannot stay packed: .* has 7 of its 8 matrices in few bits, and ",
     ),
 }

@@ -149,8 +149,49 @@ def test_a_packed_mixture_takes_as_many_bytes_as_counted(name, tmp_path):
     ],
 )
 def test_experts_that_a_checkpoint_leaves_in_16_bits_are_not_counted_as_packed(left, experts):
-    _, width = bytes_of_weights({"quant_method": "gptq", "group_size": -1, "modules_to_not_convert": left})
-    assert width == (0.5 if experts else None)
+    width = bytes_of_weights({"quant_method": "gptq", "group_size": -1, "modules_to_not_convert": left})
+    assert width("model.layers.1.mlp.experts.gate_up_proj", True) == (0.5 if experts else None)
+
+
+def _group(*targets, bits=8, **more):
+    kind = {"num_bits": bits, "type": "int" if bits == 4 else "float", **more}
+    return {"targets": [*targets], "weights": kind, "format": "pack-quantized" if bits == 4 else "float-quantized"}
+
+
+ATTENTION, MLP, STACK = "layers.3.self_attn.q_proj", "layers.3.mlp.up_proj", "layers.3.mlp.experts.gate_up_proj"
+LEFT = {
+    "names": ({"modules_to_not_convert": ["self_attn"]}, {ATTENTION: None, MLP: 1.0, STACK: 1.0}),
+    "every name": ({"ignore": [f"model.layers.{i}.self_attn.q_proj" for i in range(8)]}, {ATTENTION: None, MLP: 1.0}),
+    "a longer name": ({"ignore": ["model.layers.3.self_attn.q"]}, {ATTENTION: 1.0}),
+    "another layer": ({"ignore": ["model.layers.30", "model.layers.1"]}, {ATTENTION: 1.0, MLP: 1.0}),
+    "patterns": ({"ignore": ["model.layers.*.self_attn*"]}, {ATTENTION: None, MLP: 1.0, STACK: 1.0}),
+    "expressions": ({"ignore": ["re:.*mlp.*"]}, {ATTENTION: 1.0, MLP: None, STACK: None}),
+    "experts": ({"ignore": ["re:.*experts.*down_proj"]}, {STACK: 1.0, "layers.3.mlp.experts.down_proj": None}),
+    "GPTQ": ({"dynamic": {"-:.*self_attn": {}, "+:.*mlp": {}}}, {ATTENTION: None, MLP: 1.0}),
+    "targets": ({"config_groups": {"a": _group("re:.*experts.*")}}, {ATTENTION: None, MLP: None, STACK: 1.0}),
+    "groups": (
+        {"config_groups": {"a": _group("Linear"), "b": _group("re:.*mlp.*", bits=4, group_size=32)}},
+        {ATTENTION: 1.0, MLP: 0.5625, STACK: 0.5625},
+    ),
+}
+
+
+@pytest.mark.parametrize("around", ["model", "model.language_model"])
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_configuration_leaves_in_16_bits(name, around):
+    settings, expected = LEFT[name]
+    width = bytes_of_weights({"quant_method": "compressed-tensors", "format": "float-quantized", **settings})
+    assert {key: width(f"{around}.{key}", "experts" in key) for key in expected} == expected
+
+
+def test_layers_that_stay_in_16_bits_are_counted_so():
+    settings = {"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain, adapted = (build(LlamaConfig(**SIZES), adapters) for adapters in (None, lora))
+    weights = sum(each.numel() for key, each in plain.named_parameters() if "mlp" in key and each.dim() == 2)
+    for model in (plain, adapted):
+        packed = count_parameters(model, packed=bytes_of_weights(settings)).total.bytes
+        assert count_parameters(model).total.bytes - packed == weights
 
 
 def test_bitsandbytes_takes_as_many_bytes_as_counted():

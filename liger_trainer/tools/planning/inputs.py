@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -228,10 +228,10 @@ def _is_mixed(values: Mapping[str, Any]) -> bool:
     return bool(values["bf16"] or values["fp16"] or values["bf16"] is None)  # TRL's own default is bf16
 
 
-def _packed(values: Mapping[str, Any], config: PreTrainedConfig) -> tuple[float | None, float | None]:
-    """The bytes of a weight of linear layers and of experts, where the checkpoint stays packed."""
+def _packed(values: Mapping[str, Any], config: PreTrainedConfig) -> Callable[[str, bool], float | None] | None:
+    """What says the bytes of a weight, where the checkpoint stays packed."""
     if not stays_packed(values, config):
-        return None, None
+        return None
     settings = quantization_of(config)
     return bytes_of_weights(settings if isinstance(settings, dict) else settings.to_dict())
 

@@ -181,7 +181,8 @@ def test_int4_by_hand(name):
                 scale = weight.scales[row, place]
             else:
                 order = awq if weight.order == "awq" else range(8)
-                zero = unpacked(int(weight.zeros[place, row // 8]), order)[row % 8] + (weight.order == "gptq")
+                word = int(weight.zeros[place, row // 8]) + (0x11111111 if weight.order == "gptq" else 0)
+                zero = unpacked(word, order)[row % 8]
                 scale = weight.scales[place, row]
                 if weight.order == "awq":
                     code = unpacked(int(weight.codes[column, row // 8]), awq)[row % 8]
@@ -191,10 +192,10 @@ def test_int4_by_hand(name):
 
 
 def test_gptq_and_awq_by_their_published_formulas():
-    """The unpacking of AutoGPTQ's and AutoAWQ's plain torch modules."""
+    """The unpacking of GPTQModel's and AutoAWQ's plain torch modules; the first adds to whole words when it loads."""
     weight = packed("gptq", 16, 32)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    zeros = (weight.zeros[:, :, None] >> shifts & 15).flatten(1) + 1
+    zeros = (weight.zeros[:, :, None] + 0x11111111 >> shifts & 15).flatten(1)
     codes = (weight.codes[:, None, :] >> shifts[:, None] & 15).flatten(0, 1)
     of = weight.group_of.long()
     assert torch.equal(decode(weight, torch.float16), (weight.scales[of] * (codes - zeros[of])).half().T)
@@ -205,6 +206,15 @@ def test_gptq_and_awq_by_their_published_formulas():
     )
     scales, zeros = weight.scales.repeat_interleave(16, 0), zeros.repeat_interleave(16, 0)
     assert torch.equal(decode(weight, torch.float16), ((codes - zeros) * scales).half().T)
+
+
+def test_zeros_of_gptq_borrow_from_their_neighbours():
+    """A zero of 0, stored as 15, takes 1 from the next."""
+    zeros = torch.tensor([0, 5, 15, 0, 0, 1, 15, 0])
+    word = (int((zeros << torch.arange(0, 32, 4)).sum()) - 0x11111111) % 2**32
+    stored = torch.tensor([[word - 2**32 if word >= 2**31 else word]], dtype=torch.int32)
+    weight = int4_weight(torch.zeros(1, 8).int(), torch.ones(1, 8).half(), stored, order="gptq")
+    assert decode(weight, torch.float32)[:, 0].neg().tolist() == zeros.tolist()
 
 
 def test_columns_past_the_weight():
