@@ -41,9 +41,8 @@ _GROUPS = 128  # of 4-bit codes in a program
 _WHOLE = 0  # in place of the size of a block that is the whole dimension, so that no kernel is compiled for a size
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours, in units of 4 bits
-_ONES = (
-    0x11111111  # what GPTQ's first version takes from a word of zeros, modulo 2^32: a zero of 0 borrows from the next
-)
+# What GPTQ's first version takes from a word of zeros, modulo 2^32: a zero of 0 borrows from the next.
+_ONES = 0x11111111
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -44,19 +44,24 @@ def compile_ahead(trainer: Any, model: nn.Module) -> None:
     with compiler_for(device) as compiler:
         if compiler is None:
             return
-        try:
-            few = few_layers(model)
-            base: Any = without_adapters(few)
-            rows, length = _batch(trainer, base.config)
-            tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
-            with neutral(device), compiler.noting(), trainer.autocast_smart_context_manager():
-                if trainer._own_loss_is_of_labels or not trainer._has_own_loss:
-                    few(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-                else:
-                    base.get_decoder()(tokens, use_cache=False).last_hidden_state.sum().backward()
-        except Exception as error:  # of the model's own code, of a device without room: the step then compiles
-            logger.debug("The kernels of the first step were not compiled ahead: %s", error)
+        with neutral(device), compiler.noting(), trainer.autocast_smart_context_manager():
+            try:
+                _take_a_step(trainer, model, device)
+            except Exception as error:  # of the model's own code, of a device without room: the step then compiles
+                logger.debug("The kernels of the first step were not compiled ahead: %s", error)
         compiler.wait()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()  # of what was computed
+
+
+def _take_a_step(trainer: Any, model: nn.Module, device: torch.device) -> None:
+    few = few_layers(model)
+    base: Any = without_adapters(few)
+    tokens = torch.zeros(_batch(trainer, base.config), dtype=torch.long, device=device)
+    if trainer._own_loss_is_of_labels or not trainer._has_own_loss:
+        few(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    else:
+        base.get_decoder()(tokens, use_cache=False).last_hidden_state.sum().backward()
 
 
 def _is_usual(model: nn.Module, device: torch.device) -> bool:
