@@ -10,9 +10,11 @@ set -euo pipefail
 : "${MACHINE_RANK:?is not set; give 0 on the first machine, 1 on the next}"
 : "${GPUS:?is not set; give the number of GPUs that each machine has}"
 machines=${MACHINES:-2} config=${CONFIG:-configs/accelerate/fsdp2.yaml} port=${PORT:-29500}
-for name in GPUS MACHINE_RANK machines; do
+for name in GPUS MACHINE_RANK machines port; do
   [[ ${!name} =~ ^(0|[1-9][0-9]*)$ ]] || { echo "${name^^} is ${!name}; it must be a whole number" >&2; exit 1; }
 done
+((GPUS > 0)) || { echo "GPUS is 0; give the number of GPUs that each machine has" >&2; exit 1; }
+((0 < port && port < 65536)) || { echo "PORT is $port; it must be from 1 to 65535" >&2; exit 1; }
 ((MACHINE_RANK < machines)) || { echo "MACHINE_RANK is $MACHINE_RANK; it must be below MACHINES, $machines" >&2; exit 1; }
 [[ -f $config ]] || { echo "CONFIG is $config, which is no file in $PWD; start in a checkout, or set CONFIG" >&2; exit 1; }
 if ((MACHINE_RANK == 0)) && (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then

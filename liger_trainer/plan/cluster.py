@@ -17,6 +17,8 @@ messages (`src/graph/tuning.cc`).
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 
 NVLINK_STEP, PCIE_STEP, NETWORK_STEP = 3.4e-6, 5.7e-6, 14e-6
 """Seconds of one step of a ring."""
@@ -42,7 +44,7 @@ NOTHING = Sent()
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Processes that communicate: `each` in every one of `hosts`."""
+    """Processes that communicate: `each` or more in every one of `hosts`."""
 
     size: int
     hosts: int
@@ -68,9 +70,12 @@ class Cluster:
         return self.gpus // self.hosts
 
     def group(self, size: int, stride: int = 1) -> Group:
-        """The first of the groups of `size` processes, `stride` apart."""
-        each = max(min(size, self.gpus_per_host // stride), 1)
-        return Group(size, -(-size // each), each)
+        """Of the groups of `size` processes, `stride` apart, the one that is spread most, for which all others wait."""
+        return _most_spread(size, stride, self.gpus // (size * stride), self.gpus_per_host)
+
+    def _seconds(self, within: float, between: float) -> float:
+        """Of so many bytes to GPUs of the same host and of others, which one GPU sends at once."""
+        return max(within / self.link, between / self.network if between else 0.0)
 
     def gather(self, size: float, group: Group) -> Sent:
         """An all-gather of `size` bytes, of which each member has its part; a reduce-scatter sends the same."""
@@ -80,7 +85,7 @@ class Cluster:
         between = every / group.each if group.hosts > 1 else 0.0
         within = every - between
         waits = (group.size - group.hosts) * self.link_step + (group.hosts - 1) * NETWORK_STEP
-        return Sent(within, between, max(within / self.link, between / self.network) + waits)
+        return Sent(within, between, self._seconds(within, between) + waits)
 
     def all_reduce(self, size: float, group: Group) -> Sent:
         """A sum of `size` bytes that every member gets."""
@@ -92,4 +97,18 @@ class Cluster:
             return NOTHING
         within, between = (size * count / group.size for count in (group.each - 1, group.size - group.each))
         waits = NETWORK_STEP if group.hosts > 1 else self.link_step
-        return Sent(within, between, max(within / self.link, between / self.network) + waits)
+        return Sent(within, between, self._seconds(within, between) + waits)
+
+
+@functools.cache
+def _most_spread(size: int, stride: int, blocks: int, per_host: int) -> Group:
+    """[`Cluster.group`] of groups in so many blocks of `size * stride` processes, one after the other."""
+    # Where a group begins in its host decides how it lies, so no more of them need be looked at than a host has GPUs.
+    begins = {
+        (block * size * stride + offset) % per_host
+        for block in range(min(blocks, per_host))
+        for offset in range(min(stride, per_host))
+    }
+    members = [Counter((begin + stride * place) // per_host for place in range(size)) for begin in begins]
+    hosts, fewest = max((len(each), -min(each.values())) for each in members)
+    return Group(size, hosts, -fewest)

@@ -79,6 +79,12 @@ def split_by(config: str | Path) -> str | None:
     return {"FSDP": f"FSDP{version}", "DEEPSPEED": "DeepSpeed"}.get(str(values.get("distributed_type")))
 
 
+def runs_alone(config: str | Path) -> bool:
+    """Whether an accelerate configuration file is for one process, however many it is launched with."""
+    values = yaml.safe_load(Path(config).read_text(encoding="utf-8")) or {}
+    return str(values.get("distributed_type")).upper() in ("NO", "FALSE")
+
+
 def shipped_configs() -> dict[str, Path]:
     """The accelerate configurations in the package: name to file."""
     return packaged_files("liger_trainer.configs", "accelerate/*.yaml")

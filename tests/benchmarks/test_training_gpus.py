@@ -106,6 +106,21 @@ def test_lengths_in_the_same_processes(tmp_path, capsys):
     assert "OOM" in printed
 
 
+def test_a_configuration_for_one_process_is_refused_for_several(capsys):
+    assert main(["bench", "training", *TINY, "--gpus", "2", "--accelerate_config", "single_gpu"]) == 2
+    assert "'single_gpu', which is for one process, and `--gpus` is 2; give ddp or fsdp2" in capsys.readouterr().err
+
+
+def test_nothing_measured_is_a_failure(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from liger_trainer.benchmarks.training_step import training_provider\n"
+        "@training_provider('failing')\ndef failing(setup):\n    raise ValueError('not today')\n"
+    )
+    mine = ["--length", "16", "--provider_file", str(tmp_path / "mine.py")]
+    assert main(["bench", "training", *TINY, *mine, "--providers", "failing"]) == 1
+    assert main(["bench", "training", *TINY, *mine, "--providers", "failing,liger_trainer"]) == 0
+
+
 def test_fsdp1_in_every_setting(tmp_path):
     """LigerAdamW is refused there in one line, since FSDP1 cannot save its states."""
     (tmp_path / "mine.py").write_text(AS_ON_GPUS)

@@ -1,6 +1,8 @@
 """Bytes of a step against closed forms that are written out here, and the time of a ring."""
 
 import dataclasses
+import itertools
+from collections import Counter
 
 import pytest
 
@@ -35,6 +37,49 @@ def test_a_ring_over_hosts_crosses_once_for_all_gpus_of_a_host():
     within, between = sent(Setting("fsdp2", 16), hosts=2)
     assert within + between == pytest.approx(3 * WHOLE * 15 / 16)
     assert between == pytest.approx(3 * WHOLE * 15 / 16 / 8)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "size", "stride", "expected"),
+    [
+        (16, 2, 4, 1, (1, 4)),
+        (16, 2, 16, 1, (2, 8)),
+        (64, 8, 8, 8, (8, 1)),
+        (6, 2, 2, 1, (2, 1)),  # ranks 2 and 3 are in two hosts of three GPUs
+        (6, 2, 3, 2, (2, 1)),  # 0, 2 and 4
+        (12, 4, 4, 1, (2, 1)),
+        (12, 2, 4, 1, (2, 2)),  # 4 to 7
+        (12, 2, 3, 4, (2, 1)),
+        (512, 64, 512, 1, (64, 8)),
+    ],
+)
+def test_the_group_that_is_spread_most_counts(gpus, hosts, size, stride, expected):
+    each = gpus // hosts
+    groups = [
+        [block * size * stride + offset + stride * place for place in range(size)]
+        for block in range(gpus // (size * stride))
+        for offset in range(stride)
+    ]
+    assert sorted(itertools.chain(*groups)) == [*range(gpus)]
+    spread = [Counter(rank // each for rank in ranks) for ranks in groups]
+    assert max(map(len, spread)) == expected[0]
+    found = cluster(gpus, hosts).group(size, stride)
+    assert (found.size, found.hosts, found.each) == (size, *expected)
+
+
+def test_parts_of_a_sequence_in_two_hosts_cross_the_network():
+    run = run_of("llama3-8b", 16384)
+    inside, across = (sent(Setting("fsdp2", 12, sequence_parts=2), hosts, run)[1] for hosts in (2, 4))
+    alone = [sent(Setting("fsdp2", 12), hosts, run)[1] for hosts in (2, 4)]
+    assert inside < 1.5 * alone[0]
+    assert across > alone[1] + 1e9
+
+
+@pytest.mark.parametrize("card", ["L40S", "L4", "A10", "RTX 4090"])
+def test_cards_whose_hosts_have_no_network_of_their_own_send_within_one(card):
+    found = cluster(4, card=card)
+    assert found.gather(1e9, found.group(4)).seconds > 0
+    assert found.exchange(1e9, found.group(4)).seconds > 0
 
 
 def test_copies_are_gathered_in_their_host_and_only_shards_are_summed_between():

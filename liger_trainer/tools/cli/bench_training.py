@@ -46,7 +46,7 @@ from liger_trainer.benchmarks.training_providers import (
 )
 from liger_trainer.kernels.fp8.linear import has_fp8
 from liger_trainer.recipe.experts import can_split_experts, count_experts
-from liger_trainer.recipe.file import RecipeError, accelerate_config, split_by
+from liger_trainer.recipe.file import RecipeError, accelerate_config, runs_alone, split_by
 
 _IN_16_BITS, _NF4 = "bf16", "nf4"  # of `--quantize`, beside `PACKED_BASES`
 _STOCK = ("hf", "torch.compile", "liger-kernel")  # libraries that load no packed base
@@ -55,6 +55,8 @@ _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
 
 def measure_training(arguments: argparse.Namespace, command: str) -> int:
     """Measures training steps, or looks for the longest sequence; each provider in its own processes.
+
+    Returns 1 if no training step was measured.
 
     The command line as it was typed is recorded with the results.
     """
@@ -76,7 +78,7 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
         from liger_trainer.benchmarks.plots import draw_alignment
 
         draw_alignment(run.training, device.name(), arguments.output / "alignment.png")
-    return 0
+    return 0 if run.longest or any(not record.failure for record in run.training) else 1
 
 
 def _check_longest(arguments: argparse.Namespace) -> None:
@@ -322,9 +324,14 @@ def _accelerate_config(arguments: argparse.Namespace, device: Device) -> str:
     if gpus > there:
         raise BenchmarkError(f"`--gpus` is {gpus}, but this machine has {there}.")
     try:
-        return str(accelerate_config(name))
+        config = str(accelerate_config(name))
     except RecipeError as error:
         raise BenchmarkError(str(error)) from None
+    if gpus > 1 and runs_alone(config):
+        raise BenchmarkError(
+            f"`--accelerate_config` is {name!r}, which is for one process, and `--gpus` is {gpus}; give ddp or fsdp2."
+        )
+    return config
 
 
 def _training_providers(arguments: argparse.Namespace) -> list[str]:

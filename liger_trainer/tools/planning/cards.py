@@ -97,7 +97,7 @@ _UNITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "Tb": 1e12 / 8, "MB": 1e6, "GB": 1e9, "T
 
 def network_rate(text: str) -> tuple[float, bool] | None:
     """Bytes/s, and whether they are those of a whole host, of a text such as ``400Gb/s`` or ``3.2Tb/s/host``."""
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})/s(/gpu|/host)?", text)
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})/s(/gpu|/host)?", text, re.ASCII)
     if found is None or not float(found[1]):
         return None
     return float(found[1]) * _UNITS[found[2]], found[3] == "/host"

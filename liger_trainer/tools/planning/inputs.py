@@ -70,6 +70,10 @@ def read_inputs(
     values, given = check_values(read_recipe(source), overrides, source)
     if smoke:
         values = shrink(values, given)
+    if gpus > 1 and (key := next((key for key in ("deepspeed", "fsdp") if values.get(key)), None)) is not None:
+        raise RecipeError(
+            f"{source}: `{key}` is {values[key]!r}, and `plan` chooses how GPUs share a model; leave it out."
+        )
     config, kernels = config_of_values(values, source, packaged=True), kernels_of(values, source)
     _check_experts(values, config, gpus, source)
     fused = bool(values["use_liger_kernel"] and kernels.lora and not values["load_in_8bit"])  # PEFT handles 8 bits

@@ -34,7 +34,7 @@ def obstacles(values: Mapping[str, Any], config: PreTrainedConfig, run: Run, pac
 
 def _against_splitting(values: Mapping[str, Any]) -> str:
     """Why no weight can be split."""
-    key = next((key for key in ("load_in_4bit", "load_in_8bit", "fp8_base") if values[key]), "")
+    key = next((key for key in ("load_in_4bit", "load_in_8bit", "fp8_base", "save_on_each_node") if values[key]), "")
     return f"`{key}` is true" if key else ""
 
 

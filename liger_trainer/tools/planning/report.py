@@ -368,8 +368,7 @@ def recommendation(inputs: Inputs, plan: Plan, best: Row) -> str:
 
 
 def _about_expert_parallel(inputs: Inputs) -> str:
-    text = " This assumes that experts are chosen evenly and that the GPUs are in one host; a GPU whose experts are "
-    text += "chosen more often takes more."
+    text = " This assumes that experts are chosen evenly; a GPU whose experts are chosen more often takes more."
     if inputs.run.weight_bytes < 4 and not inputs.values["use_peft"] and inputs.run.optim != LIGER_ADAMW:
         text += " Weights and states stay in the recipe's `dtype`; `--dtype float32` keeps them in fp32, as FSDP2 does."
     return text

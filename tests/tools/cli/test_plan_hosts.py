@@ -233,3 +233,23 @@ def test_every_card_has_a_rate_of_its_matmuls():
         assert 1e13 < cluster.flops < 3e15
         assert cluster.link < cluster.memory
     assert card_named("Quadro") is None
+
+
+@pytest.mark.parametrize("key", ["deepspeed", "fsdp"])
+def test_a_recipe_that_splits_the_model_itself_is_not_planned(key, run):
+    code, _, err = run("quickstart", "--gpus", "2", "--card", "H100", f"--{key}", "full_shard")
+    assert code == 2
+    assert f"`{key}` is 'full_shard', and `plan` chooses how GPUs share a model; leave it out" in err
+
+
+def test_what_fsdp_refuses_is_not_proposed(run):
+    options = ("--gpus", "16", "--hosts", "2", "--card", "H100", "--save_on_each_node", "true")
+    code, out, err = run("quickstart", *options)
+    assert code == 0, err
+    assert not any("FSDP2" in name for name in layouts_of(out))
+    assert "`save_on_each_node` is true" in out
+
+
+def test_a_rate_is_written_in_ascii():
+    assert network_rate("400Gb/s") is not None
+    assert network_rate("\uff14\uff10\uff10Gb/s") is None
