@@ -127,7 +127,7 @@ def compile_noted(kernel: Any, known: dict[str, Any]) -> None:
     source = kernel.ASTSource(kernel, known["signature"], known["constants"], known["configs"][0])
     driver = triton.runtime.driver.active
     compiled = triton.compile(source, target=driver.get_current_target(), options=options)
-    # The code that launches a kernel is written in C, and compiled too, up to Triton 3.7: it takes as long again.
+    # The code that launches a kernel is written in C, and compiled too, up to Triton 3.6: it takes as long again.
     driver.launcher_cls(source, compiled.metadata)
 
 

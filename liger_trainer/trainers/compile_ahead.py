@@ -77,7 +77,7 @@ def _batch(trainer: Any, config: PreTrainedConfig) -> tuple[int, int]:
     rows = min(trainer.args.per_device_train_batch_size, _TOKENS)
     config = config.get_text_config()
     most = (getattr(trainer.args, "max_length", None), getattr(config, "max_position_embeddings", None))
-    return rows, min(_TOKENS // rows, *filter(None, most))
+    return rows, min([_TOKENS // rows, *filter(None, most)])
 
 
 def few_layers(model: nn.Module) -> nn.Module:

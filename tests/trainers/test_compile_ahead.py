@@ -1,13 +1,14 @@
 """The kernels of a first step are compiled while its trainer is built, and nothing of the model changes by that."""
 
 import contextlib
+import types
 from unittest import mock
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerTrainer, LigerTrainingArguments
 from liger_trainer.kernels import runtime
@@ -143,3 +144,15 @@ def test_what_fails_is_left_to_the_step(tmp_path, monkeypatch):
         assert _trainer(_model("llama"), tmp_path / "run").kernel_report is not None
     assert failing.called
     assert not ahead.names()
+
+
+def test_a_batch_is_as_large_as_is_known():
+    def batch(rows, length=None, **config):
+        args = types.SimpleNamespace(per_device_train_batch_size=rows, max_length=length)
+        return compile_ahead._batch(types.SimpleNamespace(args=args), LlamaConfig(**config))
+
+    assert batch(4, 512) == (4, 512)
+    assert batch(4, max_position_embeddings=131072) == (4, 4096)
+    assert batch(1, max_position_embeddings=2048) == (1, 2048)
+    assert batch(2, max_position_embeddings=None) == (2, 8192)
+    assert batch(10**6, 512) == (16384, 1)
