@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerTrainer, LigerTrainingArguments
 from liger_trainer.kernels import runtime
@@ -147,12 +147,12 @@ def test_what_fails_is_left_to_the_step(tmp_path, monkeypatch):
 
 
 def test_a_batch_is_as_large_as_is_known():
-    def batch(rows, length=None, **config):
+    def batch(rows, length=None, config=None, **sizes):
         args = types.SimpleNamespace(per_device_train_batch_size=rows, max_length=length)
-        return compile_ahead._batch(types.SimpleNamespace(args=args), LlamaConfig(**config))
+        return compile_ahead._batch(types.SimpleNamespace(args=args), config or LlamaConfig(**sizes))
 
     assert batch(4, 512) == (4, 512)
     assert batch(4, max_position_embeddings=131072) == (4, 4096)
     assert batch(1, max_position_embeddings=2048) == (1, 2048)
-    assert batch(2, max_position_embeddings=None) == (2, 8192)
+    assert batch(2, config=MambaConfig()) == (2, 8192)  # its tokens have no positions
     assert batch(10**6, 512) == (16384, 1)
