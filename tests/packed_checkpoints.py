@@ -113,7 +113,7 @@ def _words(numbers, order=range(8), less=0):
     Args:
         numbers: Numbers from 0 to 15.
         order: Which of eight neighbours come one after another.
-        less: What is taken from each word, modulo 2^32.
+        less: A number that is taken from each word of eight, modulo 2^32.
     """
     parts = numbers.unflatten(-1, (-1, 8))[..., list(order)].long()
     word = ((parts << torch.arange(0, 32, 4)).sum(-1) - less) % 2**32
