@@ -561,7 +561,7 @@ def test_a_process_that_fails_is_a_line(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(MINE)
     sizes = ["--layers", "1", "--batch", "1", "--length", "8", "--steps", "1", "--device", "cpu"]
     mine = ["--providers", "slow", "--provider_file", str(tmp_path / "mine.py"), "--output", str(tmp_path)]
-    assert main(["bench", "training", *sizes, *mine]) == 0
+    assert main(["bench", "training", *sizes, *mine]) == 1
     shown = capsys.readouterr()
     assert "RuntimeError: no such trainer" in shown.out
     assert "8: RuntimeError: no such trainer" in shown.err  # at once, before the tables

@@ -32,6 +32,7 @@ from liger_trainer.benchmarks.training import (
     ALIGNMENT,
     GROUP_SIZE,
     GROUPS,
+    OUT_OF_MEMORY,
     WHOLE_ROWS,
     Task,
     find_longest,
@@ -56,7 +57,7 @@ _STEPS_SECONDS, _LONGEST_SECONDS = 600.0, 540.0
 def measure_training(arguments: argparse.Namespace, command: str) -> int:
     """Measures training steps, or looks for the longest sequence; each provider in its own processes.
 
-    Returns 1 if no training step was measured.
+    Returns 1 if nothing was measured; that there is too little memory is a result.
 
     The command line as it was typed is recorded with the results.
     """
@@ -78,7 +79,7 @@ def measure_training(arguments: argparse.Namespace, command: str) -> int:
         from liger_trainer.benchmarks.plots import draw_alignment
 
         draw_alignment(run.training, device.name(), arguments.output / "alignment.png")
-    return 0 if run.longest or any(not record.failure for record in run.training) else 1
+    return 0 if run.longest or any(record.failure in ("", OUT_OF_MEMORY) for record in run.training) else 1
 
 
 def _check_longest(arguments: argparse.Namespace) -> None:
