@@ -24,6 +24,7 @@ from liger_trainer.benchmarks.device import Device, find_device
 from liger_trainer.benchmarks.models import MODELS, model_config
 from liger_trainer.benchmarks.plots import draw_if_installed, draw_timeline
 from liger_trainer.benchmarks.records import setting
+from liger_trainer.benchmarks.registry import BenchmarkError
 from liger_trainer.benchmarks.report import make_console, make_table
 from liger_trainer.benchmarks.training import Task
 from liger_trainer.benchmarks.training_providers import Setup, find_training_provider
@@ -38,7 +39,7 @@ class Profile(TrainerCallback):
 
     Attributes:
         kernels: Begin and end of each kernel and copy, in microseconds.
-        seconds: From the end of the last step of the warmup to that of the last step.
+        seconds: How long these steps take together.
     """
 
     def __init__(self, device: Device, warmup: int) -> None:
@@ -76,7 +77,7 @@ def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[t
 
 
 class Timeline(NamedTuple):
-    """A provider's line of time.
+    """A provider's timeline.
 
     Attributes:
         milliseconds: How long a step takes.
@@ -102,7 +103,7 @@ class Timeline(NamedTuple):
 
 
 def profiled(task: Task, provider: str, device: torch.device) -> Timeline:
-    """The line of time of a provider's steps on random weights and tokens."""
+    """The timeline of a provider's steps on random weights and tokens."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -140,8 +141,14 @@ def main(argv: list[str] | None = None) -> None:
     task = Task(**{name: getattr(arguments, name) for name in names}, steps=arguments.warmup + arguments.steps)
     title = f"{task.model} · {task.batch} × {task.length}"
     table = make_table(title, "ms a step", "GPU busy", remark=False)
+    providers = arguments.providers.split(",")
+    try:
+        [find_training_provider(provider) for provider in providers]  # a wrong name is said before one is measured
+    except BenchmarkError as error:
+        parser.error(str(error))
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     lines = {}
-    for provider in arguments.providers.split(","):
+    for provider in providers:
         lines[provider] = found = profiled(task, provider, device)
         table.add_row(provider, f"{found.milliseconds:,.1f}", f"{found.busy:.0%}")
         gc.collect()  # trainers hold reference cycles; this frees the model before the next provider

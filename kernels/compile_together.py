@@ -44,7 +44,7 @@ _NEW = {
 
 
 class _Zeros(TorchFunctionMode):
-    """New memory is zero, and nothing is asserted: of what no kernel has written."""
+    """New memory is zero, and device assertions are skipped, since no kernel writes what they look at."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch._assert_async:

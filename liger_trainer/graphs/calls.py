@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import operator
 import weakref
 from collections import UserDict, deque
@@ -362,6 +363,8 @@ class LayerState:
 
     def _remember(self) -> None:
         self._held = _containers(self._parts)
+        # Views, which show what is in a dict later: each call of the layer goes over them.
+        self._views = [held.values() if isinstance(held, dict) else held for held in self._held]
         self._seen = self._values()
 
     @property
@@ -452,10 +455,7 @@ class LayerState:
         return ""
 
     def _values(self) -> list[Any]:
-        found: list[Any] = [*map(type, self._parts)]
-        for held in self._held:
-            found += held.values() if isinstance(held, dict) else held
-        return found
+        return [*map(type, self._parts), *itertools.chain.from_iterable(self._views)]
 
     def _pointers(self) -> list[tuple[int, bool, torch.Size, tuple[int, ...]]]:
         return [(each.data_ptr(), each.requires_grad, each.shape, each.stride()) for each in self.tensors]

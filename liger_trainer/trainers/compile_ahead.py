@@ -38,7 +38,7 @@ def compile_ahead(trainer: Any, model: nn.Module) -> None:
         trainer: A trainer with `train_dataset`; without data nothing is compiled.
         model: Its model, to which the kernels are bound, with its adapters.
     """
-    device = next(model.parameters()).device
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
     if getattr(trainer, "train_dataset", None) is None or not _is_usual(model, device):
         return
     with compiler_for(device) as compiler:

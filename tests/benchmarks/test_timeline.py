@@ -1,4 +1,4 @@
-"""Lines of time: what overlaps counts once, times begin at the first kernel, and the picture is drawn from a file."""
+"""Timelines: what overlaps counts once, times begin at the first kernel, and the picture is drawn from a file."""
 
 import json
 
@@ -15,7 +15,7 @@ def test_intervals_that_overlap_or_are_near_are_one():
     assert merged([]) == []
 
 
-def test_a_line_of_time():
+def test_a_timeline():
     line = Timeline.of(2, 0.001, [(1500.0, 1600.0), (1000.0, 1050.0), (1040.0, 1100.0), (1610.0, 1710.0)])
     assert line.milliseconds == pytest.approx(0.5)
     assert line.busy == pytest.approx(0.3)  # 100 + 100 + 100 of 1,000 microseconds
@@ -38,6 +38,15 @@ def test_without_a_gpu_it_is_refused_in_one_line(capsys):
         main([])
     assert error.value.code == 2
     assert "there is no CUDA device to profile" in capsys.readouterr().err
+
+
+def test_a_wrong_provider_is_said_before_one_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(timeline, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(timeline, "profiled", lambda *args: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as error:
+        main(["--providers", "hf,liger_trianer"])
+    assert error.value.code == 2
+    assert "liger_trianer" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
