@@ -363,8 +363,9 @@ class LayerState:
 
     def _remember(self) -> None:
         self._held = _containers(self._parts)
-        # Views, which show what is in a dict later: each call of the layer goes over them.
-        self._views = [held.values() if isinstance(held, dict) else held for held in self._held]
+        # Each call of the layer looks at all of these, of which most are empty, such as dicts of hooks.
+        self._empty = [held for held in self._held if not held]
+        self._views = [held.values() if isinstance(held, dict) else held for held in self._held if held]
         self._seen = self._values()
 
     @property
@@ -403,6 +404,8 @@ class LayerState:
         return self._pointers() == self._places and self._has_same_attributes()
 
     def _has_same_attributes(self) -> bool:
+        if any(self._empty):
+            return False
         now = self._values()
         if len(now) != len(self._seen):
             return False
