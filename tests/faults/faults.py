@@ -1425,7 +1425,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "isinstance(value, dict)", "graphs/test_layer_state::test_what_is_in_containers_and_objects_is_seen"),
         ("what is changed in a config is not seen", "_containers", r"elif may_have_objects", "elif False",
          "graphs/test_layer_state::test_what_is_in_containers_and_objects_is_seen", "in_config"),
-        ("another class of a module is not seen", "LayerState._values", r"\[\*map\(type, self\._parts\)\]", "[]",
+        ("another class of a module is not seen", "LayerState._values", r"\*map\(type, self\._parts\), ", "",
          "graphs/test_captured::test_what_changes_is_seen", "other_class"),
         ("another layout of a weight is not seen", "LayerState._pointers", r", each\.stride\(\)", "",
          "graphs/test_captured::test_what_changes_is_seen", "transpose"),
