@@ -37,6 +37,7 @@ except ImportError:  # on Windows
 require(DEVICE_ASSERTIONS)
 
 _OURS = "liger_trainer."
+_PARSING = threading.RLock()  # compilers of several threads may wrap one another's
 _NEW = {
     *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
     *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
@@ -138,10 +139,31 @@ def compiler_for(device: torch.device) -> Iterator[Compiler | None]:
         yield None
         return
     pool = ThreadPoolExecutor(threads(), "liger_trainer compiles")
+    with _parsing_one_at_a_time():
+        try:
+            yield Compiler(device, pool)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _parsing_one_at_a_time() -> Iterator[None]:
+    """Inside, Triton parses the source of one kernel at a time, in whichever threads.
+
+    Python 3.11 counts the depth of a syntax tree for all threads together. Where the garbage collector lets another
+    thread parse before a tree is finished, `ast.parse` raises SystemError: "AST constructor recursion depth mismatch".
+    """
+    native = triton.JITFunction.parse
+
+    def parse(kernel: Any) -> Any:
+        with _PARSING:
+            return native(kernel)
+
+    triton.JITFunction.parse = parse
     try:
-        yield Compiler(device, pool)
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
+        triton.JITFunction.parse = native
 
 
 def threads() -> int:

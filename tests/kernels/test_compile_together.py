@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import threading
+import time
 
 import pytest
 import torch
@@ -79,6 +80,23 @@ def test_what_no_kernel_has_written_is_zero_and_is_not_asserted(monkeypatch):
         torch.use_deterministic_algorithms(False)
     assert len(made) == 6
     assert not any(each.any() for each in made)
+
+
+def test_sources_are_parsed_one_at_a_time(late, monkeypatch):
+    parsing, most = [], []
+
+    def parse(kernel, native=triton.JITFunction.parse):
+        parsing.append(kernel)
+        most.append(len(parsing))
+        time.sleep(0.05)  # other threads run
+        parsing.pop()
+        return native(kernel)
+
+    monkeypatch.setattr(triton.JITFunction, "parse", parse)
+    monkeypatch.setattr(compile_together, "threads", lambda: 4)
+    _compiled(_norm)
+    assert {*most} == {1}
+    assert triton.JITFunction.parse is parse
 
 
 def test_one_that_is_launched_twice_is_compiled_once(late):
