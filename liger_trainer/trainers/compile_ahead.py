@@ -5,8 +5,8 @@ anew for the sizes of a model and for frozen weights. So a copy of the model wit
 here. The kernels that it launches are compiled, and do not run; what is computed is thrown away. The copy shares the
 memory of the model's parameters, and has no hooks.
 
-Left out are models some of whose weights are quantised, split or on another device, and kernels that only the loss of a
-trainer of alignment launches. Whatever fails is left to the first step.
+Left out are models some of whose weights are quantised, split or on another device, and kernels that only a separate
+reference model or a teacher launches. Whatever fails is left to the first step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from liger_trainer.kernels.compile_together import compiler_for
 from liger_trainer.packing.proof import fewer_layers, kept_layers
 from liger_trainer.patching.fp8 import decoder_layers
 from liger_trainer.patching.probe import HOOKS, neutral
+from liger_trainer.trainers.fused_forward import StatisticsOptions, token_statistics
 
 logger = logging.getLogger("liger_trainer")
 
@@ -59,9 +60,18 @@ def _take_a_step(trainer: Any, model: nn.Module, device: torch.device) -> None:
     base: Any = without_adapters(few)
     tokens = torch.zeros(_batch(trainer, base.config), dtype=torch.long, device=device)
     if trainer._own_loss_is_of_labels or not trainer._has_own_loss:
-        few(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        loss = few(input_ids=tokens, labels=tokens, use_cache=False).loss
+    elif trainer._statistics is None:  # scores of sequences, or TRL's own head
+        loss = base.get_decoder()(tokens, use_cache=False).last_hidden_state.sum()
     else:
-        base.get_decoder()(tokens, use_cache=False).last_hidden_state.sum().backward()
+        with torch.no_grad():  # as of a base without its adapters, or of the model that sampled
+            _log_probs(few, tokens, trainer._statistics)
+        loss = _log_probs(few, tokens, trainer._statistics).sum()
+    loss.backward()
+
+
+def _log_probs(model: nn.Module, tokens: torch.Tensor, options: StatisticsOptions) -> torch.Tensor:
+    return token_statistics(model(input_ids=tokens, use_cache=False).logits, tokens, options).log_probs
 
 
 def _is_usual(model: nn.Module, device: torch.device) -> bool:

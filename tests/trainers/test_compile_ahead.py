@@ -8,9 +8,25 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MambaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3Config,
+)
 
-from liger_trainer import LigerDPOConfig, LigerDPOTrainer, LigerTrainer, LigerTrainingArguments
+from liger_trainer import (
+    LigerDPOConfig,
+    LigerDPOTrainer,
+    LigerGRPOConfig,
+    LigerGRPOTrainer,
+    LigerRewardConfig,
+    LigerRewardTrainer,
+    LigerTrainer,
+    LigerTrainingArguments,
+)
 from liger_trainer.kernels import runtime
 from liger_trainer.patching import head
 from liger_trainer.recipe.families import FAMILIES
@@ -106,18 +122,60 @@ def test_the_model_stays_as_it_is(training, tmp_path, monkeypatch):
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
-def test_a_loss_of_pairs_compiles_no_head(tmp_path, monkeypatch):
-    tokens = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9]}] * 4
+def _preferring(config, trainer, rows, folder, model, arguments, **others):
+    """A trainer of alignment on rows that are tokens already."""
 
-    class Tokenised(LigerDPOTrainer):
+    class Tokenised(trainer):
         def _prepare_dataset(self, dataset, *args, **kwargs):
             return dataset
 
-    args = LigerDPOConfig(str(tmp_path / "run"), use_cpu=True, report_to="none", bf16=False, max_length=LENGTH)
+    given = {"use_cpu": True, "report_to": "none", "bf16": False, "per_device_train_batch_size": 2} | arguments
+    args, data = config(str(folder / "run"), **given), Dataset.from_list(rows)
+    return Tokenised(model, args=args, train_dataset=data, processing_class=tokenizer(), **others)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_loss_of_pairs_launches_kernels_that_were_compiled_ahead(lora, tmp_path, monkeypatch):
+    step, rows = NotedKernels(), [{"prompt_ids": [5] * 100, "chosen_ids": [6] * 28, "rejected_ids": [7] * 28}] * 4
     with _noted(tmp_path / "cache", monkeypatch) as (proofs, ahead):
-        data = {"train_dataset": Dataset.from_list(tokens), "processing_class": tokenizer()}
-        Tokenised(_model("qwen3"), _model("qwen3"), args, **data)
+        model, reference, given = _model("qwen3", lora), None if lora else _model("qwen3"), {"max_length": LENGTH}
+        trainer = _preferring(LigerDPOConfig, LigerDPOTrainer, rows, tmp_path, model, given, ref_model=reference)
+        trainer.model.train()
+        with step.noting():
+            trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader()))).backward()
+    assert ahead.names(proofs)["_cross_entropy_row_kernel"] == 2
+    # A reference model of its own is asked for fewer statistics.
+    assert step.names(ahead, proofs) == ({} if lora else {"_cross_entropy_row_kernel": 1})
+
+
+def test_a_loss_of_groups_launches_kernels_that_were_compiled_ahead(tmp_path, monkeypatch):
+    step, sizes = NotedKernels(), {"prompt": (2, 100), "completion": (2, 28)}
+    inputs = {f"{name}_ids": torch.randint(5, 64, size) for name, size in sizes.items()}
+    inputs |= {f"{name}_mask": torch.ones(size, dtype=torch.long) for name, size in sizes.items()}
+    inputs |= {"advantages": torch.tensor([1.0, -1.0]), "num_items_in_batch": torch.tensor(56)}
+    given, rows = {"num_generations": 2, "temperature": 0.7}, [{"prompt": "a cat"}] * 4
+    with _noted(tmp_path / "cache", monkeypatch) as (proofs, ahead):
+        rewards = {"reward_funcs": lambda **kwargs: [0.0, 0.0]}
+        trainer = _preferring(LigerGRPOConfig, LigerGRPOTrainer, rows, tmp_path, _model("qwen3"), given, **rewards)
+        trainer.current_gradient_accumulation_steps = 1  # as in a step of `train()`
+        trainer.model.train()
+        with step.noting():
+            trainer.compute_loss(trainer.model, inputs).backward()
+    assert ahead.names(proofs)["_cross_entropy_row_kernel"]
+    assert step.names(ahead, proofs) == {}
+
+
+def test_scores_of_sequences_launch_no_kernel_of_a_head(tmp_path, monkeypatch):
+    step, rows = NotedKernels(), [{"chosen_ids": [6] * 128, "rejected_ids": [7] * 128}] * 4
+    sizes = {**FAMILIES["qwen3"], "head_dim": 32, "max_position_embeddings": LENGTH, "num_labels": 1, "pad_token_id": 0}
+    with _noted(tmp_path / "cache", monkeypatch) as (proofs, ahead):
+        model = AutoModelForSequenceClassification.from_config(Qwen3Config(**sizes), dtype=torch.bfloat16)
+        trainer = _preferring(LigerRewardConfig, LigerRewardTrainer, rows, tmp_path, model, {})
+        trainer.model.train()
+        with step.noting():
+            trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader()))).backward()
     assert {*ahead.names(proofs)} == {"forward_kernel", "backward_kernel", "_backward_kernel"}
+    assert step.names(ahead, proofs) == {}
 
 
 @pytest.mark.parametrize("change", ["no data", "frozen", "codes"])
