@@ -143,7 +143,8 @@ def main(argv: list[str] | None = None) -> None:
     table = make_table(title, "ms a step", "GPU busy", remark=False)
     providers = arguments.providers.split(",")
     try:
-        [find_training_provider(provider) for provider in providers]  # a wrong name is said before one is measured
+        for provider in providers:  # all, so that a wrong name is reported before anything is measured
+            find_training_provider(provider)
     except BenchmarkError as error:
         parser.error(str(error))
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

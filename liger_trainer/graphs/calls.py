@@ -22,6 +22,7 @@ from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE, MODULE
 from liger_trainer.kernels.attention.plan import FILLED_BOUNDS, AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies
 from liger_trainer.kernels.documents import Documents
+from liger_trainer.kernels.runtime import next_power_of_2
 
 tree_flatten, tree_unflatten, dispatch_modes, function_modes, saved_hooks = require(CALLS_OF_LAYERS)
 require(CHANGED_IN_PLACE)
@@ -193,11 +194,11 @@ def _room_of(table: torch.Tensor, filling: tuple[int, ...] | None = None) -> Roo
 
 def _longest(tokens: int, hidden: torch.Tensor) -> int:
     """The next power of two, but no more than there are tokens."""
-    return min(1 << (tokens - 1).bit_length(), hidden.shape[:-1].numel()) if tokens else 0
+    return min(next_power_of_2(tokens), hidden.shape[:-1].numel()) if tokens else 0
 
 
 def _longest_keys(plan: AttentionPlan) -> int:
-    return 0 if plan.keys is None else 1 << (plan.keys.longest - 1).bit_length()
+    return 0 if plan.keys is None else next_power_of_2(plan.keys.longest)
 
 
 def _tensors_of_plan(plan: AttentionPlan) -> list[tuple[torch.Tensor, Room | None]]:

@@ -177,7 +177,7 @@ class LayerGraphs:
 
         The layer is run once, so `tried` comes first.
         """
-        found: dict[int, int] = {}  # by place: weights, and copies that graphs read, are there in any case
+        found: dict[int, int] = {}  # by address: `results` holds these tensors to the end, so that none is reused
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -186,12 +186,11 @@ class LayerGraphs:
 
         random = self._captures.random_state()
         with self._drawing_from(random), self._captures.beside(), saved_tensors_hooks(pack, lambda tensor: tensor):
-            _, results = recorded = self._recording(hidden := self.buffers.hidden.clone())
+            _, results = self._recording(hidden := self.buffers.hidden.clone())
         for each in (hidden, *results):
             pack(each)
-        for each in (*self.state.tensors, *(held.tensor for held in self._held)):
+        for each in (*self.state.tensors, *(held.tensor for held in self._held)):  # these exist in any case
             found.pop(each.untyped_storage().data_ptr(), None)
-        del recorded  # not before: memory that is free again may be another tensor's
         return sum(found.values())
 
     def keeps_device_busy(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from liger_trainer.kernels.runtime import next_power_of_2
+
 
 class SharedMemory:
     """Memory by what it is for: calls with fewer tokens have the beginning of what those with more have.
@@ -29,7 +31,7 @@ class SharedMemory:
             name: The name of their use: tensors that exist at the same time have different ones.
             tensor: A tensor without gaps between its numbers.
         """
-        nbytes = 1 << (max(1, tensor.nbytes) - 1).bit_length()
+        nbytes = next_power_of_2(max(1, tensor.nbytes))
         key = (name, nbytes, tensor.device)
         found = self._of.get(key)
         if found is None:

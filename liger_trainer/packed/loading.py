@@ -255,7 +255,7 @@ class PackedQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` writes the checkpoint: not where experts were stacked."""
-        return not self._has_experts
+        return not self._experts
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What `save_pretrained` writes: every tensor by its name, in its dtype and shape, as it was published."""
@@ -315,7 +315,6 @@ class PackedQuantizer(HfQuantizer):
             self._prepare_stack(model, name, stack)
         for path, tensors in found.experts.items():
             self._prepare_stacked(model, path, tensors)
-        self._has_experts = bool(self._experts)
 
     def _prepare_stack(self, model: Any, name: str, stack: Stack) -> None:
         """Makes a parameter of experts, which transformers stacks, wait for their packed tensors."""
@@ -416,12 +415,12 @@ class PackedQuantizer(HfQuantizer):
                 if (name == leaf or name.startswith(f"{leaf}_")) and not name.endswith("_bias"):
                     loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{name}", parameter)
                     del experts._parameters[name]
-            of_weight = {"codes": "weight_blocks", "scales": "weight_scales"}
             published = self._endings.get(f"{path}.{leaf}", {})
             tensors = {published.get(ending, f"weight{ending}"): tensor for ending, tensor in loaded.items()}
             try:
                 if "_blocks" in loaded:
                     weight: Any = mxfp4_weight(loaded["_blocks"], loaded["_scales"])
+                    of_weight = {"codes": "weight_blocks", "scales": "weight_scales"}
                 else:
                     settings = self._settings_for(f"{path}.{leaf}", True)
                     weight, of_weight = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], settings)

@@ -75,6 +75,9 @@ _Published = tuple[str, torch.dtype, tuple[int, ...]]
 """The name, the dtype and the shape that a tensor has in the checkpoint."""
 
 
+_FORMATS = {BlockFp8Weight: "packed FP8", Fp4Weight: "packed FP4", Int4Weight: "packed INT4"}
+
+
 class PackedLinear(nn.Linear):
     """``nn.Linear`` whose weight stays packed.
 
@@ -158,7 +161,7 @@ class PackedLinear(nn.Linear):
     @property
     def format(self) -> str:
         """The format in a word, for reports."""
-        return format_of(self._kind) + (", products in fp8" if self.in_fp8 else "")
+        return _FORMATS[self._kind] + (", products in fp8" if self.in_fp8 else "")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features), in the dtype of `input`, or that of autocast."""
@@ -171,11 +174,6 @@ class PackedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """The sizes and the format, for `print`."""
         return f"{super().extra_repr()}, {self.format}"
-
-
-def format_of(kind: type) -> str:
-    """The format of packed weights of this class, in a word."""
-    return {BlockFp8Weight: "packed FP8", Fp4Weight: "packed FP4", Int4Weight: "packed INT4"}[kind]
 
 
 def frozen(tensor: torch.Tensor) -> nn.Parameter:

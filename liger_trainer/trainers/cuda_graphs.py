@@ -15,6 +15,7 @@ from liger_trainer.graphs.capture import Captures, CudaCaptures
 from liger_trainer.graphs.captured import CapturedLayers
 from liger_trainer.head.lm_head import PLAIN
 from liger_trainer.packing.packing import draws_beside_dropout
+from liger_trainer.patching.shared_layers import shares_keys
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, layers_of
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
 
@@ -38,7 +39,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
         wanted = cuda_graphs_of(self.args)
         if wanted is False:
             return
-        obstacle = _obstacle(self)
+        obstacle = next((reason for reason, holds in _obstacles(self) if holds), "")
         if not obstacle:
             make = functools.partial(CapturedLayers, self._captures(), only_if_faster=wanted is None)
             self._graphs, self._others = make(memory=self._kept), {name: make() for name in _OTHERS}
@@ -55,7 +56,8 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     @contextlib.contextmanager
     def _from_graphs(self, graphs: CapturedLayers) -> Iterator[None]:
         """In the context of a loss, the layers of its models run from graphs: `graphs` are those of the trained one."""
-        if graphs.gains.in_training and _shares_keys(self.model):
+        config = getattr(self.model, "config", None)
+        if graphs.gains.in_training and config is not None and shares_keys(config):
             # Without graphs these layers run on labelled tokens alone, which gains more where the device is busy.
             yield
             return
@@ -87,22 +89,12 @@ class CudaGraphsMixin(ActivationMemoryMixin):
             return super().evaluation_loop(*args, **kwargs)
 
 
-def _shares_keys(model: Any) -> bool:
-    """Whether the last layers of a transformers model take the keys of others."""
-    config = getattr(model, "config", None)
-    return bool(getattr(config and config.get_text_config(), "num_kv_shared_layers", 0))
-
-
-def _obstacle(trainer: Any) -> str:
-    """Why no layer of a trainer can run from graphs; empty if they can."""
-    return next((reason for reason, holds in _obstacles(trainer) if holds), "")
-
-
 def _elsewhere(args: Any) -> str:
     return f"training is on {args.device.type}, which has no CUDA graphs"
 
 
 def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
+    """Why no layer of a trainer could run from graphs, each reason with whether it holds."""
     args = trainer.args
     yield _elsewhere(args), args.device.type != "cuda"
     yield "FSDP gathers weights for each layer", trainer.is_fsdp_enabled
