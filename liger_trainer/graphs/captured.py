@@ -101,14 +101,13 @@ class CapturedLayers:
         if now == self._said or not (self.captured or self.reasons or tokens):
             return None
         self._said = now
-        full = (
-            f"graphs have the {self._captures.limit / 2**30:.1f} GiB that they may take; batches of other shapes wait"
-        )
+        most = f"{self._captures.limit / 2**30:.1f} GiB"
+        full = f"graphs fill the {most} that they may take, and batches of other shapes run without"
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
         if keeping:
-            line += f", and {len(keeping)} of these keep {sum(keeping) / 2**20:,.1f} MiB in place of computing it again"
+            line += f", and {len(keeping)} of these keep {sum(keeping) / 2**20:,.1f} MiB instead of recomputing it"
         others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
-        busy = f"batches of {tokens} tokens or more keep the device busy without"
+        busy = f"batches of {tokens} tokens or more keep the device busy without graphs"
         return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if tokens else [])]) + "."
 
     def settle(self) -> None:

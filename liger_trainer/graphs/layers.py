@@ -166,10 +166,10 @@ class LayerGraphs:
                 held.forget()
             raise NotCaptured("it changes a tensor that it is given")
         if not isinstance(expected, torch.Tensor) or (expected.shape, expected.dtype) != (hidden.shape, hidden.dtype):
-            raise NotCaptured("it returns something else than hidden states")
+            raise NotCaptured("it returns something other than hidden states")
         results, self.spec = tree_flatten((expected, added))
         if not _are_new(results[1:], [*read, expected]):
-            raise NotCaptured("it changes what is in a dict, or adds something else than new tensors")
+            raise NotCaptured("it changes what is in a dict, or adds something other than new tensors")
         return _Tried(results, before)
 
     def bytes_to_keep(self) -> int:
@@ -241,7 +241,7 @@ class LayerGraphs:
         with self._drawing_from(tried.random):
             self._replay_forward()
         if not all(map(torch.equal, self._results, tried.results)):
-            raise NotCaptured("the result of its graph was another")
+            raise NotCaptured("the result of its graph differs")
 
     def _check_leaves(self, leaves: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Checks that a graph of the backward would find all gradients.
@@ -251,9 +251,9 @@ class LayerGraphs:
         """
         uses = _uses(results)
         if any(uses[leaf] > 1 for leaf in leaves[1:]):
-            raise NotCaptured("it uses a tensor twice whose gradient is summed up over layers")
+            raise NotCaptured("it uses twice a tensor whose gradient is summed over layers")
         if uses.keys() - {*leaves, *self.state.leaves}:
-            raise NotCaptured("it uses a weight that is none of its parameters")
+            raise NotCaptured("it uses a weight that is not one of its parameters")
 
     def forward(
         self, hidden: torch.Tensor, sources: Sequence[torch.Tensor]
@@ -335,7 +335,7 @@ class LayerGraphs:
             reason = _further(self._written(), again() if tried else expected, again)
             if not reason:
                 return
-        raise NotCaptured(f"the gradients of its graph were others: {reason}")
+        raise NotCaptured(f"the gradients of its graph differ: {reason}")
 
     def _captured(self, run: Run) -> Run:
         try:
@@ -504,8 +504,8 @@ class _Replayed(torch.autograd.Function):
         graphs: LayerGraphs = ctx.graphs
         if graphs.keeps and graphs not in ctx.forward_pass.open:
             raise RuntimeError(
-                "A second backward through the same forward needs what a CUDA graph has overwritten. Set `cuda_graphs` "
-                "to false."
+                "A second backward through the same forward needs results that a CUDA graph has overwritten. Set "
+                "`cuda_graphs` to false."
             )
         ctx.forward_pass.open.discard(graphs)
         saved = ctx.saved_tensors
@@ -558,13 +558,13 @@ def _further(
     layer's gradients are the same each time, those of its graph have to be, bit for bit.
     """
     if [each is None for each in found] != [each is None for each in expected]:
-        return "other parameters have one"
+        return "other tensors have one"
     error, noise = _largest_difference(found, expected), 0.0
     for _ in range(_REPEATS if error else 0):
         noise = max(noise, _largest_difference(again(), expected))
         if error <= _NOISE * noise < math.inf:
             return ""
-    return f"{error:.1e} off, where repetitions of the layer's are {noise:.1e} apart" if error else ""
+    return f"they are {error:.1e} off, and repetitions of the layer's own {noise:.1e} apart" if error else ""
 
 
 def _largest_difference(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> float:

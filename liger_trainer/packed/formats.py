@@ -108,10 +108,10 @@ def packed_matrix(
     """
     weight, names = _matrix(tensors, shape, settings)
     if tuple(weight.shape) != shape:
-        raise ValueError(f"its packed weight is {tuple(weight.shape)}, and the layer's {shape}")
+        raise ValueError(f"its packed weight is {tuple(weight.shape)}, but the layer's is {shape}")
     for name in tensors:
         if name not in HARMLESS and name not in names.values():
-            raise ValueError(f"it has {name!r} as well, which may change what its codes mean, and is not known")
+            raise ValueError(f"it also has {name!r}, which is not supported, and may change what its codes mean")
     return weight, names
 
 
@@ -206,7 +206,8 @@ def _gptq_or_awq(
     form = settings.get("checkpoint_format") or settings.get("format") or settings.get("version") or ""
     known = ("gptq", "gptq_v2", "") if method == "gptq" else ("gemm", "")
     if bits != 4 or method not in ("gptq", "awq") or str(form).lower() not in known:
-        raise ValueError(f"its format is {method} {form} in {bits} bits; GPTQ and AWQ (gemm) are known in 4 bits")
+        named = f"{method} {form}" if form else method
+        raise ValueError(f"its format is {named} in {bits} bits; only GPTQ and AWQ (gemm) in 4 bits are supported")
     group = int(settings.get("group_size", settings.get("q_group_size", 128)))
     names = {"codes": "qweight", "scales": "scales", "zeros": "qzeros"}
     order = "awq" if method == "awq" else "gptq_v2" if str(form).lower() == "gptq_v2" else "gptq"

@@ -273,9 +273,10 @@ class PackedQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         if not checkpoint_files:
-            raise ValueError("`packed_base` reads the files of a checkpoint, and a state dict was given.")
+            raise ValueError("`packed_base` reads files of a checkpoint, but a state dict is given. Give their folder.")
         if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
-            raise ValueError(f"`device_map` spreads the model over {device_map.values()}; packed weights need one.")
+            devices = ", ".join(map(str, dict.fromkeys(device_map.values())))
+            raise ValueError(f"`device_map` spreads the model over {devices}; with packed weights, give one device.")
         self.checkpoint_files = checkpoint_files
         if any((self._settings.get("transform_config") or {}).values()):
             raise PackedError(
@@ -321,10 +322,10 @@ class PackedQuantizer(HfQuantizer):
         path, _, leaf = name.rpartition(".")
         experts, (count, *declared) = self._experts_at(model, path), model.get_parameter(name).shape
         if not {*stack.operations} <= _STACKING or len(declared) != 2 or declared[0] % stack.parts:
-            raise _cannot(name, f"its experts, {(count, *declared)}, are stacked in another way")
+            raise _cannot(name, f"its experts, {(count, *declared)}, are stacked in a way that is not known")
         if stack.owners and len(stack.owners) != count * stack.parts:
             has = f"{len(stack.owners)} of its {count * stack.parts} matrices in few bits"
-            raise _cannot(name, f"the checkpoint has {has}, and is damaged or has the others in 16")
+            raise _cannot(name, f"the checkpoint has {has}; the others are missing or in 16 bits")
         try:
             names = stackable(stack, (declared[0] // stack.parts, declared[1]), self._settings_for(name, True))
         except (ValueError, KeyError) as error:
@@ -352,7 +353,7 @@ class PackedQuantizer(HfQuantizer):
             scales = f"{leaf}_scales"
             has = [name for name in (f"{leaf}_blocks", scales) if name in tensors]
             if f"{leaf}_scale_inv" in tensors:
-                raise _cannot(f"{path}.{leaf}", "its experts are stacked in the checkpoint, and not in MXFP4")
+                raise _cannot(f"{path}.{leaf}", "its experts are stacked in the checkpoint, but not in MXFP4")
             if not has:  # no stack in few bits, such as a bias
                 continue
             if len(has) == 1:
@@ -360,7 +361,7 @@ class PackedQuantizer(HfQuantizer):
             matrix = (tensors[scales].shape[1], 32 * tensors[scales].shape[2])
             declared = tuple(experts.get_parameter(leaf).shape[1:])
             if declared not in (matrix, matrix[::-1]):
-                raise _cannot(f"{path}.{leaf}", f"its blocks are of matrices of {matrix}, and the model's {declared}")
+                raise _cannot(f"{path}.{leaf}", f"its blocks are of matrices of {matrix}, the model's are {declared}")
             transposed = declared != matrix or bool(getattr(experts, "is_transposed", False))
             experts._parameters.pop(leaf)
             for name in (f"{leaf}_blocks", scales):
@@ -448,7 +449,7 @@ def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any])
     if isinstance(weight, BlockFp8Weight):
         height, grid = weight.block[0], tensors[names["scales"]].shape
         if fp8_block(tensors[names["scales"]], shape, settings) is None and grid != (rows, 1):
-            raise ValueError("its experts have one scale each; of stacked experts, scales of blocks and rows are known")
+            raise ValueError("its experts have one scale each; stacked experts need one for each block or row")
         if stack.parts > 1 and rows % height:
             raise ValueError(
                 f"gate and up of an expert have {rows} rows each, which blocks of {height} do not divide: the scales "
@@ -478,7 +479,7 @@ def _filled(module: nn.Module) -> Any:
 def _loaded(name: str, parameter: nn.Parameter) -> torch.Tensor:
     """The data of a parameter that the checkpoint has filled."""
     if not getattr(parameter, "_is_hf_initialized", False):
-        raise _cannot(name, "the checkpoint has a part of its tensors only")
+        raise _cannot(name, "the checkpoint has only some of its tensors")
     return parameter.detach()
 
 

@@ -33,8 +33,8 @@ from liger_trainer.kernels.runtime import as_autocast
 require(MODULE_CONTENTS)
 
 NO_VALUES = (
-    "The values of `weight` are asked for, but this layer holds its weight as codes, which can be neither read nor "
-    "changed so. Train adapters that do not read it, such as LoRA without DoRA, PiSSA, OLoRA, CorDA, LoftQ or MiCA, "
+    "The values of `weight` are asked for, but this layer holds its weight as codes, which cannot be read or changed "
+    "like this. Train adapters that do not read it, such as LoRA without DoRA, PiSSA, OLoRA, CorDA, LoftQ or MiCA, "
     "and merge them with `liger-trainer merge`; or load the model dequantised."
 )
 """What is said where the values of a packed weight are asked for."""

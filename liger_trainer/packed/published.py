@@ -93,7 +93,7 @@ def read_headers(files: Iterable[str]) -> dict[str, Tensor]:
     found = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
-            raise ValueError(f"`packed_base` reads safetensors, and the checkpoint has {file}. Set it to false.")
+            raise ValueError(f"`packed_base` reads safetensors, but the checkpoint has {file}. Set it to false.")
         try:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118

@@ -101,7 +101,7 @@ def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
     yield "DeepSpeed gathers weights for each layer", trainer.is_deepspeed_enabled
     yield "`torch_compile` is true, whose graphs are its own", args.torch_compile
     split = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
-    yield "processes exchange tensors inside of the layers", split or getattr(args, "expert_parallel_size", 1) > 1
+    yield "processes exchange tensors inside the layers", split or getattr(args, "expert_parallel_size", 1) > 1
     yield "`activation_offloading` moves what layers keep", getattr(args, "activation_offloading", False)
     yield "the routers' z-loss is taken from the layers", bool(getattr(args, "router_z_loss_coef", 0.0))
     checkpoints = args.gradient_checkpointing_kwargs or {} if args.gradient_checkpointing else {}
