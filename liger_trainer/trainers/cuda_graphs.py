@@ -27,7 +27,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     """Comes before a Trainer: the layers of its model run from CUDA graphs, where `cuda_graphs` asks for that."""
 
     model_wrapped: Any  # this is the Trainer's
-    _generates = False  # texts, while it trains
+    _generates = False  # whether it generates texts during training
     _graphs: CapturedLayers | None = None  # of the model that is trained
 
     def _prepare_cuda_graphs(self) -> None:
@@ -47,7 +47,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
                 self._kept.may_grow = self._generates
         elif wanted:
             raise ValueError(f"`cuda_graphs` is true, but {obstacle}. Set it to 'auto' or to false.")
-        elif obstacle != _elsewhere(self.args):  # where nobody looks for them
+        elif obstacle != _elsewhere(self.args):  # where nobody expects graphs
             self._announce(f"cuda_graphs: no layer runs from graphs, because {obstacle}.")
 
     def _captures(self) -> Captures:
@@ -55,14 +55,14 @@ class CudaGraphsMixin(ActivationMemoryMixin):
 
     @contextlib.contextmanager
     def _from_graphs(self, graphs: CapturedLayers) -> Iterator[None]:
-        """In the context of a loss, the layers of its models run from graphs: `graphs` are those of the trained one."""
+        """In the context of a loss, the layers of its models run from graphs; `graphs` belong to the trained model."""
         config = getattr(self.model, "config", None)
         if graphs.gains.in_training and config is not None and shares_keys(config):
             # Without graphs these layers run on labelled tokens alone, which gains more where the device is busy.
             yield
             return
         if self._kept is not None and not self._kept.is_decided:
-            graphs.give_back()  # those of a training before this one
+            graphs.give_back()  # those of an earlier training
             yield
             return
         with graphs.attached(self.model_wrapped), contextlib.ExitStack() as around:
