@@ -1,4 +1,4 @@
-"""When the GPU computes in training steps, by torch's profiler, for each provider in turn.
+"""When the GPU computes during training steps, by torch's profiler, for each provider in turn.
 
     python -m liger_trainer.benchmarks.timeline --model qwen3-0.6b --lora 16 --batch 1 --length 1024 \\
         --providers hf,"liger_trainer without cuda_graphs",liger_trainer --output timeline.json
@@ -31,14 +31,14 @@ from liger_trainer.benchmarks.training_providers import Setup, find_training_pro
 from liger_trainer.benchmarks.training_step import training_arguments
 from liger_trainer.recipe.schema import TRAINERS
 
-_GAP = 20.0  # microseconds between two kernels that are drawn as one
+_GAP = 20.0  # microseconds between two kernels, at most, that are drawn as one
 
 
 class Profile(TrainerCallback):
     """Profiles the device in the steps after the first `warmup`, as one stretch of time.
 
     Attributes:
-        kernels: Begin and end of each kernel and copy, in microseconds.
+        kernels: Start and end of each kernel and copy, in microseconds.
         seconds: How long these steps take together.
     """
 
@@ -57,7 +57,7 @@ class Profile(TrainerCallback):
             self._begun = time.perf_counter()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends when the device has done all."""
+        """Ends when the device has finished."""
         self.device.synchronize()
         self.seconds = time.perf_counter() - self._begun
         self._profile.stop()
@@ -66,7 +66,7 @@ class Profile(TrainerCallback):
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
-    """The intervals in order, those that overlap or lie at most `gap` apart as one."""
+    """The intervals in order, with those merged that overlap or lie at most `gap` apart."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1] + gap:
@@ -82,7 +82,7 @@ class Timeline(NamedTuple):
     Attributes:
         milliseconds: How long a step takes.
         busy: The share of the time in which the device computes or copies.
-        kernels: Begin and end of each stretch of that, in microseconds from the first one on.
+        kernels: Start and end of each busy stretch, in microseconds after the start of the first.
     """
 
     milliseconds: float
@@ -91,14 +91,14 @@ class Timeline(NamedTuple):
 
     @classmethod
     def of(cls, steps: int, seconds: float, kernels: Iterable[tuple[float, float]]) -> Timeline:
-        """That of so many steps and seconds, and of kernels in any order, whose times begin anywhere."""
+        """The timeline of `steps` steps in `seconds`. Kernels are in microseconds, from any origin and in any order."""
         busy = merged(kernels)
         first = busy[0][0] if busy else 0.0
         drawn = [(round(begin - first), round(end - first)) for begin, end in merged(busy, _GAP)]
         return cls(seconds * 1e3 / steps, sum(end - begin for begin, end in busy) / (seconds * 1e6), drawn)
 
     def up_to(self, milliseconds: float) -> Timeline:
-        """The same, without what begins later."""
+        """The same, without kernels that start later."""
         return self._replace(kernels=[each for each in self.kernels if each[0] < milliseconds * 1e3])
 
 
@@ -123,8 +123,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=0, help="of the model; all by default")
     parser.add_argument("--trainer", choices=TRAINERS, default="causal_lm")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1, help="rows of a batch")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=3, help="how many steps are profiled")
     parser.add_argument("--warmup", type=int, default=10, help="how many steps come before")
     parser.add_argument("--providers", default="hf,liger_trainer", help="names of `bench training`, with commas")
@@ -143,7 +143,8 @@ def main(argv: list[str] | None = None) -> None:
     table = make_table(title, "ms a step", "GPU busy", remark=False)
     providers = arguments.providers.split(",")
     try:
-        [find_training_provider(provider) for provider in providers]  # a wrong name is said before one is measured
+        for provider in providers:  # all, so that a wrong name is reported before anything is measured
+            find_training_provider(provider)
     except BenchmarkError as error:
         parser.error(str(error))
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

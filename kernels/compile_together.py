@@ -1,12 +1,11 @@
 """Kernels compiled side by side, before the launches that need them.
 
-Triton compiles a kernel where it is first launched, one after the other. For most of that time it does not hold
-Python's lock, so threads compile side by side. [`Compiler`] notes which
-kernels a computation launches, without launching them, and compiles them meanwhile. They are then in Triton's cache on
-disk, where the launches find them.
+Triton compiles each kernel at its first launch, one after the other. For most of that time it does not hold Python's
+lock, so threads can compile side by side. [`Compiler`] notes which kernels a computation launches, without launching
+them, and compiles them meanwhile. They are then in Triton's cache on disk, where the launches find them.
 
-It uses the hook that Triton asks before a compilation, which is told all that the compiler is. The hook belongs to all
-threads, and answers for the one that notes alone. Of the processes of a machine, one compiles a kernel, and the others
+It uses the hook that Triton calls before a compilation, with all that the compiler is told. All threads share the hook,
+and it intervenes only in the thread that notes. Of the processes of a machine, one compiles a kernel, and the others
 find it in the cache.
 """
 
@@ -45,7 +44,7 @@ _NEW = {
 
 
 class _Zeros(TorchFunctionMode):
-    """New memory is zero, and device assertions are skipped, since no kernel writes what they look at."""
+    """New memory is zero, and device assertions are skipped, since no kernel writes what they check."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch._assert_async:
@@ -70,9 +69,9 @@ class Compiler:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Our kernels that are launched inside are compiled in the background, once each, and do not run.
+        """Kernels of ours that are launched in the context are compiled in the background, once each, and do not run.
 
-        Their results are zeros, and are not asserted to be right.
+        Their results are zeros, and assertions on the device about them are skipped.
         """
         runtime, kernels, thread = triton.knobs.runtime, triton.JITFunction, threading.get_ident()
         before, native = runtime.jit_cache_hook, kernels.run
@@ -86,7 +85,7 @@ class Compiler:
                 return True
             return before(**known) if before else None
 
-        # Those that the process has compiled before do not run either: they would read what others have not written.
+        # Kernels that are compiled already do not run either: they would read results that others have not written.
         def run(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
             return native(kernel, *args, warmup=warmup or is_noted(kernel.module), **kwargs)
 
@@ -99,7 +98,7 @@ class Compiler:
                 runtime.jit_cache_hook, kernels.run = before, native
 
     def wait(self) -> None:
-        """Returns when all are compiled. One that could not be is compiled again, and fails, where it is launched."""
+        """Returns when all kernels are compiled. One that cannot be compiled fails again at its launch."""
         wait(self._running)
         self._running = [self._pool.submit(self._compile, *each, waits=True) for each in self._elsewhere]
         wait(self._running)
@@ -122,7 +121,12 @@ class Compiler:
 
 
 def compile_noted(kernel: Any, known: dict[str, Any]) -> None:
-    """Compiles `kernel` into Triton's cache on disk, from what Triton told its hook, just as the launch would have."""
+    """Compiles `kernel` into Triton's cache on disk, as its launch would have, from what Triton told its hook.
+
+    Args:
+        kernel: The kernel, a `triton.JITFunction`.
+        known: The argument `compile` of the hook.
+    """
     options = json.loads(known["specialization_data"])["options"]
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     source = kernel.ASTSource(kernel, known["signature"], known["constants"], known["configs"][0])
@@ -134,7 +138,7 @@ def compile_noted(kernel: Any, known: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def compiler_for(device: torch.device) -> Iterator[Compiler | None]:
-    """A compiler of kernels for `device`; None where none are compiled: on the CPU, without Triton, interpreted."""
+    """Yields a compiler of kernels for `device`; None on the CPU, without Triton and in its interpreter."""
     if not HAS_TRITON or INTERPRETED or device.type not in TRITON_DEVICES:
         yield None
         return
@@ -174,9 +178,10 @@ def threads() -> int:
 
 @contextlib.contextmanager
 def _claimed(specialization: str, waits: bool) -> Iterator[bool]:
-    """Whether this process compiles a kernel, and no other that shares the cache; `waits` until no other does.
+    """Yields whether this process compiles a kernel, because no other process that shares the cache does.
 
-    A file in Triton's cache is locked meanwhile. Without other processes, or where files cannot be locked, it does.
+    With `waits`, first waits until no other does. A file in Triton's cache is locked in the context. Without other
+    processes, and where files cannot be locked, yields True.
     """
     with contextlib.ExitStack() as stack:
         if _processes() > 1 and fcntl is not None:

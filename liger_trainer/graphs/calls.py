@@ -1,4 +1,4 @@
-"""What a graph of a layer holds for: the arguments of its call besides the hidden states, and the layer's own state."""
+"""When a graph of a layer is valid: the arguments of a call besides the hidden states, and the layer's own state."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from liger_trainer.compat.torch import CALLS_OF_LAYERS, CHANGED_IN_PLACE, MODULE
 from liger_trainer.kernels.attention.plan import FILLED_BOUNDS, AttentionPlan, SharedKeys
 from liger_trainer.kernels.copied_rows import Copies
 from liger_trainer.kernels.documents import Documents
+from liger_trainer.kernels.runtime import next_power_of_2
 
 tree_flatten, tree_unflatten, dispatch_modes, function_modes, saved_hooks = require(CALLS_OF_LAYERS)
 require(CHANGED_IN_PLACE)
@@ -32,7 +33,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 class Offsets(NamedTuple):
-    """Where the documents of a packed row begin, as flash-attn and linear attention are told.
+    """Where the documents of a packed row begin, in the form that flash-attn and linear attention take.
 
     Attributes:
         starts: int32 (documents + 1).
@@ -42,15 +43,15 @@ class Offsets(NamedTuple):
 
 
 class Longest(NamedTuple):
-    """The tokens of the longest document of a packed row, or more."""
+    """The number of tokens of the longest document of a packed row, or an upper bound."""
 
     tokens: int
 
 
 _OF_DOCUMENTS = {"cu_seq_lens_q": Offsets, "cu_seq_lens_k": Offsets, "max_length_q": Longest, "max_length_k": Longest}
-"""Arguments of layers of which a graph takes other values."""
+"""Arguments of layers whose values may differ between the calls that one graph serves."""
 _LEAVES = (AttentionPlan, Documents, Offsets, Longest, list, dict, deque)
-"""What is looked at as a whole. A layer may write to a container, and a graph would not."""
+"""Values that are not taken apart. Containers are among them: a layer may write to one, and its graph would not."""
 
 _METHODS = (
     *("__init__", "__copy__", "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__"),
@@ -58,16 +59,16 @@ _METHODS = (
 )
 
 Store = MutableMapping[str | int, Any]
-"""A dict that a layer is given, such as for keys that layers share: what is in it is given like other arguments, and
-what the layer adds is returned like the hidden states."""
+"""A dict among a layer's arguments, such as the one for keys that layers share. Its values are inputs of a graph, like
+other arguments, and what the layer adds to it is a result, like the hidden states."""
 
 
 class Room(NamedTuple):
-    """How large the copy of a tensor is that graphs read, so that they serve tensors with fewer rows.
+    """The size of the copy of a tensor that graphs read. With more rows than the tensor, it serves longer ones too.
 
     Attributes:
         rows: The rows of the copy.
-        filling: A row behind those of the tensor; None for its last one again.
+        filling: The row that fills the copy behind the rows of the tensor; None to repeat the last of these.
     """
 
     rows: int
@@ -75,21 +76,21 @@ class Room(NamedTuple):
 
 
 _NO_DOCUMENT, _NO_CHUNK = (0, 0, -1, 0, 0, 0), (0, 0, 0)
-"""Rows of the tables of `Documents`: no tokens, no parent, no children."""
+"""Rows that fill up the tables of `Documents`: no tokens, no parent, no children."""
 
 
 class Arguments(NamedTuple):
-    """The arguments of a layer's call but for the hidden states, which come first.
+    """The arguments of a layer's call except the hidden states, which come first.
 
     Attributes:
         key: The parts that are the same in all calls that one graph can serve.
-        leaves: Tensors, plans, what a layer is told of documents, and constants, in the order of `spec`.
-        spec: How they are nested, those by place before those by name. Behind them come the leaves of `store`.
-        names: The names of the latter.
-        store: The dict among them; None without one.
-        place: Its place in `leaves`, where None is instead.
-        stored: The names in it.
-        spec_of_stored: How its values are nested.
+        leaves: Tensors, plans, tables of documents and constants, in the order of `spec`; then the leaves of `store`.
+        spec: How the leaves but those of `store` are nested: positional arguments, then keyword arguments.
+        names: The names of the keyword arguments.
+        store: The dict among the arguments; None without one.
+        place: The index of the dict in `leaves`, which hold None there.
+        stored: The names in the dict.
+        spec_of_stored: How the values of the dict are nested.
     """
 
     key: Hashable
@@ -107,8 +108,8 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
 
     Args:
         hidden: The hidden states, (B, S, H).
-        args: The positional arguments after them.
-        kwargs: The others.
+        args: The positional arguments after the hidden states.
+        kwargs: The keyword arguments.
     """
     marked = tuple(_marked(name, value) for name, value in kwargs.items())
     leaves, spec = tree_flatten((tuple(args), marked), is_leaf=_is_leaf)
@@ -117,7 +118,7 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
     for number, leaf in enumerate(leaves):
         if _is_store(leaf):
             if store is not None:
-                return None  # maybe the same one, twice
+                return None  # two dicts, which may be the same one
             store, place = leaf, number
     if store is not None:
         values, spec_of_stored = tree_flatten(tuple(store.values()), is_leaf=_is_leaf)
@@ -148,7 +149,7 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
             key.append((type(leaf), leaf))
         else:
             return None
-    # Which of the tensors are the same one: a graph has one copy of these.
+    # Which of the tensors are the same object: a graph has one copy of each.
     tensors = [id(tensor) for tensor, _ in tensors_of(leaves)]
     key.append(tuple(map(tensors.index, tensors)))
     kind = hidden.device.type
@@ -159,7 +160,7 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
 
 
 def is_watched() -> bool:
-    """Whether somebody sees every operator, every module, or what autograd saves: in a graph, nobody would."""
+    """Whether a mode or hook observes all operators, all modules, or what autograd saves: a replay hides all these."""
     watched = dispatch_modes() or function_modes() or saved_hooks(False) or has_global_hooks()
     return bool(watched or torch._C._are_functorch_transforms_active())
 
@@ -169,7 +170,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_store(value: Any) -> bool:
-    """Whether `value` is a dict, or a class's that is nothing more, with plain names."""
+    """Whether `value` is a dict, or a `UserDict` whose class overrides no method of dicts, with plain names."""
     kind = type(value)
     if kind is not dict:
         if not isinstance(value, UserDict) or [*vars(value)] != ["data"]:
@@ -187,31 +188,34 @@ def _marked(name: str, value: Any) -> Any:
 
 
 def _room_of(table: torch.Tensor, filling: tuple[int, ...] | None = None) -> Room:
-    """Room for the documents of a row and some empty ones; None for that of offsets, which repeat their last one."""
+    """Rows up to the next multiple of `FILLED_BOUNDS`. Offsets have no `filling`: they repeat their last row."""
     return Room(len(table) + -len(table) % FILLED_BOUNDS, filling)
 
 
 def _longest(tokens: int, hidden: torch.Tensor) -> int:
-    """The next power of two, but no more than there are tokens."""
-    return min(1 << (tokens - 1).bit_length(), hidden.shape[:-1].numel()) if tokens else 0
+    """`tokens` rounded up to a power of two, but at most the number of tokens in `hidden`."""
+    return min(next_power_of_2(tokens), hidden.shape[:-1].numel()) if tokens else 0
 
 
 def _longest_keys(plan: AttentionPlan) -> int:
-    return 0 if plan.keys is None else 1 << (plan.keys.longest - 1).bit_length()
+    return 0 if plan.keys is None else next_power_of_2(plan.keys.longest)
 
 
 def _tensors_of_plan(plan: AttentionPlan) -> list[tuple[torch.Tensor, Room | None]]:
-    """The tensors of a plan, and the room of the copies that graphs have; None for as many rows."""
+    """The tensors of a plan, each with the room of the copy that graphs read; None for as many rows."""
     if plan.keys is None:
         return [] if plan.offsets is None else [(plan.offsets, _room_of(plan.offsets))]
-    # No document that has keys may be empty, so a graph holds for rows of as many documents.
+    # With `keys`, no document may be empty, so a graph serves only rows of as many documents.
     assert plan.offsets is not None
     assert plan.keys.copies is not None
     return [(each, None) for each in (plan.offsets, plan.keys.offsets, *plan.keys.copies)]
 
 
 def _tensors_of_documents(documents: Documents) -> list[tuple[torch.Tensor, Room | None]]:
-    """The same of the documents of layers with a state; none comes between those with a parent and those without."""
+    """The same for the tables of layers with a state.
+
+    Documents without a parent come first. If others follow, `spans` has no room: an empty document would come between.
+    """
     if documents.spans is None or documents.chunks is None:
         return []
     forked = documents.roots < len(documents.spans)
@@ -220,7 +224,7 @@ def _tensors_of_documents(documents: Documents) -> list[tuple[torch.Tensor, Room
 
 
 def _roots(documents: Documents) -> int:
-    """How many documents have no parent, with the empty ones of a graph."""
+    """How many documents have no parent, counting the empty ones with which a graph fills the table up."""
     tables = _tensors_of_documents(documents)
     room = tables[0][1] if tables else None
     return documents.roots if room is None else room.rows
@@ -233,7 +237,7 @@ class Held:
 
     Args:
         source: The tensor.
-        room: Rows of the copy, and what fills it up; None for as many as the tensor has.
+        room: Rows of the copy, and what fills it up; None for as many rows as `source` has.
     """
 
     def __init__(self, source: torch.Tensor, room: Room | None = None) -> None:
@@ -246,10 +250,10 @@ class Held:
 
     @torch.no_grad()
     def hold(self, source: torch.Tensor) -> None:
-        """Copies `source`, unless it was the last one to be copied, and is as it was then."""
+        """Copies `source`, unless it is the tensor that was copied last, and has not changed since."""
         if self.holds(source):
             return
-        tensor = self.tensor.data  # autograd need not know that what a graph reads is another tensor's
+        tensor = self.tensor.data  # so that autograd does not count this as a change
         if tensor.shape == source.shape:
             tensor.copy_(source)
         else:
@@ -259,16 +263,16 @@ class Held:
         self._source, self._version = weakref.ref(source), source._version
 
     def forget(self) -> None:
-        """Has the next tensor be copied, also if it was the last one to be."""
+        """Makes the next `hold` copy its tensor, even if it is the one that was copied last."""
         self._source = None
 
     def holds(self, source: torch.Tensor) -> bool:
-        """Whether the copy is that of `source`."""
+        """Whether the copy is that of `source` as it is now."""
         return self._source is not None and self._source() is source and self._version == source._version
 
 
 def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Room | None]]:
-    """The tensors among the leaves, those of plans and documents too, each with the room of its copy or None."""
+    """The tensors among the leaves, with those of plans and documents, each with the room of its copy or None."""
     found: list[tuple[torch.Tensor, Room | None]] = []
     for leaf in leaves:
         if isinstance(leaf, AttentionPlan):
@@ -283,13 +287,13 @@ def tensors_of(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Room | None]]:
 
 
 def fixed(arguments: Arguments, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, filled: bool) -> Arguments:
-    """The arguments of every call of a graph: with `tensors` in the place of theirs, and a dict that is empty.
+    """`arguments` as they are at every replay of a graph: with `tensors` in place of their own, and an empty dict.
 
     Args:
         arguments: The arguments of one call.
-        tensors: Tensors for those of [`tensors_of`], in the same order.
-        hidden: The hidden states.
-        filled: Whether lengths are those that a graph has; else they are as they were given.
+        tensors: Replacements for the tensors that [`tensors_of`] returns, in the same order.
+        hidden: The hidden states, (B, S, H).
+        filled: Whether lengths are rounded up, as for a graph; else they are as they were given.
     """
     copies = iter(tensors)
     leaves: list[Any] = []
@@ -321,14 +325,14 @@ def fixed(arguments: Arguments, tensors: Sequence[torch.Tensor], hidden: torch.T
 def nested(
     arguments: Arguments, replaced: dict[int, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Store | None]:
-    """The arguments after the hidden states, and the dict among them, to which the layer may write.
+    """The positional and keyword arguments after the hidden states, and the dict among them, for the layer to write to.
 
     Args:
         arguments: Arguments of a call, as [`fixed`] returns them.
-        replaced: Tensors in the place of some, by the `id` of these.
+        replaced: Tensors that replace leaves, by the `id` of the leaf.
     """
     leaves = [replaced.get(id(leaf), leaf) for leaf in arguments.leaves]
-    # Such a plan builds a mask once, of which another graph cannot know when it is computed.
+    # Such a plan builds its mask once and keeps it. With a new plan, each graph computes a mask of its own.
     leaves = [sliced(leaf, *leaf.rows) if isinstance(leaf, SlicedPlan) else leaf for leaf in leaves]
     store = copy.copy(arguments.store)
     if store is not None:
@@ -341,10 +345,10 @@ def nested(
 
 
 class LayerState:
-    """What a layer's launches depend on: its modules, their attributes, and where their parameters are.
+    """What a layer's launches depend on: its modules, their attributes, and the addresses of their parameters.
 
-    A graph of the layer holds as long as all are the same: a module replaced, an adapter switched or merged, another
-    rate or scale, a hook, and another number in a list, a dict or a config are seen.
+    A graph of the layer is valid as long as all these are unchanged. A module that is replaced, an adapter that is
+    switched or merged, another rate or scale, a hook, and another number in a list, a dict or a config are noticed.
 
     Args:
         layer: The layer.
@@ -363,7 +367,7 @@ class LayerState:
 
     def _remember(self) -> None:
         self._held = _containers(self._parts)
-        # Each call of the layer looks at all of these, of which most are empty, such as dicts of hooks.
+        # Each call of the layer checks all containers. Most are empty, such as dicts of hooks: one pass checks these.
         self._empty = [held for held in self._held if not held]
         self._views = [held.values() if isinstance(held, dict) else held for held in self._held if held]
         self._seen = self._values()
@@ -375,15 +379,15 @@ class LayerState:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """What stands for the `trained` parameters in [`with_own_leaves`]."""
+        """The leaves that replace the `trained` parameters in [`with_own_leaves`]."""
         return [*self._leaves.values()]
 
     @contextlib.contextmanager
     def with_own_leaves(self) -> Iterator[list[nn.Parameter]]:
-        """In the context, other leaves with the same memory are in the place of the `trained` parameters; yields these.
+        """In the context, other leaves with the same memory replace the `trained` parameters; yields these leaves.
 
         Autograd adds to a parameter's gradient on the stream on which the parameter was first used, and a backward
-        waits for that, as no capture may. Nor do hooks of a parameter see the gradients of its leaf here.
+        waits for that stream, which a capture must not do. Hooks of a parameter do not see the gradients of its leaf.
         """
         replaced = [
             (module._parameters, name, parameter)
@@ -400,7 +404,7 @@ class LayerState:
                 owner[name] = parameter
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Whether nothing has changed."""
         return self._pointers() == self._places and self._has_same_attributes()
 
     def _has_same_attributes(self) -> bool:
@@ -411,7 +415,7 @@ class LayerState:
             return False
         if all(map(operator.is_, now, self._seen)):
             return True
-        # PEFT makes the list of the adapters that are on anew.
+        # PEFT replaces its list of active adapters by an equal one.
         same = all(map(_alike, now, self._seen))
         if same:
             self._remember()
@@ -419,12 +423,12 @@ class LayerState:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[Callable[[], str]]:
-        """After the context, buffers and attributes are as before; yields what says which of them have changed."""
+        """Restores buffers and attributes after the context; yields a function that says which of them have changed."""
         copies = [each.clone() for each in self._buffers]
         attributes = [(held, copy.copy(held)) for held in self._held]
 
         def changed() -> str:
-            # Values, since running means are changed in place without being counted.
+            # Compares values: running means change in place without a new version.
             if not all(map(torch.equal, self._buffers, copies)):
                 return "buffers"
             return "" if self._has_same_attributes() else "attributes"
@@ -440,7 +444,7 @@ class LayerState:
                     buffer.data.copy_(before)
 
     def has_moved(self) -> bool:
-        """Whether a weight has other memory."""
+        """Whether a parameter or buffer is at another address."""
         return any(now[0] != before[0] for now, before in zip(self._pointers(), self._places))
 
     def obstacle(self) -> str:
@@ -465,7 +469,7 @@ class LayerState:
 
 
 def _containers(modules: Sequence[nn.Module]) -> list[Any]:
-    """The dicts, lists and sets that hold the attributes of modules, and of objects without a call, such as configs."""
+    """The containers that hold the attributes of modules, and of objects that cannot be called, such as configs."""
     found: dict[int, Any] = {}
     waiting: list[tuple[Any, bool]] = [(vars(module), True) for module in modules]
     while waiting:
@@ -482,12 +486,12 @@ def _containers(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether the attributes of `value` are looked at elsewhere, or are no state of a layer."""
+    """Whether the attributes of `value` are checked elsewhere, or are no state of a layer."""
     return callable(value) or isinstance(value, (nn.Module, torch.Tensor, ModuleType, str, float, int))
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two attributes are the same object, equal numbers or texts, or lists of such."""
+    """Whether two attributes are the same object, equal constants, or lists or tuples of such."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -498,7 +502,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _refill(held: Any, before: Any) -> None:
-    """Puts what was in a container back into it."""
+    """Restores the content of a container."""
     if isinstance(held, list):
         held[:] = before
     elif not isinstance(held, (tuple, frozenset)):

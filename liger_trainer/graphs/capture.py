@@ -17,22 +17,23 @@ from liger_trainer.compat.torch import FAILED_CAPTURES
 
 (end_allocations,) = require(FAILED_CAPTURES)
 
-_SHARE = 4  # of the device's memory, a part for graphs. A step that keeps more in its layers does not wait for Python
-# How many times as long as the host the device takes, at least, where it is the one that is waited for: otherwise it
-# has run a launch before the next one comes, and takes as long as the host.
+# Graphs may take 1 / `_SHARE` of the device's memory. A step that keeps more in its layers does not wait for Python.
+_SHARE = 4
+# The device counts as busy if it takes more than this many times as long as the host. Otherwise it has finished each
+# launch before the next one comes, and takes as long as the host.
 _BUSY = 1.2
 
 Run = Callable[[], None]
-"""Reads and writes tensors that stay where they are, and returns nothing."""
+"""Reads and writes tensors at fixed addresses, and returns nothing."""
 
 
 class Captures(Protocol):
     """How the launches of a function are captured.
 
     Attributes:
-        taken: Bytes that the graphs have for themselves.
-        limit: Bytes that they are to take at most.
-        renewals: How often `renew` was called; graphs from before are not to run any more.
+        taken: Bytes that the pools of the graphs occupy.
+        limit: The most bytes that graphs, and what they read and write, are to take.
+        renewals: How often `renew` was called; graphs that were captured before the last call must not run.
     """
 
     taken: int
@@ -40,50 +41,50 @@ class Captures(Protocol):
     renewals: int
 
     def __call__(self, run: Run, keeps: bool = False) -> Run:
-        """Captures the launches of `run`, and returns what launches them again.
+        """Captures the launches of `run`, and returns a function that replays them.
 
-        What they compute may be read until others run that were captured with the same `keeps`.
+        What it computes may be read until another function runs that was captured with the same `keeps`.
         """
 
     def renew(self) -> None:
-        """Gives memory back: that of a graph once it is dropped, with all others that were captured before."""
+        """Begins new memory for later graphs; that of earlier graphs is freed once all of these are dropped."""
 
     def settle(self) -> None:
         """To be called after a step: gives back memory that its trials and captures have left."""
 
     def tried(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        """Where `run` is called once before: what it allocates for good, such as workspaces, is then in no graph.
+        """For a call of `run` before its capture: what it allocates for good, such as workspaces, is then in no graph.
 
-        If the host waits for the device there, the context raises a RuntimeError. It yields what says afterwards
-        whether the device was busy for longer than the host launched, so that a graph would gain nothing.
+        If the host waits for the device in the context, that raises a RuntimeError. The context yields a function that
+        says afterwards whether the device took longer than the host's launches, so that a graph would gain nothing.
         """
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        """The same, but the host may wait."""
+        """A context like `tried`, in which the host may wait for the device."""
 
     def random_state(self) -> torch.Tensor:
-        """The state of the generator of which launches draw; a graph draws the numbers that follow it when it runs."""
+        """The state of the generator from which launches draw; a graph draws what follows the state at its replay."""
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Has the next launches draw the numbers that follow `state`."""
+        """Makes the next launches draw the numbers that follow `state`."""
 
 
 class CudaCaptures:
-    """Captures CUDA graphs that share two pools of memory: for those that keep something, and for the others.
+    """Captures CUDA graphs that share two pools of memory: one for graphs that keep something, one for the others.
 
-    What a graph has freed again at its end, the next one of the pool may use. So nothing that a graph computes may be
-    read once another of its pool has run, unless it was still held when the other was captured.
+    Memory that is free at the end of a graph may be used by the next graph of its pool. So nothing that a graph
+    computes may be read once another of its pool has run, unless it was still held when the other was captured.
 
     Args:
         device: Where the launches run.
 
     Attributes:
-        reserved: Bytes that the graphs of earlier steps have for themselves.
+        reserved: Bytes that the pools occupied after the last step with captures.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.reserved = device, 0
-        self._has_room = False  # what torch has cached was given back for captures
+        self._has_room = False  # whether torch has given back what it had cached
         self._stream = torch.cuda.Stream(device)
         self._scratch = torch.empty(1, device=device)
         self.limit = int(torch.cuda.get_device_properties(device).total_memory * share_of(device)) // _SHARE
@@ -93,23 +94,24 @@ class CudaCaptures:
         add_reserve(self)
 
     def renew(self) -> None:
-        """Has graphs from now on share two new pools.
+        """Begins two new pools, for all later graphs.
 
-        Torch keeps the memory of a pool until no graph uses it, so the graphs of before all have to be dropped.
+        Torch keeps the memory of a pool until no graph uses it, so all earlier graphs have to be dropped.
         """
         self.taken, self.reserved, self.renewals = 0, 0, self.renewals + 1
         self._is_settled = False
         self._pools = {keeps: self._new_pool() for keeps in (False, True)}
 
     def settle(self) -> None:
-        """Gives back what trials and captures have left, which torch keeps for their stream.
+        """Gives back memory that trials and captures have left, which torch caches for their stream.
 
-        Not what a layer has left that runs beside its graphs: it may do so in each step, and this waits for the device.
+        That waits for the device. So `beside` alone leaves nothing to settle: a layer may run beside its graphs in each
+        step.
         """
         if self._is_settled:
             return
         self._is_settled, self._has_room = True, False
-        self.reserved = 0  # the allocator's peak has what was captured since
+        self.reserved = 0  # the allocator's peak includes what was captured since
         remember_peak(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.reserved = self.taken
@@ -122,7 +124,7 @@ class CudaCaptures:
             RuntimeError: if `run` waits for the device, or does something else that no graph can hold.
         """
         self._is_settled = False
-        if not self._has_room:  # in a capture, torch cannot give back what it has cached, as it does elsewhere
+        if not self._has_room:  # in a capture, torch cannot give back its cache when memory is short
             self._has_room = True
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
@@ -142,13 +144,13 @@ class CudaCaptures:
         try:
             graph.capture_end()
         except RuntimeError:
-            # It has failed because of CUDA, and torch leaves its allocator and generator capturing. A capture that
-            # succeeds ends the generator's.
+            # The capture failed in CUDA, and torch leaves its allocator and generator capturing. The next capture that
+            # succeeds ends that of the generator.
             end_allocations(self._stream.device_index, self._pools[keeps][0])
             self._pools[keeps] = self._new_pool()
 
     def _new_pool(self) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """A pool, and a graph that uses it: torch lets no other begin in a pool that none uses any more."""
+        """A pool, and a graph that keeps it in use: torch begins no capture in a pool that no graph uses any more."""
         pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         with self._counted(), self.beside(), _without_collection():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -169,7 +171,7 @@ class CudaCaptures:
     def tried(self) -> Iterator[Callable[[], bool]]:
         """`beside`, where waiting for the device is an error.
 
-        A capture says so too, but afterwards torch has to be mended.
+        A capture would fail on that too, but torch would have to be repaired afterwards (`_recover`).
         """
         self._is_settled = False
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -181,7 +183,7 @@ class CudaCaptures:
 
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mode is called a prototype; a capture says what it does not see
+            warnings.simplefilter("ignore")  # the mode is called a prototype; what it misses fails in the capture
             torch.cuda.set_sync_debug_mode("error")
         try:
             with self.beside():
@@ -195,7 +197,7 @@ class CudaCaptures:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """On the stream of the captures, after what was launched so far and before what comes."""
+        """Runs on the stream of the captures, after all that was launched before and before all that comes after."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -207,13 +209,13 @@ class CudaCaptures:
         return torch.cuda.get_rng_state(self.device)
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Sets it."""
+        """Sets the state of the device's own generator."""
         torch.cuda.set_rng_state(state, self.device)
 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Keeps the garbage collector from freeing memory of other streams, which ends a capture with an error."""
+    """Keeps the garbage collector from freeing memory of other streams, which would make the capture fail."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -40,7 +40,7 @@ from liger_trainer.recompute.keeping import (
     put_back,
 )
 
-_APART = 512  # forwards of the model, at least, between two times at which all graphs are dropped for their memory
+_APART = 512  # the fewest forwards of the model between two times that all graphs are dropped for their memory
 
 
 class CapturedLayers:
@@ -48,12 +48,12 @@ class CapturedLayers:
 
     Args:
         captures: Captures launches.
-        only_if_faster: Whether calls that keep the device busy run without, which gain nothing.
-        memory: The memory that checkpointed layers may keep results in; None if they keep none. In the order of the
-            forward, as many as fit keep all that their backward needs, and do so as long as their graphs exist.
+        only_if_faster: Whether calls that keep the device busy run without graphs, by which they would gain nothing.
+        memory: The memory in which checkpointed layers may keep results; None if they keep none. In the order of the
+            forward, as many layers as fit keep all that their backward needs, as long as their graphs exist.
 
     Attributes:
-        gains: Which calls these are.
+        gains: Which calls keep the device busy.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CapturedLayers:
         self._has_tried = False  # to capture a layer, since the last backward
         self._model: weakref.ref[nn.Module] | None = None
         self._replaced: dict[nn.Module, Replaced] = {}
-        self._forwards: dict[nn.Module, tuple[Any, Callable]] = {}  # of layers, their own and what runs instead
+        self._forwards: dict[nn.Module, tuple[Any, Callable]] = {}  # a layer's own forward, and its stand-in
         self._of: dict[str, KnownCalls] = {}
         self._shared: weakref.WeakValueDictionary[Hashable, Buffers] = weakref.WeakValueDictionary()
         self._memory = SharedMemory()
@@ -76,13 +76,13 @@ class CapturedLayers:
         self._in_pass: set[str] = set()
         self._may_keep = True
         self._renewals = captures.renewals
-        self._renewed_in = 0  # the number of a forward
+        self._renewed_in = 0  # the number of the forward that dropped all graphs last
         self._is_full = False  # a kind of call has no graphs, because these would take too much memory
         self._said: tuple[int, int, Counter[str], bool, bool] | None = None
 
     @property
     def reasons(self) -> Counter[str]:
-        """Why layers run without graphs, and how many."""
+        """The reasons why layers run without graphs, each with the number of layers."""
         return Counter(known.reason for known in self._of.values() if known.reason)
 
     @property
@@ -91,7 +91,7 @@ class CapturedLayers:
         return sum(any(known.graphs.values()) for known in self._of.values())
 
     def news(self) -> str | None:
-        """A line about the layers that run from graphs, where that or a reason has changed; else None.
+        """A line about the layers that run from graphs, where it has changed since the last one; else None.
 
         To be called after a backward.
         """
@@ -101,18 +101,17 @@ class CapturedLayers:
         if now == self._said or not (self.captured or self.reasons or tokens):
             return None
         self._said = now
-        full = (
-            f"graphs have the {self._captures.limit / 2**30:.1f} GiB that they may take; batches of other shapes wait"
-        )
+        most = f"{self._captures.limit / 2**30:.1f} GiB"
+        full = f"graphs fill the {most} that they may take, and batches of other shapes run without"
         line = f"cuda_graphs: {self.captured} of {len(self._of)} layers run from graphs"
         if keeping:
-            line += f", and {len(keeping)} of these keep {sum(keeping) / 2**20:,.1f} MiB in place of computing it again"
+            line += f", and {len(keeping)} of these keep {sum(keeping) / 2**20:,.1f} MiB instead of recomputing it"
         others = [f"{count} do not: {reason}" for reason, count in self.reasons.items()]
-        busy = f"batches of {tokens} tokens or more keep the device busy without"
+        busy = f"batches of {tokens} tokens or more keep the device busy without graphs"
         return "; ".join([line, *others, *([full] if self._is_full else []), *([busy] if tokens else [])]) + "."
 
     def settle(self) -> None:
-        """To be called after a backward: gives back memory that is needed no more."""
+        """To be called after a backward: gives back memory that is no longer needed."""
         self._captures.settle()
         self._tell()
         if self._has_tried and self._kept is not None:
@@ -120,27 +119,27 @@ class CapturedLayers:
         self._has_tried = False
 
     def give_back(self) -> None:
-        """Drops all graphs, if checkpointed layers keep something in theirs; those of later calls are captured anew."""
+        """Drops all graphs if checkpointed layers keep something in theirs; later calls are captured anew."""
         if self._kept_in:
             self._captures.renew()
             self._renew()
             self._captures.settle()
 
     def _tell(self) -> None:
-        """Tells who gives memory to layers what graphs have."""
+        """Tells `ActivationMemory` how much memory graphs have."""
         if self._kept is not None:
-            # Later captures have the memory of earlier ones, whose backward is over.
+            # The largest, not the sum: later captures reuse the memory of earlier ones, whose backward is over.
             self._kept.note_graphs(InGraphs(max(self._kept_in.values(), default=0), self._taken()))
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Has the layers of `model` run from graphs in one forward of a loss."""
+        """In the context, the layers of `model` run from graphs; one context for each forward of a loss."""
         if self._model is None or self._model() is not model:
             self._model, self._of = weakref.ref(model), {}
             layers = [(name, layer) for layer, (name, kind) in layers_of(model).items() if kind == OF_TRANSFORMERS]
             self._replaced = {layer: Replaced(name, _plain, self._run) for name, layer in layers}
             self._forwards = {}
-        # First, so that the last one is free if nothing else holds it.
+        # This comes first, so that the last pass is freed unless something else holds it.
         self._pass, self._in_pass = ForwardPass(next(self._numbers)), set()
         self._may_keep = not any(each.open for each in self._passes)
         self._passes.add(self._pass)
@@ -155,9 +154,9 @@ class CapturedLayers:
             yield
 
     def _renew(self) -> None:
-        """Drops all graphs where they have taken too much memory, or another model's have.
+        """Drops all graphs where they, or those of another model, have taken too much memory.
 
-        They share it, so it comes back with the last one of them. Those that are used are captured anew first.
+        Graphs share memory, so it comes back with the last of them. Kinds of calls that still come are captured anew.
         """
         if self._is_full and self._pass.number - self._renewed_in >= _APART:
             self._captures.renew()
@@ -174,9 +173,9 @@ class CapturedLayers:
         return self._captures.taken + self._memory.nbytes + sum(each.nbytes for each in tensors)
 
     def _forward_of(self, name: str, layer: nn.Module) -> Callable:
-        """A forward of `layer`, for which transformers calls no checkpoint where there are no gradients.
+        """The forward that `layer` gets, since transformers calls no checkpoint where there are no gradients.
 
-        It is the same one as long as the layer's own is: graphs do not hold after another.
+        It is the same object as long as the layer's own forward is: with another object, graphs would not be valid.
         """
         own = vars(layer).get("forward", type(layer).forward)
         known, run = self._forwards.get(layer, (None, None))
@@ -243,7 +242,7 @@ class CapturedLayers:
             self._has_tried = True
             try:
                 graphs = self._made(known, key, function, args, arguments, keeps, name if asks else None)
-            except torch.OutOfMemoryError:  # of what graphs read and write; without them there may be enough
+            except torch.OutOfMemoryError:  # for what graphs read and write; the layer alone may fit
                 known.drop("there was no memory for its graphs")
             if graphs is not None:
                 known.add((*key[:2], graphs.keeps), graphs)
@@ -270,16 +269,16 @@ class CapturedLayers:
         keeps: bool,
         asks: str | None,
     ) -> LayerGraphs | None:
-        """New graphs of a layer; None, with the obstacle, if it cannot be captured.
+        """New graphs of a layer; None if it gets none. If it cannot be captured, `known` gets the obstacle.
 
         Args:
             known: The known calls of the layer.
-            key: The kind of this one.
-            function: The function that a checkpoint of it is given.
-            args: The arguments of that.
-            arguments: The same, but for the hidden states, as graphs take them.
-            keeps: Whether its forward keeps what the backward needs.
-            asks: The layer's name, if it may do so where it fits.
+            key: The kind of this call.
+            function: The function that a checkpoint of the layer is given.
+            args: The arguments of `function`.
+            arguments: The arguments except the hidden states, as graphs take them.
+            keeps: Whether the layer's forward keeps what its backward needs.
+            asks: The name of a checkpointed layer that may keep this where it fits; None for any other.
         """
         self._is_full = self._is_full or self._taken() > self._captures.limit
         if self._is_full:
@@ -296,7 +295,7 @@ class CapturedLayers:
             known.drop(obstacle)
             return None
         if keeps and not self._pass.takes(self._pass.number):
-            # Layers before this one have run from graphs of an earlier forward; all are captured anew, in one.
+            # Layers before this one have run from graphs of an earlier forward; all are captured anew in one forward.
             known.has_changed(key)
             for each in self._of.values():
                 each.forget_kept()
@@ -304,7 +303,7 @@ class CapturedLayers:
             return None
         held = [self._copy_of(tensor, room) for tensor, room in tensors]
         copies = [each.tensor for each in held]
-        # The layer runs once more for the call itself, so it gets the copies, but for documents as they are.
+        # The layer itself runs on the copies, except for tables of documents: these it gets as given, not filled up.
         as_given = [tensor if room else each for (tensor, room), each in zip(tensors, copies)]
         run, given = (
             _under_autocast(hidden.device.type, functools.partial(_called, function.func, layer, each))
@@ -313,7 +312,7 @@ class CapturedLayers:
         buffers = self._buffers_for(hidden, trained)
         needs = hidden.requires_grad
         graphs = LayerGraphs(self._captures, run, state, buffers, held, further, needs, keeps, self._pass.number)
-        free_buffers()  # graphs decode packed weights to memory of their own
+        free_buffers()  # graphs decode packed weights into memory of their own
         try:
             results = graphs.tried(hidden, [tensor for tensor, _ in tensors], given)
             tokens = hidden.shape[:-1].numel()
@@ -335,13 +334,13 @@ class CapturedLayers:
         assert self._kept is not None
         number = self._pass.number
         nbytes, beside = graphs.bytes_to_keep(), self._kept_in[number]
-        # The other half of what graphs may take is for what they compute in, and for layers that keep nothing.
+        # The other half of what graphs may take is for their temporary memory, and for layers that keep nothing.
         fits = beside + nbytes <= self._captures.limit // 2
         fits = fits and self._kept.graph_may_keep(name, tokens, nbytes, beside, self._taken())
         return nbytes if fits and self._pass.takes(number) else 0
 
     def _gains_by(self, graphs: LayerGraphs, tokens: int) -> bool:
-        """Whether a call of that many tokens does not keep the device busy without graphs."""
+        """Whether a call of that many tokens gains by graphs: without them, it does not keep the device busy."""
         differentiated = torch.is_grad_enabled()
         if not self.gains.is_timed(tokens, differentiated):
             self.gains.note(tokens, differentiated, graphs.keeps_device_busy())
@@ -370,7 +369,7 @@ class CapturedLayers:
         return buffers
 
     def _gradient_of(self, place: int, parameter: nn.Parameter) -> torch.Tensor:
-        """What the gradient of a parameter is written to, at whatever kind of call."""
+        """The tensor to which graphs write the gradient of a parameter: the same one for all kinds of calls."""
         key = (place, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
         found = self._gradients.get(key)
         if found is None:
@@ -396,7 +395,7 @@ def _called(
 
 
 def _under_autocast(kind: str, run: Layer) -> Layer:
-    """`run` under the autocast of now, wherever it is called; weights that autocast has cast are not kept."""
+    """`run` under the current autocast, wherever it is called, without autocast's cache of weights."""
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def cast(hidden: torch.Tensor, replaced: dict[int, torch.Tensor]) -> Any:

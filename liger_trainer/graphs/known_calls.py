@@ -41,11 +41,11 @@ class KnownCalls:
 
     @property
     def keeping(self) -> LayerGraphs | None:
-        """The graphs, last used, in which the layer keeps something although it is checkpointed."""
+        """The graphs used last in which the layer, though checkpointed, keeps something; None if there are none."""
         return next((each for states in reversed(self.graphs.values()) for each in states if each.kept), None)
 
     def find(self, key: Hashable) -> LayerGraphs | None:
-        """The graphs for a kind of call of the layer as it is."""
+        """The graphs for a kind of call that are valid for the layer as it is; None if there are none."""
         self._calls += 1
         for graphs in self.graphs.get(key, ()):
             if graphs.state.holds():
@@ -62,17 +62,17 @@ class KnownCalls:
         return self.counts[key] >= _AT and (key in self.graphs or len(self.graphs) < _MOST or self._is_idle())
 
     def _is_idle(self) -> bool:
-        """Whether the kind that has not come for longest has not come for long."""
+        """Whether the kind that was used least recently has not been used for long."""
         return self._calls - self._used.get(next(iter(self.graphs)), 0) > _IDLE
 
     def wait(self, key: Hashable) -> None:
-        """Has a kind of call that no graph serves now not be asked about for a while."""
+        """Makes a kind of call for which no graph can be made now wait before the next attempt."""
         self.counts[key] = -_COUNTED
 
     def has_changed(self, key: Hashable) -> None:
-        """To be called where the graphs of a kind of call do not hold any more, and others have to be made with them.
+        """To be called where the graphs of a kind of call are no longer valid, and those of other layers go with them.
 
-        After a few times, the layer gets no others.
+        After a few times, the layer gets no graphs any more.
         """
         if self.graphs.get(key):
             self.changes += 1
@@ -109,13 +109,13 @@ class KnownCalls:
         self.counts.clear()
 
     def drop(self, obstacle: str) -> None:
-        """Drops all graphs; the layer gets no others."""
+        """Drops all graphs for good, because of `obstacle`."""
         self.obstacle = obstacle
         self.graphs.clear()
 
 
 class Gains:
-    """How many tokens of a call keep the device busy, as far as calls have been timed.
+    """From how many tokens on a call keeps the device busy, as far as calls have been timed.
 
     A forward without gradients launches less for its tokens than one with a backward, so each has numbers of its own.
 
@@ -130,7 +130,7 @@ class Gains:
     def __init__(self, always: bool) -> None:
         self.busy_from = torch.full((1,), _NEVER)
         self._busy = {True: self.busy_from, False: self.busy_from.clone()}  # with gradients, and without
-        self._waiting = dict.fromkeys(self._busy, _NEVER if always else 0)  # the most tokens that leave it waiting
+        self._waiting = dict.fromkeys(self._busy, _NEVER if always else 0)  # the most tokens known to leave it idle
 
     @property
     def in_training(self) -> int | None:

@@ -1,14 +1,14 @@
 """Layers that run from graphs: their capture, its proof, and the autograd function that replays them.
 
-A checkpointed layer has a graph of its forward and one that computes it again and differentiates it; between the two
-nothing but its input is kept, as without graphs. A layer that is not checkpointed has a graph of each pass, and what
-the forward keeps for the backward stays in the memory of the graphs until then.
+A checkpointed layer has a graph of its forward, and one that recomputes the forward and differentiates it; between the
+two nothing but its input is kept, as without graphs. A layer that is not checkpointed has a graph of each pass, and
+what the forward keeps stays in the memory of the graphs until the backward.
 
-What a layer adds to a dict that it is given is a result beside the hidden states, and the tensors that it is given may
-have gradients as these have, such as keys that an earlier layer has put there.
+What a layer adds to a dict among its arguments is a result beside the hidden states. Tensors among its arguments may
+have gradients, as the hidden states do: keys that an earlier layer has put into the dict, for instance.
 
-A graph draws random numbers from where the generator stands when it runs. So a forward that is computed again begins
-where it began the first time, and the generator then goes on from where it was.
+A graph draws the random numbers that follow the generator's state at its replay. So a recomputed forward starts from
+the state of the first one, and the generator then continues from its own.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from liger_trainer.graphs.memory import Buffers
 tree_flatten, tree_unflatten, *_ = require(CALLS_OF_LAYERS)
 
 Layer = Callable[[torch.Tensor, dict[int, torch.Tensor]], tuple[torch.Tensor, dict[str | int, Any] | None]]
-"""Takes hidden states, and tensors in the place of some of its fixed ones, by the `id` of these.
+"""Takes hidden states, and tensors that replace some of the layer's fixed ones, by the `id` of the fixed one.
 
-Returns hidden states of the same shape, and what the layer adds to the dict that it is given; None if it changes that
-in another way.
+Returns hidden states of the same shape, and what the layer adds to the dict that it is given; None in place of these
+additions if it changes the dict in another way.
 """
 
-_NOISE = 4.0  # how far from the layer's gradients those of a graph may be, in differences between two of the layer's
-_REPEATS = 4  # of the layer's gradients, at most, until they differ by as much
-_TIMED = 3  # trials of a layer without a graph
-_TRIES = 3  # of a graph; where the order of a sum changes seldom, a difference may come at one call, and not at another
+_NOISE = 4.0  # how far a graph's gradients may be from the layer's, as a multiple of how far two runs of it are apart
+_REPEATS = 4  # the most repetitions of the layer's gradients, to see how far they are apart
+_TIMED = 3  # timed runs of a layer without a graph
+_TRIES = 3  # comparisons of a graph: where the order of a sum seldom changes, one may differ and the next not
 
 
 class NotCaptured(Exception):
-    """A layer cannot be captured, or its graph has other results; says why."""
+    """A layer cannot be captured, or the results of its graph differ; the message says why."""
 
 
 class LayerGraphs:
@@ -57,19 +57,19 @@ class LayerGraphs:
 
     Args:
         captures: Captures launches.
-        layer: The layer, whose other arguments are the copies.
-        state: The layer as it is.
+        layer: The layer, bound to `held` in place of the other tensors of its call.
+        state: The state of the layer when it is captured.
         buffers: Tensors that the layer reads and writes.
-        held: Copies of its other tensors.
-        further: The places of those that have a gradient, each tensor once.
+        held: Copies of the other tensors of the call.
+        further: The indices of the tensors in `held` that have a gradient, each tensor once.
         needs_input: Whether the input has a gradient.
-        keeps: Whether the forward keeps what the backward needs, which computes it again otherwise.
+        keeps: Whether the forward keeps what the backward needs; otherwise the backward recomputes it.
         captured_in: The number of the forward of the model in which they are captured.
 
     Attributes:
         failure: Why the backward could not be captured; empty while it is not known to fail.
-        kept: Bytes that a checkpointed layer keeps here, in place of computing them again.
-        spec: How what the layer returns is nested.
+        kept: Bytes of results that a checkpointed layer keeps here instead of recomputing them.
+        spec: How the results of the layer are nested.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LayerGraphs:
     def needs_hidden(self) -> bool:
         """Whether the backward has to be given the input of the forward.
 
-        It may run without its graph where it is given gradients of several results.
+        With several results it always has to: their gradients may be such that it runs without its graph.
         """
         return not self.keeps or self._replay_backward is None or len(self._results) > 1
 
@@ -134,6 +134,9 @@ class LayerGraphs:
             hidden: The hidden states of a call, (B, S, H).
             sources: Its other tensors.
             given: The layer with the documents as they were given, and copies of other tensors.
+
+        Returns:
+            The results of the layer, and the state of the generator before them.
 
         Raises:
             NotCaptured: if it cannot be captured.
@@ -166,32 +169,31 @@ class LayerGraphs:
                 held.forget()
             raise NotCaptured("it changes a tensor that it is given")
         if not isinstance(expected, torch.Tensor) or (expected.shape, expected.dtype) != (hidden.shape, hidden.dtype):
-            raise NotCaptured("it returns something else than hidden states")
+            raise NotCaptured("it returns something other than hidden states")
         results, self.spec = tree_flatten((expected, added))
         if not _are_new(results[1:], [*read, expected]):
-            raise NotCaptured("it changes what is in a dict, or adds something else than new tensors")
+            raise NotCaptured("it changes what is in a dict, or adds something other than new tensors")
         return _Tried(results, before)
 
     def bytes_to_keep(self) -> int:
-        """Bytes that graphs of the layer have from its forward to its backward if they keep what that needs.
+        """Bytes that graphs of the layer hold from its forward to its backward if they keep what the backward needs.
 
-        The layer is run once, so `tried` comes first.
+        To be called after `tried`, since it runs the layer.
         """
-        found: dict[int, int] = {}  # by place: weights, and copies that graphs read, are there in any case
+        found: dict[int, int] = {}  # by address; `results` holds the tensors, so none is reused
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # a result that its own graph references would stay
+            return tensor.detach()  # a result that its own autograd graph holds would never be freed
 
         random = self._captures.random_state()
         with self._drawing_from(random), self._captures.beside(), saved_tensors_hooks(pack, lambda tensor: tensor):
-            _, results = recorded = self._recording(hidden := self.buffers.hidden.clone())
+            _, results = self._recording(hidden := self.buffers.hidden.clone())
         for each in (hidden, *results):
             pack(each)
-        for each in (*self.state.tensors, *(held.tensor for held in self._held)):
+        for each in (*self.state.tensors, *(held.tensor for held in self._held)):  # these exist in any case
             found.pop(each.untyped_storage().data_ptr(), None)
-        del recorded  # not before: memory that is free again may be another tensor's
         return sum(found.values())
 
     def keeps_device_busy(self) -> bool:
@@ -208,7 +210,7 @@ class LayerGraphs:
                         self._run_eagerly()
                 except RuntimeError as error:
                     raise _not_captured(error) from error
-            # The first one allocates and compiles, for which the host takes longer.
+            # The first one does not count: it allocates and compiles, so the host takes longer.
             busy += was_busy() if trial else False
         return 2 * busy > _TIMED
 
@@ -242,7 +244,7 @@ class LayerGraphs:
         with self._drawing_from(tried.random):
             self._replay_forward()
         if not all(map(torch.equal, self._results, tried.results)):
-            raise NotCaptured("the result of its graph was another")
+            raise NotCaptured("the result of its graph differs")
 
     def _check_leaves(self, leaves: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Checks that a graph of the backward would find all gradients.
@@ -252,14 +254,14 @@ class LayerGraphs:
         """
         uses = _uses(results)
         if any(uses[leaf] > 1 for leaf in leaves[1:]):
-            raise NotCaptured("it uses a tensor twice whose gradient is summed up over layers")
+            raise NotCaptured("it uses twice a tensor whose gradient is summed over layers")
         if uses.keys() - {*leaves, *self.state.leaves}:
-            raise NotCaptured("it uses a weight that is none of its parameters")
+            raise NotCaptured("it uses a weight that is not one of its parameters")
 
     def forward(
         self, hidden: torch.Tensor, sources: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The layer's results, and where the generator stood before; None if the layer draws no random numbers."""
+        """The layer's results, and the generator's state before them; None if the layer draws no random numbers."""
         assert self._replay_forward is not None
         self._take(hidden, sources)
         before = self._captures.random_state() if self._draws else None
@@ -273,12 +275,12 @@ class LayerGraphs:
         random: torch.Tensor | None,
         gradients: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """The gradients of the input, of further tensors and of the trained parameters; None for those without use.
+        """The gradients of the input, of further tensors and of the trained parameters; None for those that are unused.
 
         Args:
             hidden: The input of the forward, where `needs_hidden` asked for it.
             sources: The other tensors of its call.
-            random: Where the generator stood before the forward, as that has returned it.
+            random: The state of the generator before the forward, which `forward` returned.
             gradients: The gradients of the results; None for those that nothing has used.
         """
         if hidden is not None:
@@ -297,7 +299,7 @@ class LayerGraphs:
             return self._first_backward(random)
         with self._drawing_from(None if self.keeps else random):
             self._replay_backward()
-        # Copies, because autograd may hold them until other layers have written to the buffers.
+        # Copies, because autograd may still hold these gradients when other layers write to the buffers.
         return [None if gradient is None else gradient.clone() for gradient in self._written()]
 
     def _first_backward(self, random: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -309,7 +311,7 @@ class LayerGraphs:
             return self._own_gradients(random, self._captures.beside)
         self._further_gradients = self.buffers.others("gradients", expected[1 : 1 + len(self.further)])
         if not all(each is None or each.isfinite().all() for each in expected):
-            return expected  # of a loss that was scaled too far: nothing can be compared, and the next is the first
+            return expected  # the loss was scaled too far to compare anything; the next backward is compared instead
         try:
             with self._drawing_from(random):
                 replay = self._captured(self._write_gradients)
@@ -321,22 +323,22 @@ class LayerGraphs:
         return expected
 
     def _prove(self, replay: Run, expected: Sequence[torch.Tensor | None], random: torch.Tensor | None) -> None:
-        """Compares gradients of the graph with those of the layer, several times where both change from call to call.
+        """Compares gradients of the graph with those of the layer, several times if they differ.
 
         Raises:
-            NotCaptured: if they are further apart than those of the layer from each other, each time.
+            NotCaptured: if they are further apart than repetitions of the layer's own, each time.
         """
         again = functools.partial(self._own_gradients, random, self._captures.beside)
         reason = ""
         for tried in range(_TRIES):
             with self._drawing_from(random):
                 if tried and self.keeps and self._replay_forward is not None:
-                    self._replay_forward()  # the backward has used what it kept
+                    self._replay_forward()  # the last backward has overwritten what the forward kept
                 replay()
             reason = _further(self._written(), again() if tried else expected, again)
             if not reason:
                 return
-        raise NotCaptured(f"the gradients of its graph were others: {reason}")
+        raise NotCaptured(f"the gradients of its graph differ: {reason}")
 
     def _captured(self, run: Run) -> Run:
         try:
@@ -375,12 +377,12 @@ class LayerGraphs:
         if not self._differentiated:
             copy_all(self._results, self._called(self.buffers.hidden))
             return
-        # Of a copy if it is kept, because other layers write to the buffer before the backward reads it.
+        # If the input is kept, a copy of it: other layers write to the buffer before the backward reads it.
         hidden = self.buffers.hidden.clone() if self.keeps else self.buffers.hidden
         leaves, found = self._recording(hidden, checkpointed=not self.keeps)
         copy_all(self._results, [each.detach() for each in found])
-        # Of a checkpoint nothing reads them again. All layers are captured before the first backward is, and the
-        # memory of the graphs would have a result of each.
+        # Nothing reads the results of a checkpointed layer again. All forwards are captured before the first backward,
+        # so without this, a result of each layer would occupy memory of the graphs.
         if not self.keeps:
             with torch.enable_grad():
                 found = [_WithoutMemory.apply(each) for each in found]
@@ -402,12 +404,12 @@ class LayerGraphs:
             return self._gradients(*self._recording(self.buffers.hidden), given)
 
     def _recording(self, hidden: torch.Tensor, checkpointed: bool = False) -> _Recording:
-        """The layer's results of leaves with the memory of `hidden` and of the copies.
+        """Leaves with the memory of `hidden` and of the copies, and the layer's results from these leaves.
 
-        Of a checkpoint, the backward computes no more again than it needs, so not the last product.
+        With `checkpointed`, the backward recomputes only what it needs, so not the last product.
         """
         with torch.enable_grad(), self.state.with_own_leaves():
-            # `data`: other layers write to a buffer until the backward writes the same numbers to it again.
+            # `data`, so that autograd ignores the writes of other layers: the backward restores the numbers it reads.
             leaf = hidden.data.requires_grad_(self._needs_input)
             further = [self._held[place].tensor.data.requires_grad_() for place in self.further]
             if not checkpointed:
@@ -434,11 +436,11 @@ class LayerGraphs:
 
 
 class _WithoutMemory(torch.autograd.Function):
-    """A tensor of the shape of a result, with its gradient, and the memory of one number."""
+    """Stands for a result: a tensor of the same shape that takes the memory of one number, with the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
-        """The tensor, of any value."""
+        """The tensor, whose values do not matter."""
         return result.new_empty(1).expand(result.shape)
 
     @staticmethod
@@ -448,7 +450,7 @@ class _WithoutMemory(torch.autograd.Function):
 
 
 class _Tried(NamedTuple):
-    """Results of the layer itself, and where the generator stood before."""
+    """Results of the layer itself, and the state of the generator before them."""
 
     results: list[torch.Tensor]
     random: torch.Tensor
@@ -459,9 +461,10 @@ _Recording = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class ForwardPass:
-    """One forward of the model, with graphs that keep what the backward needs: theirs are not free yet.
+    """One forward of the model, with its graphs that keep something which the backward has not read yet (`open`).
 
-    They were captured in one forward, in this order. Where others ran between, what they keep would be overwritten.
+    Such graphs have to come from one forward, where they were captured in this order: others would overwrite what these
+    keep.
     """
 
     def __init__(self, number: int) -> None:
@@ -470,7 +473,7 @@ class ForwardPass:
         self._captured_in: int | None = None
 
     def takes(self, captured_in: int) -> bool:
-        """Whether graphs that keep something may run if they were captured in that forward."""
+        """Whether graphs that keep something may run if they were captured in that forward; the first call decides."""
         if self._captured_in is None:
             self._captured_in = captured_in
         return self._captured_in == captured_in
@@ -488,7 +491,7 @@ class _Replayed(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.graphs, ctx.sources, ctx.forward_pass = graphs, sources, forward_pass
         ctx.again = graphs.needs_hidden
-        # What is not computed again too, so that autograd sees where it is changed in place before the backward.
+        # With `keeps`, parameters too, though none is read again: autograd notices if one is changed in place.
         ctx.save_for_backward(
             *(further if graphs.keeps else further[: len(graphs.further)]), *([hidden] if ctx.again else [])
         )
@@ -505,8 +508,8 @@ class _Replayed(torch.autograd.Function):
         graphs: LayerGraphs = ctx.graphs
         if graphs.keeps and graphs not in ctx.forward_pass.open:
             raise RuntimeError(
-                "A second backward through the same forward needs what a CUDA graph has overwritten. Set `cuda_graphs` "
-                "to false."
+                "A second backward through the same forward needs results that a CUDA graph has overwritten. Set "
+                "`cuda_graphs` to false."
             )
         ctx.forward_pass.open.discard(graphs)
         saved = ctx.saved_tensors
@@ -518,9 +521,9 @@ def _layout(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def _are_new(added: Sequence[Any], others: Sequence[torch.Tensor]) -> bool:
-    """Whether what a layer adds to its dict are tensors that copies can stand for.
+    """Whether all that a layer adds to its dict are new tensors, for which copies can stand.
 
-    Gradients of one that is there under another name too are summed up with those of the other, in another order.
+    A tensor that is there twice, under two names, would have its gradients summed in another order.
     """
     if not all(type(each) is torch.Tensor and torch.empty_like(each).stride() == each.stride() for each in added):
         return False
@@ -528,9 +531,9 @@ def _are_new(added: Sequence[Any], others: Sequence[torch.Tensor]) -> bool:
 
 
 def _uses(results: Sequence[torch.Tensor]) -> Counter[torch.Tensor]:
-    """The leaves on the way to the results, and how often each is used.
+    """The leaves that the results are computed from, and how often each is used.
 
-    Autograd adds up the gradients of all uses of a tensor, one after the other, and a graph those of its layer first.
+    Autograd adds up the gradients of all uses of a tensor one by one; a graph adds up those in its layer first.
     """
     nodes = [result.grad_fn for result in results if result.grad_fn is not None]
     seen, uses = {*nodes}, Counter[torch.Tensor]()
@@ -553,23 +556,23 @@ def _further(
     expected: Sequence[torch.Tensor | None],
     again: Callable[[], Sequence[torch.Tensor | None]],
 ) -> str:
-    """How much further gradients are from those of the layer than these are from each other; empty if no further.
+    """Why gradients are further from the layer's than its own are from each other; empty if they are not.
 
     Some backwards add in an order that changes from call to call, such as that of torch's flash attention. Where the
     layer's gradients are the same each time, those of its graph have to be, bit for bit.
     """
     if [each is None for each in found] != [each is None for each in expected]:
-        return "other parameters have one"
+        return "other tensors have one"
     error, noise = _largest_difference(found, expected), 0.0
     for _ in range(_REPEATS if error else 0):
         noise = max(noise, _largest_difference(again(), expected))
         if error <= _NOISE * noise < math.inf:
             return ""
-    return f"{error:.1e} off, where repetitions of the layer's are {noise:.1e} apart" if error else ""
+    return f"they are {error:.1e} off, and repetitions of the layer's own {noise:.1e} apart" if error else ""
 
 
 def _largest_difference(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> float:
-    """The largest of the tensors' differences, each in norms of the other; infinite where one is not finite."""
+    """The largest difference between two tensors, in norms of the one in `other`; infinite if one is not finite."""
     largest = 0.0
     for left, right in zip(one, other):
         if left is None or right is None or torch.equal(left, right):

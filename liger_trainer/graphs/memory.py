@@ -1,4 +1,4 @@
-"""Memory that graphs of all calls read and write, one call after the other."""
+"""Memory that the graphs of all calls share: they read and write it one call after the other."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from liger_trainer.kernels.runtime import next_power_of_2
+
 
 class SharedMemory:
-    """Memory by what it is for: calls with fewer tokens have the beginning of what those with more have.
+    """Memory for each use, which calls of different lengths share.
 
-    What is in it holds for one call. Its sizes are powers of two, so that calls of many lengths need few of them.
+    Its sizes are powers of two, so that calls of many lengths need few of them; a shorter call uses the beginning. The
+    content is valid for one call.
     """
 
     def __init__(self) -> None:
@@ -23,13 +26,13 @@ class SharedMemory:
         return sum(each.nbytes for each in self._of.values())
 
     def of(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """As many bytes as `tensor` has, or more, as long as the result is held.
+        """Memory for a use, of at least as many bytes as `tensor`: the same each time, as long as a result is held.
 
         Args:
-            name: The name of their use: tensors that exist at the same time have different ones.
+            name: The name of the use. Tensors that are in use at the same time have different names.
             tensor: A tensor without gaps between its numbers.
         """
-        nbytes = 1 << (max(1, tensor.nbytes) - 1).bit_length()
+        nbytes = next_power_of_2(max(1, tensor.nbytes))
         key = (name, nbytes, tensor.device)
         found = self._of.get(key)
         if found is None:
@@ -43,7 +46,7 @@ class Buffers:
     Args:
         hidden: An input, (B, S, H).
         parameter_gradients: Tensors for the gradients of the trained parameters of a layer.
-        memory: Where all others are.
+        memory: The memory of all other tensors.
     """
 
     def __init__(self, hidden: torch.Tensor, parameter_gradients: list[torch.Tensor], memory: SharedMemory) -> None:
@@ -55,11 +58,11 @@ class Buffers:
         self.parameter_gradients = parameter_gradients
 
     def others(self, of: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Tensors like these, the same ones for all layers whose tensors `of` something are alike; None for None."""
+        """Buffers like `tensors`, for the use `of`; None for None. Layers with tensors of the same size share them."""
         return [None if each is None else self._like((of, place), each) for place, each in enumerate(tensors)]
 
     def _like(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that is laid out as this one: a sum over another layout would add in another order."""
+        """A buffer with the shape and layout of `tensor`: a sum over another layout would add in another order."""
         self._held[name, tensor.nbytes] = memory = self._memory.of(name, tensor)
         stride = torch.empty_like(tensor, device="meta").stride()
         return memory.view(tensor.dtype).as_strided(tensor.size(), stride)

@@ -1,1 +1,1 @@
-"""Models whose frozen weights stay as they were published: in 8 bits and fewer, decoded where they are multiplied."""
+"""Models whose frozen weights stay as they were published: in 8 bits or fewer, decoded where they are multiplied."""

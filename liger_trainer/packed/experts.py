@@ -1,14 +1,14 @@
-"""Modules of experts whose stacked weights stay packed, in 8 bits and fewer.
+"""Modules of experts whose stacked weights stay packed, in 8 bits or fewer.
 
-The module keeps its class's forward, which reads its weights by their names, such as `gate_up_proj`. While the module
-is called, such a name is the decoded stack, in the layout and the dtype that the class declares, decoded once a call.
-So every implementation of the experts computes what it computes with the dequantised weights. Ours reads the packed
-stack (`packed_stacks`) and saves it for the backward, not what it decodes.
+The module keeps its class's forward, which reads its weights by their names, such as `gate_up_proj`. During a call of
+the module, such an attribute is the decoded stack, in the layout and dtype that the class declares; it is decoded once
+per call. So every implementation of the experts computes the same as with the dequantised weights. Ours reads the
+packed stack (`packed_stacks`), and saves that for the backward instead of the decoded one.
 
-At any other time the name is a placeholder of that shape and dtype, which takes no memory and holds NaN. PEFT looks for
-the names of `target_parameters` among the module's parameters, and reads sizes, device and dtype of the attribute: it
-gets the placeholder. The parameter of that name is a mark of one element, which follows the casts of the model and of
-FSDP2 as the weight would; codes and scales are parameters after it (`modules.py`).
+At any other time the attribute is a placeholder of that shape and dtype, which takes no memory and holds NaN. PEFT
+looks for the names of `target_parameters` among the module's parameters, and reads sizes, device and dtype of the
+attribute: it gets the placeholder. The parameter of that name is a mark of one element, which follows the casts of the
+model and of FSDP2 as the weight would. Codes and scales are parameters after all others (`modules.py`).
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class PackedStack(NamedTuple):
         return dense.mT if self.transposed else dense
 
     def placeholder(self) -> torch.Tensor:
-        """A tensor of that shape and dtype, on that device, whose elements share the memory of one NaN."""
+        """A tensor of the declared shape and dtype on the same device, whose elements share the memory of one NaN."""
         one = torch.full((1,), float("nan"), dtype=self.dtype, device=self.weight.device)
         return one.expand(self.shape)
 
 
 class _Kept(NamedTuple):
-    """How a stack is put together of the module's parameters."""
+    """How a stack is put together from the module's parameters."""
 
     kind: Any
-    tensors: dict[str, tuple[str, torch.dtype]]  # the module's parameters, and dtypes, by the names of the weight's
+    tensors: dict[str, tuple[str, torch.dtype]]  # by the weight's fields: names of the module's parameters, and dtypes
     numbers: dict[str, Any]
     transposed: bool
 
@@ -75,23 +75,23 @@ OURS_ALONE = (
     "liger_trainer, with `experts` and `lora` left on; remove hooks from the experts; without autocast, give them "
     "hidden states in their own dtype."
 )
-"""What is said where PEFT would run such adapters in its own forward."""
+"""The error where PEFT would run adapters on packed experts in its own forward."""
 
 _calls = threading.local()
 
 
 class PackedExperts(nn.Module):
-    """What the class of packed experts adds to the class that they are written with.
+    """What the class of packed experts adds to the model's own class of experts.
 
     Attributes:
-        unpacked_class: The class that the experts are written with.
+        unpacked_class: The model's own class.
     """
 
     unpacked_class: type[nn.Module]
     _packed: dict[str, _Kept]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with its weights decoded at each read."""
+        """Calls the module, for which a weight is decoded where it is first read."""
         running: list[tuple[nn.Module, dict[str, torch.Tensor]]] = _calls.__dict__.setdefault("running", [])
         running.append((self, {}))
         try:
@@ -100,12 +100,12 @@ class PackedExperts(nn.Module):
             running.pop()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """How the module is copied and pickled: its class is made again from that which it is written with."""
+        """How the module is copied and pickled: its class is made again from `unpacked_class`."""
         reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
         return _without_state, (self.unpacked_class, tuple(self._packed)), *reduced[2:]
 
     def __delattr__(self, name: str) -> None:
-        """Refuses a parametrisation of a packed weight, with which PEFT would run adapters; nothing has changed then.
+        """Refuses to parametrise a packed weight, as PEFT does to run adapters; the module is left as it was.
 
         Raises:
             RuntimeError: For a packed weight.
@@ -130,7 +130,7 @@ def parts_of_stacks(module: nn.Module) -> set[str]:
 
 
 def unpacked_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that packed experts of the class `kind` are written with; `kind` for any other."""
+    """The model's own class of packed experts of the class `kind`; `kind` itself for any other class."""
     return kind.unpacked_class if issubclass(kind, PackedExperts) else kind
 
 
@@ -145,7 +145,13 @@ def _stack(module: PackedExperts, name: str) -> PackedStack:
 
 
 def pack_experts(experts: nn.Module, stacks: dict[str, PackedStack], order: Sequence[str]) -> None:
-    """Gives `experts` these packed weights in place of the parameters of the same names; `order` is that of all."""
+    """Replaces parameters of `experts` by packed weights.
+
+    Args:
+        experts: The module.
+        stacks: The packed weights, by the names of the parameters.
+        order: The names of all parameters of the module, in the order in which its class registers them.
+    """
     kept, marks = {}, {}
     parts: dict[str, nn.Parameter] = {}
     for name, (weight, transposed, dtype) in stacks.items():
@@ -157,7 +163,7 @@ def pack_experts(experts: nn.Module, stacks: dict[str, PackedStack], order: Sequ
         kept[name] = _Kept(type(weight), dtypes, numbers, transposed)
     others = {name: each for name, each in experts._parameters.items() if name not in stacks}
     experts._parameters.clear()
-    for name in order:  # in which PEFT nests its wrappers and so names its adapters
+    for name in order:  # PEFT nests its wrappers, and so names its adapters, in this order
         experts.register_parameter(name, marks[name] if name in marks else others[name])
     for name, part in parts.items():
         experts.register_parameter(name, part)
@@ -167,7 +173,7 @@ def pack_experts(experts: nn.Module, stacks: dict[str, PackedStack], order: Sequ
 
 
 def unpack_experts(experts: PackedExperts) -> None:
-    """Gives `experts` their class's parameters, decoded, in the order in which the class has them."""
+    """Replaces packed weights of `experts` by decoded parameters, and restores their own class."""
     decoded = {name: stack.decoded().contiguous() for name, stack in packed_stacks(experts).items()}
     module: Any = experts
     for name in parts_of_stacks(experts):
@@ -180,7 +186,7 @@ def unpack_experts(experts: PackedExperts) -> None:
 
 @functools.cache
 def _class_with(unpacked: type[nn.Module], names: tuple[str, ...]) -> type[PackedExperts]:
-    """The class of packed experts that are written as `unpacked`; the same one for the same class."""
+    """The class of packed experts whose own class is `unpacked`; the same one for the same class and names."""
     contents: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
     contents |= {"unpacked_class": unpacked, "__module__": unpacked.__module__}
     return type(f"Packed{unpacked.__name__}", (PackedExperts, unpacked), contents)
@@ -193,7 +199,7 @@ def _without_state(unpacked: type[nn.Module], names: tuple[str, ...]) -> PackedE
 
 def _read(module: PackedExperts, name: str) -> torch.Tensor:
     mark = module._parameters[name]
-    if mark is not None and is_dtensor(mark):  # while FSDP2 has the module split, and looks for its shards
+    if mark is not None and is_dtensor(mark):  # FSDP2 has split the module, and looks for its shards
         return mark
     stack = _stack(module, name)
     for called, decoded in reversed(getattr(_calls, "running", ())):

@@ -1,4 +1,4 @@
-"""What the tensors of a packed matrix mean: the weight that our operators take, out of what a checkpoint holds.
+"""What the tensors of a packed matrix mean: makes the weight that our operators take from those of a checkpoint.
 
 ::
 
@@ -36,13 +36,13 @@ HARMLESS = (
     *("bias", "weight_shape", "g_idx", "input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
     *("output_scale", "q_scale", "k_scale", "v_scale"),
 )
-"""What may lie beside the codes of a matrix without changing what they mean."""
+"""Tensors that may lie beside the codes of a matrix without changing what the codes mean."""
 
 _E4M3 = torch.float8_e4m3fn
 
 
 def form_of(settings: Any) -> str | None:
-    """The format that quantisation settings name: their method and, where it has several, which; None without any.
+    """The format that quantisation settings name: the method and, if it has several formats, which; None without any.
 
     Args:
         settings: Settings of a checkpoint's configuration: a mapping, or an object of transformers.
@@ -61,10 +61,13 @@ def form_of(settings: Any) -> str | None:
 
 
 def bytes_of_weights(settings: Mapping[str, Any]) -> Callable[[str, bool], float | None]:
-    """What says how many bytes a weight takes in a packed checkpoint; None for one that is in 16 bits.
+    """A function that says how many bytes each number of a weight takes in a packed checkpoint; None for 16 bits.
 
-    It is given the name of a linear layer and False, or that of a parameter of stacked experts and True. Scales for
+    It takes the name of a linear layer and False, or the name of a parameter of stacked experts and True. Scales for
     rows and tensors are not counted.
+
+    Args:
+        settings: The checkpoint's `quantization_config`.
     """
 
     def width(name: str, stacked: bool) -> float | None:
@@ -75,7 +78,7 @@ def bytes_of_weights(settings: Mapping[str, Any]) -> Callable[[str, bool], float
 
 
 def _width(settings: Mapping[str, Any]) -> float:
-    """The bytes of a weight of these settings, which have one group at most."""
+    """Bytes of each number of a weight with these settings, which have one group at most."""
     method, form = settings.get("quant_method"), f"{settings.get('format')} {settings.get('quant_algo')}".lower()
     if method == "mxfp4" or "mxfp4" in form:
         return 0.5 + 1 / 32
@@ -84,7 +87,7 @@ def _width(settings: Mapping[str, Any]) -> float:
     if method in ("gptq", "awq") or "pack-quantized" in form:
         group = settings.get("group_size") or _of_weights(settings, "group_size") or 128
         zeros = 0.5 if method in ("gptq", "awq") else 0.0
-        # A scale of 16 bits, and perhaps a zero of 4; -1 is one for all columns.
+        # Each group has a scale of 16 bits, and perhaps a zero of 4; -1 is one group of all columns.
         return 0.5 + (2 + zeros) / max(int(group), 32) if int(group) > 0 else 0.5
     return 1.0 + (1 / 32 if method == "mxfp8" else 0.0)
 
@@ -108,10 +111,10 @@ def packed_matrix(
     """
     weight, names = _matrix(tensors, shape, settings)
     if tuple(weight.shape) != shape:
-        raise ValueError(f"its packed weight is {tuple(weight.shape)}, and the layer's {shape}")
+        raise ValueError(f"its packed weight is {tuple(weight.shape)}, but the layer's is {shape}")
     for name in tensors:
         if name not in HARMLESS and name not in names.values():
-            raise ValueError(f"it has {name!r} as well, which may change what its codes mean, and is not known")
+            raise ValueError(f"it also has {name!r}, which is not supported, and may change what its codes mean")
     return weight, names
 
 
@@ -152,7 +155,7 @@ def _matrix(
 
 
 def _check_codes(name: str, codes: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Checks the sizes of codes against those of the layer, where their dtype says how many numbers one holds."""
+    """Checks the sizes of codes against those of the layer, where the dtype says how many numbers a code holds."""
     held = {_E4M3: 1, torch.uint8: 2}.get(codes.dtype)
     expected = None if held is None else (*shape[:-1], -(-shape[-1] // held))
     if expected not in (None, tuple(codes.shape)):
@@ -160,7 +163,7 @@ def _check_codes(name: str, codes: torch.Tensor, shape: tuple[int, ...]) -> None
 
 
 def fp8_block(scales: torch.Tensor, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The rows and columns that one of `scales` is for; None for a scale a row or a matrix."""
+    """The rows and columns that each of `scales` is for; None for one scale per row or per matrix."""
     rows, columns = shape[-2:]
     if scales.dim() < 2:
         return None
@@ -181,7 +184,7 @@ def fp8_block(scales: torch.Tensor, shape: tuple[int, ...], settings: Mapping[st
 
 
 def group_of_columns(columns: int, groups: int, settings: Mapping[str, Any]) -> int:
-    """The number of columns of a group; -1 for one group. Of several that are named, one that gives as many groups."""
+    """The number of columns of a group; -1 for one group. Of several sizes in `settings`, one that gives `groups`."""
     if groups == 1:
         return -1
     named = [int(size) for one in _schemes(settings) if (size := one.get("group_size"))]
@@ -190,7 +193,7 @@ def group_of_columns(columns: int, groups: int, settings: Mapping[str, Any]) -> 
 
 
 def _of_weights(settings: Mapping[str, Any], key: str) -> Any:
-    """What compressed-tensors' configuration says of the weights of its groups, of which one is looked at."""
+    """What compressed-tensors' configuration says about weights, from the first of its groups that says so."""
     return next((found for found in (one.get(key) for one in _schemes(settings)) if found), None)
 
 
@@ -206,7 +209,8 @@ def _gptq_or_awq(
     form = settings.get("checkpoint_format") or settings.get("format") or settings.get("version") or ""
     known = ("gptq", "gptq_v2", "") if method == "gptq" else ("gemm", "")
     if bits != 4 or method not in ("gptq", "awq") or str(form).lower() not in known:
-        raise ValueError(f"its format is {method} {form} in {bits} bits; GPTQ and AWQ (gemm) are known in 4 bits")
+        named = f"{method} {form}" if form else method
+        raise ValueError(f"its format is {named} in {bits} bits; only GPTQ and AWQ (gemm) in 4 bits are supported")
     group = int(settings.get("group_size", settings.get("q_group_size", 128)))
     names = {"codes": "qweight", "scales": "scales", "zeros": "qzeros"}
     order = "awq" if method == "awq" else "gptq_v2" if str(form).lower() == "gptq_v2" else "gptq"
@@ -224,6 +228,6 @@ def _gptq_or_awq(
 
 
 def _is_in_order(group_of: torch.Tensor, columns: int, group: int) -> bool:
-    """Whether groups are consecutive columns, of all the matrices of a stack."""
+    """Whether groups are consecutive columns, in all matrices of a stack."""
     expected = torch.arange(columns, device=group_of.device) // (group if group > 0 else columns)
     return torch.equal(group_of.long().flatten(), expected.repeat(group_of.numel() // columns))

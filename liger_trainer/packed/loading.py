@@ -1,9 +1,9 @@
 """Loads a model whose quantised weights stay as they were published (`packed_base`).
 
-transformers decides by the `quant_method` of a checkpoint's configuration which of its quantizers loads it. While a
-model is loaded here, that is ours: it puts modules without data in the place of the linear layers and experts whose
-weights the files hold packed, lets transformers load and stack their tensors by its own rules, and makes the packed
-modules of them. Nothing is computed with the weights, so that it runs anywhere, on a CPU too.
+transformers chooses the quantizer that loads a checkpoint by the `quant_method` of its configuration. While a model is
+loaded here, that is our quantizer. It replaces linear layers and experts whose weights are packed in the files by
+modules without data, lets transformers load and stack their tensors by its own rules, and turns these into packed
+modules. Nothing is computed with the weights, so loading works on any device, a CPU too.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class PackedError(ValueError):
 
 
 def quantization_of(config: Any) -> Any:
-    """The quantisation settings of a model's configuration, or of the part of it that is of text; None without any.
+    """The quantisation settings of a model's configuration, or of its text configuration; None without any.
 
-    They are a dictionary, or an object of transformers, which looks in the same two places.
+    They are a dictionary or an object of transformers. transformers itself looks in the same two places.
     """
     settings = getattr(config, "quantization_config", None)
     if settings or not hasattr(config, "get_text_config"):
@@ -107,9 +107,9 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
         The model. Layers with a packed weight are `PackedLinear`, and stacked experts are decoded when they run.
 
     Raises:
-        ValueError: If the checkpoint is not quantised, in another format, or holds a packed weight in a layer of
-            another kind than a linear layer or stacked experts; and if a file is cut short, scales are missing or of
-            another shape, or are no numbers.
+        ValueError: If the checkpoint is not quantised, is in another format, or holds a packed weight of a layer that
+            is neither a linear layer nor stacked experts; if a file is cut short; and if scales are missing, have
+            another shape, or are not finite.
     """
     if "quantization_config" in from_pretrained:
         raise ValueError("`quantization_config` is given, but packed weights are read as they are; leave it out.")
@@ -155,9 +155,9 @@ def check_trained(names: Sequence[str], packed: Iterable[str]) -> None:
 
 @torch.no_grad()
 def dequantise(model: Any) -> Any:
-    """Decodes the packed weights of `model`, in place, in its dtype: it is a model that was never quantised.
+    """Decodes the packed weights of `model`, in place, in its dtype, as if it had never been quantised.
 
-    Nothing of its quantisation is left in its configuration, nor would be saved with it.
+    Nothing of the quantisation is left in its configuration, or would be saved with it.
     """
     for path, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
@@ -204,11 +204,11 @@ class PackedConfig(QuantizationConfigMixin):
 
 
 class _Skeleton(nn.Module):
-    """In the place of a layer while its tensors are loaded: parameters without data, by their published names."""
+    """Stands for a layer while its tensors are loaded: has parameters without data, by their published names."""
 
     def __init__(self, layer: nn.Linear, tensors: dict[str, Tensor]) -> None:
         super().__init__()
-        self.layer = [layer]  # no child
+        self.layer = [layer]  # in a list, so that it is no child
         for name, tensor in tensors.items():
             self.register_parameter(name, _without_data(tensor.dtype, tensor.shape))
         self.register_parameter("bias", layer.bias)
@@ -216,7 +216,7 @@ class _Skeleton(nn.Module):
 
 
 class PackedQuantizer(HfQuantizer):
-    """Ours, in the place of transformers' quantizers while a model is loaded."""
+    """Our quantizer, which replaces those of transformers while a model is loaded."""
 
     requires_calibration = False
     quantization_config: PackedConfig
@@ -232,14 +232,14 @@ class PackedQuantizer(HfQuantizer):
         return True
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """The dtype in which a tensor is loaded: its own in 8 bits, also of a layer that its class keeps in fp32."""
+        """The dtype in which a tensor is loaded: 8-bit floats keep theirs, even if a class keeps the layer in fp32."""
         own = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
         return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The rules of transformers, and of those that stack experts a copy for each tensor of GPTQ and AWQ.
+        """The rules of transformers, and for each tensor of GPTQ and AWQ a copy of the rules that stack experts.
 
-        Such tensors have a weight's rows as their last dimension, so gate and up of an expert come side by side.
+        Such tensors have a weight's rows as their last dimension, so gate and up of an expert are put side by side.
         """
         _, _, converter, *_, concatenate = require(PACKED_CHECKPOINTS)
         added = []
@@ -255,7 +255,7 @@ class PackedQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` writes the checkpoint: not where experts were stacked."""
-        return not self._has_experts
+        return not self._experts
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What `save_pretrained` writes: every tensor by its name, in its dtype and shape, as it was published."""
@@ -273,9 +273,10 @@ class PackedQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         if not checkpoint_files:
-            raise ValueError("`packed_base` reads the files of a checkpoint, and a state dict was given.")
+            raise ValueError("`packed_base` reads files of a checkpoint, but a state dict is given. Give their folder.")
         if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
-            raise ValueError(f"`device_map` spreads the model over {device_map.values()}; packed weights need one.")
+            devices = ", ".join(map(str, dict.fromkeys(device_map.values())))
+            raise ValueError(f"`device_map` spreads the model over {devices}; with packed weights, give one device.")
         self.checkpoint_files = checkpoint_files
         if any((self._settings.get("transform_config") or {}).values()):
             raise PackedError(
@@ -286,12 +287,12 @@ class PackedQuantizer(HfQuantizer):
 
     def _wait_for(self, model: Any, found: Packed) -> None:
         """Makes the layers and experts of `model` wait for the packed tensors that a checkpoint holds."""
-        self._experts: dict[str, dict[str, bool]] = {}  # for a module, its packed weights, and which are transposed
+        self._experts: dict[str, dict[str, bool]] = {}  # by module: its packed weights, and whether they are transposed
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
-        self._endings: dict[str, dict[str, str]] = {}  # of their tensors here, and the names in the checkpoint
-        self._transposed: dict[str, None] = {}  # such names where the tensors are of transposes
-        self._order: dict[str, tuple[str, ...]] = {}
-        self.left_out: list[str] = []  # what the checkpoint has of stacked weights beside them, such as `input_scale`
+        self._endings: dict[str, dict[str, str]] = {}  # by such a weight: its tensors' endings here, and names there
+        self._transposed: dict[str, None] = {}  # names in the checkpoint of tensors of transposes, each once
+        self._order: dict[str, tuple[str, ...]] = {}  # by module of experts: the names of all its parameters
+        self.left_out: list[str] = []  # tensors of stacked weights that are not loaded, such as `input_scale`
         check_trained(
             self.trained, [*found.linears, *(name.rpartition(".")[0] for name in found.stacks), *found.experts]
         )
@@ -315,17 +316,16 @@ class PackedQuantizer(HfQuantizer):
             self._prepare_stack(model, name, stack)
         for path, tensors in found.experts.items():
             self._prepare_stacked(model, path, tensors)
-        self._has_experts = bool(self._experts)
 
     def _prepare_stack(self, model: Any, name: str, stack: Stack) -> None:
-        """Makes a parameter of experts, which transformers stacks, wait for their packed tensors."""
+        """Makes a parameter of experts, which transformers stacks, wait for its packed tensors."""
         path, _, leaf = name.rpartition(".")
         experts, (count, *declared) = self._experts_at(model, path), model.get_parameter(name).shape
         if not {*stack.operations} <= _STACKING or len(declared) != 2 or declared[0] % stack.parts:
-            raise _cannot(name, f"its experts, {(count, *declared)}, are stacked in another way")
+            raise _cannot(name, f"its experts, {(count, *declared)}, are stacked in a way that is not known")
         if stack.owners and len(stack.owners) != count * stack.parts:
             has = f"{len(stack.owners)} of its {count * stack.parts} matrices in few bits"
-            raise _cannot(name, f"the checkpoint has {has}, and is damaged or has the others in 16")
+            raise _cannot(name, f"the checkpoint has {has}; the others are missing or in 16 bits")
         try:
             names = stackable(stack, (declared[0] // stack.parts, declared[1]), self._settings_for(name, True))
         except (ValueError, KeyError) as error:
@@ -347,21 +347,21 @@ class PackedQuantizer(HfQuantizer):
         self._shapes[name] = (count, *declared)
 
     def _prepare_stacked(self, model: Any, path: str, tensors: dict[str, Tensor]) -> None:
-        """The same for experts that the checkpoint holds stacked: blocks and scales of MXFP4, outputs first."""
+        """The same for experts that are stacked in the checkpoint: blocks and scales of MXFP4, outputs first."""
         experts = self._experts_at(model, path)
         for leaf in dict.fromkeys(re.sub(ENDING_OF_STACKS, "", name) for name in tensors):
             scales = f"{leaf}_scales"
             has = [name for name in (f"{leaf}_blocks", scales) if name in tensors]
             if f"{leaf}_scale_inv" in tensors:
-                raise _cannot(f"{path}.{leaf}", "its experts are stacked in the checkpoint, and not in MXFP4")
-            if not has:  # no stack in few bits, such as a bias
+                raise _cannot(f"{path}.{leaf}", "its experts are stacked in the checkpoint, but not in MXFP4")
+            if not has:  # not in few bits, such as a bias
                 continue
             if len(has) == 1:
                 raise DamagedError(f"{path!r} has {has[0]!r}, of which blocks or scales are missing")
             matrix = (tensors[scales].shape[1], 32 * tensors[scales].shape[2])
             declared = tuple(experts.get_parameter(leaf).shape[1:])
             if declared not in (matrix, matrix[::-1]):
-                raise _cannot(f"{path}.{leaf}", f"its blocks are of matrices of {matrix}, and the model's {declared}")
+                raise _cannot(f"{path}.{leaf}", f"its blocks are of matrices of {matrix}, the model's are {declared}")
             transposed = declared != matrix or bool(getattr(experts, "is_transposed", False))
             experts._parameters.pop(leaf)
             for name in (f"{leaf}_blocks", scales):
@@ -376,7 +376,7 @@ class PackedQuantizer(HfQuantizer):
     def _wait(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters.pop(name, None)
         module.register_parameter(name, _without_data(tensor.dtype, tensor.shape))
-        module._is_hf_initialized = True  # type: ignore[assignment]  # else the class would draw what it no longer has
+        module._is_hf_initialized = True  # type: ignore[assignment]  # else the class would initialise what it lacks
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -416,12 +416,12 @@ class PackedQuantizer(HfQuantizer):
                 if (name == leaf or name.startswith(f"{leaf}_")) and not name.endswith("_bias"):
                     loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{name}", parameter)
                     del experts._parameters[name]
-            of_weight = {"codes": "weight_blocks", "scales": "weight_scales"}
             published = self._endings.get(f"{path}.{leaf}", {})
             tensors = {published.get(ending, f"weight{ending}"): tensor for ending, tensor in loaded.items()}
             try:
                 if "_blocks" in loaded:
                     weight: Any = mxfp4_weight(loaded["_blocks"], loaded["_scales"])
+                    of_weight = {"codes": "weight_blocks", "scales": "weight_scales"}
                 else:
                     settings = self._settings_for(f"{path}.{leaf}", True)
                     weight, of_weight = packed_matrix(tensors, self._shapes[f"{path}.{leaf}"], settings)
@@ -434,14 +434,19 @@ class PackedQuantizer(HfQuantizer):
 
 
 def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any]) -> list[str]:
-    """The names of the tensors that packed experts of this shape are decoded of, where they can be stacked.
+    """The names of the tensors from which packed experts are decoded, if they can be stacked.
 
     Gate and up are the rows of one weight, one below the other.
 
+    Args:
+        stack: The matrices.
+        shape: (outputs, inputs) of one matrix.
+        settings: The checkpoint's `quantization_config`, as `packed_matrix` takes it.
+
     Raises:
-        ValueError: If the format is not known, or has tensors that are not those of rows.
+        ValueError: If the format is not known, or has tensors that cannot be stacked row by row.
     """
-    order = {"g_idx"} & stack.matrix.keys()  # looked at when its numbers are there
+    order = {"g_idx"} & stack.matrix.keys()  # checked when its values are loaded
     headers = {name: each for name, each in stack.matrix.items() if name not in order}
     tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in headers.items()}
     weight, names = packed_matrix(tensors, shape, settings)
@@ -449,7 +454,7 @@ def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any])
     if isinstance(weight, BlockFp8Weight):
         height, grid = weight.block[0], tensors[names["scales"]].shape
         if fp8_block(tensors[names["scales"]], shape, settings) is None and grid != (rows, 1):
-            raise ValueError("its experts have one scale each; of stacked experts, scales of blocks and rows are known")
+            raise ValueError("its experts have one scale each; stacked experts need one for each block or row")
         if stack.parts > 1 and rows % height:
             raise ValueError(
                 f"gate and up of an expert have {rows} rows each, which blocks of {height} do not divide: the scales "
@@ -479,26 +484,26 @@ def _filled(module: nn.Module) -> Any:
 def _loaded(name: str, parameter: nn.Parameter) -> torch.Tensor:
     """The data of a parameter that the checkpoint has filled."""
     if not getattr(parameter, "_is_hf_initialized", False):
-        raise _cannot(name, "the checkpoint has a part of its tensors only")
+        raise _cannot(name, "the checkpoint has only some of its tensors")
     return parameter.detach()
 
 
 def _check_numbers(owner: str, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
-    """Checks that the scales of a packed weight are numbers, and its groups there are.
+    """Checks that the scales of a packed weight are finite, and that its groups of columns exist.
 
-    A scale that is none makes a whole group of weights NaN.
+    A scale that is not finite spoils a whole group of weights.
 
     Args:
         owner: The layer or the stack.
-        tensors: Its tensors in the checkpoint, by their names behind its own.
-        names: The names in `tensors`, by those that the tensors have in the weight.
+        tensors: Its tensors in the checkpoint, by the last parts of their names.
+        names: The names in `tensors`, by those of the packed weight's fields.
 
     Raises:
-        DamagedError: For a scale that is NaN or infinite, a global scale of 0, and a group that is not there.
+        DamagedError: For a scale that is NaN or infinite, a global scale of 0, and a group that does not exist.
     """
     if "group_of" in names and not tensors[names["group_of"]].is_meta:
         name, of_groups = names["group_of"], names["scales"]
-        groups = tensors[of_groups].shape[0 if of_groups == "scales" else -1]  # GPTQ's are those of the transpose
+        groups = tensors[of_groups].shape[0 if of_groups == "scales" else -1]  # GPTQ's scales are transposed
         low, high = (int(each) for each in tensors[name].aminmax())
         if low < 0 or high >= groups:
             raise DamagedError(

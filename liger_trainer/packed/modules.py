@@ -1,15 +1,15 @@
-"""Modules that hold their weight as it was published, in 8 bits and fewer, and decode it where they multiply by it.
+"""Modules that hold their weight as it was published, in 8 bits or fewer, and decode it where they multiply by it.
 
 The weight has no gradient. A product decodes it into a buffer that all products share, and so does the backward
-(`kernels/lowbit`): nothing of its size is kept from one to the other. So the result is that of the dequantised model:
-the weight is rounded once, to the dtype of the input. With `fp8_base`, one in fp8 multiplies as it is instead, and the
-input is rounded to fp8 (`kernels/fp8/stored.py`).
+(`kernels/lowbit`): nothing of its size is kept between the two. The result is that of the dequantised model: the weight
+is rounded once, to the dtype of the input. With `fp8_base`, a weight in fp8 is multiplied as it is, and the input is
+rounded to fp8 (`kernels/fp8/stored.py`).
 
-Codes and scales are frozen parameters, since DDP would broadcast buffers at every forward, and FSDP2 splits parameters
-alone: each process keeps its rows of every tensor, and a layer's are gathered whole before it runs, so that a block may
-lie on two processes. Floating numbers are kept as their bytes: neither a cast of the model nor FSDP2's mixed precision
-changes them. `weight` has a shape and no values: whatever reads or changes these, such as DoRA or merging adapters, is
-an error and not a wrong result.
+Codes and scales are frozen parameters, since DDP would broadcast buffers at every forward, and FSDP2 splits only
+parameters: each process keeps its rows of every tensor, and a layer's tensors are gathered whole before it runs, so a
+block may lie on two processes. Floating-point numbers are kept as bytes, so that neither a cast of the model nor
+FSDP2's mixed precision changes them. `weight` has a shape but no values: whatever reads or changes values, such as DoRA
+or merging adapters, is an error instead of a wrong result.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from liger_trainer.kernels.runtime import as_autocast
 require(MODULE_CONTENTS)
 
 NO_VALUES = (
-    "The values of `weight` are asked for, but this layer holds its weight as codes, which can be neither read nor "
-    "changed so. Train adapters that do not read it, such as LoRA without DoRA, PiSSA, OLoRA, CorDA, LoftQ or MiCA, "
+    "The values of `weight` are asked for, but this layer holds its weight as codes, which cannot be read or changed "
+    "like this. Train adapters that do not read it, such as LoRA without DoRA, PiSSA, OLoRA, CorDA, LoftQ or MiCA, "
     "and merge them with `liger-trainer merge`; or load the model dequantised."
 )
-"""What is said where the values of a packed weight are asked for."""
+"""The error where the values of a packed weight are asked for."""
 
 _INITIALISED = (
     "`{}` would initialise `weight`, but this layer holds its weight as codes, which the checkpoint has filled. Leave "
@@ -63,10 +63,10 @@ class _WithoutValues(torch.Tensor):
 
 
 def without_values(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """What stands for the weight of a layer that holds codes: a tensor of that shape, on that device, without values.
+    """Stands for the weight of a layer that holds codes: an fp32 tensor of that shape, on that device, without values.
 
-    PEFT asks it where adapters go and in which dtype, and the code of some models in which dtype the layer takes x: it
-    is of fp32, to which adapters and x are widened.
+    PEFT reads the device and dtype of adapters from it, and the code of some models the dtype in which the layer takes
+    x. Both are widened to fp32.
     """
     return torch.empty(1, device=device).expand(shape).as_subclass(_WithoutValues)
 
@@ -75,17 +75,20 @@ _Published = tuple[str, torch.dtype, tuple[int, ...]]
 """The name, the dtype and the shape that a tensor has in the checkpoint."""
 
 
+_FORMATS = {BlockFp8Weight: "packed FP8", Fp4Weight: "packed FP4", Int4Weight: "packed INT4"}
+
+
 class PackedLinear(nn.Linear):
     """``nn.Linear`` whose weight stays packed.
 
     Args:
-        linear: The layer that it takes the place of: its sizes and its bias.
+        linear: The layer that it replaces, of which it takes the sizes and the bias.
         weight: The packed weight, (out_features, in_features).
-        published: For each tensor of `weight`, by its name there, what the checkpoint calls it, its dtype and shape.
+        published: For each tensor of `weight`, by its name there: its name, dtype and shape in the checkpoint.
         others: Tensors of the checkpoint that a product does not need, such as scales of activations, by their names.
 
     Attributes:
-        in_fp8: Whether products are in fp8, of the codes as they are; else the weight is decoded.
+        in_fp8: Whether products multiply the codes as they are, in fp8; otherwise the weight is decoded.
     """
 
     in_fp8 = False
@@ -132,7 +135,7 @@ class PackedLinear(nn.Linear):
         return packed
 
     def obstacle_to_fp8(self, device: torch.device) -> str:
-        """Why products on `device` cannot be of the codes as they are (`in_fp8`); empty if they can."""
+        """Why products on `device` cannot multiply the codes as they are (`in_fp8`); empty if they can."""
         weight = self.packed
         if not isinstance(weight, BlockFp8Weight):
             return f"{self.format} is decoded for its products"
@@ -151,14 +154,14 @@ class PackedLinear(nn.Linear):
         return obstacle and f"{obstacle}; it is decoded for its products"
 
     def published(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """The name here, and the name and the tensor of the checkpoint, of each of its tensors."""
+        """Each tensor of the checkpoint: its name here, its name in the checkpoint, and the tensor as published."""
         for own, (name, dtype, shape) in self._published.items():
             yield own, name, self.get_parameter(own).detach().view(dtype).view(shape)
 
     @property
     def format(self) -> str:
         """The format in a word, for reports."""
-        return format_of(self._kind) + (", products in fp8" if self.in_fp8 else "")
+        return _FORMATS[self._kind] + (", products in fp8" if self.in_fp8 else "")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features), in the dtype of `input`, or that of autocast."""
@@ -173,21 +176,16 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.format}"
 
 
-def format_of(kind: type) -> str:
-    """The format of packed weights of this class, in a word."""
-    return {BlockFp8Weight: "packed FP8", Fp4Weight: "packed FP4", Int4Weight: "packed INT4"}[kind]
-
-
 def frozen(tensor: torch.Tensor) -> nn.Parameter:
-    """`tensor` as a parameter that is not trained and that no cast changes: its bytes, or whole numbers as they are.
+    """`tensor` as a frozen parameter that no cast changes: floating-point numbers as bytes, integers as they are.
 
-    It has a dimension at least, the first of which FSDP2 splits.
+    It has at least one dimension, since FSDP2 splits the first.
     """
     held = tensor.detach().reshape(tensor.shape or (1,))
     return nn.Parameter(held.view(torch.uint8) if held.is_floating_point() else held, requires_grad=False)
 
 
 def as_held(parameter: nn.Parameter | None, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of `dtype` that `frozen` made `parameter` of."""
+    """The tensor of `dtype` from which `frozen` made `parameter`."""
     assert parameter is not None
     return parameter if parameter.dtype == dtype else parameter.view(dtype)

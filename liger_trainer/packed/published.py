@@ -1,8 +1,8 @@
 """Which weights of a checkpoint are packed, by the names, dtypes and shapes in the headers of its files.
 
-A `quantization_config` says what was meant to be quantised; the headers say what was. The tensors of one matrix share
-an owner, such as ``model.layers.0.mlp.up_proj``: its codes and scales. transformers renames what a checkpoint names in
-another way, and stacks what it has for each expert; its own rules are asked.
+A `quantization_config` says what was meant to be quantised; the headers say what was. The tensors of one matrix, codes
+and scales, share an owner, such as ``model.layers.0.mlp.up_proj``. transformers renames tensors that a checkpoint names
+differently, and stacks the matrices of experts; its own rules are applied here.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ _DTYPES = {
 _PACKED = ("weight_packed", "qweight")
 _SCALES = ("weight_scale_inv", "weight_scale")
 _BESIDE = {"qweight": (("scales",), ("qzeros",)), "weight_packed": (("weight_scale",),), "weight": (_SCALES,)}
-"""For codes, what must be beside them: of each group, one."""
+"""For codes, the tensors that must be beside them: one of each group."""
 _WITHOUT_CODES = (*_SCALES, "weight_global_scale", "weight_scale_2", "qzeros")
 _OF_STACKS = ("_blocks", "_scales", "_scale_inv")
 ENDING_OF_STACKS = f"({'|'.join(_OF_STACKS)})$"
-"""How the names of tensors of stacked experts end, behind the name of the parameter."""
+"""How the names of tensors of stacked experts end, after the name of the parameter."""
 
 
 class DamagedError(ValueError):
-    """A checkpoint holds a part of itself, or what is no weight."""
+    """A checkpoint lacks some of its tensors, or holds values that no weight can have."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"The checkpoint is damaged: {what}. Download or write it again.")
 
 
 class Tensor(NamedTuple):
-    """What a header says of a tensor."""
+    """What a file's header says about a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class Stack(NamedTuple):
-    """A parameter of experts that transformers stacks of matrices of the checkpoint.
+    """A parameter of experts that transformers stacks from matrices of the checkpoint.
 
     Args:
-        matrix: The tensors of each of them, by their names behind the owner's.
-        parts: How many of them an expert has, one below the other: gate and up.
-        operations: The names of the operations that stack them.
-        owners: Their names in the checkpoint, where they come from one.
+        matrix: The tensors of each matrix, by the last parts of their names, after the owner's.
+        parts: How many matrices of an expert lie one below the other, such as 2 for gate and up.
+        operations: The names of the operations that stack the matrices.
+        owners: The owners of the matrices, if they come from a checkpoint.
     """
 
     matrix: dict[str, Tensor]
@@ -68,11 +68,11 @@ class Packed(NamedTuple):
     """The packed weights of a checkpoint, by the names of the model's modules and parameters.
 
     Args:
-        linears: For a module, its tensors.
-        stacks: For a parameter of experts, what it is stacked of.
-        experts: For a module of experts whose parameters are stacked in the checkpoint, its tensors.
-        missing: For a weight of a linear layer or of stacked experts that is not there, the ends of the names of what
-            is there in its place.
+        linears: The tensors of each packed linear layer.
+        stacks: The matrices from which each packed parameter of experts is stacked.
+        experts: The tensors of each module of experts whose parameters are stacked in the checkpoint.
+        missing: For each weight of a linear layer or of stacked experts that is not in the checkpoint, the last parts
+            of the names of tensors that are there in its place.
     """
 
     linears: dict[str, dict[str, Tensor]]
@@ -93,7 +93,7 @@ def read_headers(files: Iterable[str]) -> dict[str, Tensor]:
     found = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
-            raise ValueError(f"`packed_base` reads safetensors, and the checkpoint has {file}. Set it to false.")
+            raise ValueError(f"`packed_base` reads safetensors, but the checkpoint has {file}. Set it to false.")
         try:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
@@ -106,7 +106,7 @@ def read_headers(files: Iterable[str]) -> dict[str, Tensor]:
 
 
 def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
-    """The packed weights that `headers` have for `model`, which is as it would be without quantisation.
+    """The packed weights in `headers` for `model`, which is built as it would be without quantisation.
 
     Raises:
         DamagedError: If a weight lacks its scales or its codes, or a matrix of a stack is unlike the others.
@@ -130,7 +130,7 @@ def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
     for owner, tensors in owners.items():
         if _is_packed(tensors):
             name, source = renamed(f"{owner}.weight")
-            if name not in state:  # of a part that the model has not, such as one that predicts further tokens
+            if name not in state:  # of a part that the model lacks, such as one for multi-token prediction
                 continue
             present.add(name)
             _check_beside(owner, tensors)

@@ -1,7 +1,7 @@
 """Which modules the quantisation settings of a checkpoint name: those that they leave in 16 bits, and those of a group.
 
 Their lists hold names, patterns with ``*`` (ModelOpt, gpt-oss) and regular expressions behind ``re:``
-(compressed-tensors). They are of the modules of the checkpoint, which has a linear layer for each matrix of an expert.
+(compressed-tensors). The names are those of the checkpoint's modules, with a linear layer for each matrix of an expert.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EVERY = "Linear"  # a target that is a class
 
 
 def settings_for(settings: Mapping[str, Any], name: str, stacked: bool = False) -> Mapping[str, Any] | None:
-    """The settings of one weight: of several `config_groups` that which it is in; None if it is left in 16 bits.
+    """The settings of one weight, with only its own group of several `config_groups`; None if it is left in 16 bits.
 
     Args:
         settings: The checkpoint's `quantization_config`.
@@ -55,7 +55,7 @@ def _any_named(entries: Iterable[Any], names: Iterable[str]) -> bool:
 
 
 def _is_named(entry: str, name: str) -> bool:
-    """Whether `entry` names the module, or one around it; of all layers, if it has no number of one."""
+    """Whether `entry` names the module or one around it; without a number of a layer, it names those of all layers."""
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
     if "*" in entry:

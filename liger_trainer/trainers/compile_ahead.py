@@ -1,12 +1,12 @@
 """The kernels of the first step, compiled side by side while its trainer is built.
 
-Those of the proofs are compiled before, for a dummy's sizes and the gradients of all tensors; Triton compiles a kernel
-anew for the sizes of a model and for frozen weights. So a copy of the model with a layer of each kind takes a step
-here. The kernels that it launches are compiled, and do not run; what is computed is thrown away. The copy shares the
-memory of the model's parameters, and has no hooks.
+The proofs have compiled kernels for the sizes of a dummy and for gradients of all tensors. Triton compiles a kernel
+again for the sizes of a model and for frozen weights. So a copy of the model with a layer of each kind takes a step
+here. The kernels that it launches are compiled, and do not run; its results are thrown away. The copy shares the memory
+of the model's parameters, and has no hooks.
 
-Left out are models some of whose weights are quantised, split or on another device, and kernels that only a separate
-reference model or a teacher launches. Whatever fails is left to the first step.
+Nothing is compiled ahead for models some of whose weights are quantised, split or on another device, nor are kernels
+that only a separate reference model or a teacher launches. Whatever fails is left to the first step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from liger_trainer.trainers.fused_forward import StatisticsOptions, token_statis
 logger = logging.getLogger("liger_trainer")
 
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
-_TOKENS = 16384  # of a batch, at most: several chunks of logits, as of a larger one
+_TOKENS = 16384  # of a batch, at most: as for a larger one, the logits take several chunks
 
 
 def compile_ahead(trainer: Any, model: nn.Module) -> None:
@@ -37,7 +37,7 @@ def compile_ahead(trainer: Any, model: nn.Module) -> None:
 
     Args:
         trainer: A trainer with `train_dataset`; without data nothing is compiled.
-        model: Its model, to which the kernels are bound, with its adapters.
+        model: The model of `trainer`, to which the kernels are bound, with its adapters.
     """
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     if getattr(trainer, "train_dataset", None) is None or not _is_usual(model, device):
@@ -48,11 +48,11 @@ def compile_ahead(trainer: Any, model: nn.Module) -> None:
         with neutral(device), compiler.noting(), trainer.autocast_smart_context_manager():
             try:
                 _take_a_step(trainer, model, device)
-            except Exception as error:  # of the model's own code, of a device without room: the step then compiles
+            except Exception as error:  # the model's own, or too little memory: the first step then compiles
                 logger.debug("The kernels of the first step were not compiled ahead: %s", error)
         compiler.wait()
     if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()  # of what was computed
+        torch.get_device_module(device).empty_cache()  # of the results
 
 
 def _take_a_step(trainer: Any, model: nn.Module, device: torch.device) -> None:
@@ -75,7 +75,7 @@ def _log_probs(model: nn.Module, tokens: torch.Tensor, options: StatisticsOption
 
 
 def _is_usual(model: nn.Module, device: torch.device) -> bool:
-    """Whether all of `model` is plain numbers on `device`, some of them trained."""
+    """Whether all tensors of `model` are plain numbers on `device`, none of them empty, and some of them trained."""
     tensors = [*model.parameters(), *model.buffers()]
     usual = all(type(each) in PLAIN and each.device == device and each.numel() for each in tensors)
     numbers = all(each.dtype in _DTYPES for each in model.parameters())
@@ -83,7 +83,7 @@ def _is_usual(model: nn.Module, device: torch.device) -> bool:
 
 
 def _batch(trainer: Any, config: PreTrainedConfig) -> tuple[int, int]:
-    """Rows and tokens of a row: those of the trainer's arguments, as far as these say, and few enough."""
+    """Rows, and tokens of a row: as many as the trainer and the model allow, and at most `_TOKENS` in all."""
     rows = min(trainer.args.per_device_train_batch_size, _TOKENS)
     config = config.get_text_config()
     most = (getattr(trainer.args, "max_length", None), getattr(config, "max_position_embeddings", None))

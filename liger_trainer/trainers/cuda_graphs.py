@@ -15,6 +15,7 @@ from liger_trainer.graphs.capture import Captures, CudaCaptures
 from liger_trainer.graphs.captured import CapturedLayers
 from liger_trainer.head.lm_head import PLAIN
 from liger_trainer.packing.packing import draws_beside_dropout
+from liger_trainer.patching.shared_layers import shares_keys
 from liger_trainer.recompute.keeping import OF_TRANSFORMERS, layers_of
 from liger_trainer.trainers.activation_memory import ActivationMemoryMixin
 
@@ -26,7 +27,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     """Comes before a Trainer: the layers of its model run from CUDA graphs, where `cuda_graphs` asks for that."""
 
     model_wrapped: Any  # this is the Trainer's
-    _generates = False  # texts, while it trains
+    _generates = False  # whether it generates texts during training
     _graphs: CapturedLayers | None = None  # of the model that is trained
 
     def _prepare_cuda_graphs(self) -> None:
@@ -38,7 +39,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
         wanted = cuda_graphs_of(self.args)
         if wanted is False:
             return
-        obstacle = _obstacle(self)
+        obstacle = next((reason for reason, holds in _obstacles(self) if holds), "")
         if not obstacle:
             make = functools.partial(CapturedLayers, self._captures(), only_if_faster=wanted is None)
             self._graphs, self._others = make(memory=self._kept), {name: make() for name in _OTHERS}
@@ -46,7 +47,7 @@ class CudaGraphsMixin(ActivationMemoryMixin):
                 self._kept.may_grow = self._generates
         elif wanted:
             raise ValueError(f"`cuda_graphs` is true, but {obstacle}. Set it to 'auto' or to false.")
-        elif obstacle != _elsewhere(self.args):  # where nobody looks for them
+        elif obstacle != _elsewhere(self.args):  # where nobody expects graphs
             self._announce(f"cuda_graphs: no layer runs from graphs, because {obstacle}.")
 
     def _captures(self) -> Captures:
@@ -54,13 +55,14 @@ class CudaGraphsMixin(ActivationMemoryMixin):
 
     @contextlib.contextmanager
     def _from_graphs(self, graphs: CapturedLayers) -> Iterator[None]:
-        """In the context of a loss, the layers of its models run from graphs: `graphs` are those of the trained one."""
-        if graphs.gains.in_training and _shares_keys(self.model):
+        """In the context of a loss, the layers of its models run from graphs; `graphs` belong to the trained model."""
+        config = getattr(self.model, "config", None)
+        if graphs.gains.in_training and config is not None and shares_keys(config):
             # Without graphs these layers run on labelled tokens alone, which gains more where the device is busy.
             yield
             return
         if self._kept is not None and not self._kept.is_decided:
-            graphs.give_back()  # those of a training before this one
+            graphs.give_back()  # those of an earlier training
             yield
             return
         with graphs.attached(self.model_wrapped), contextlib.ExitStack() as around:
@@ -87,29 +89,19 @@ class CudaGraphsMixin(ActivationMemoryMixin):
             return super().evaluation_loop(*args, **kwargs)
 
 
-def _shares_keys(model: Any) -> bool:
-    """Whether the last layers of a transformers model take the keys of others."""
-    config = getattr(model, "config", None)
-    return bool(getattr(config and config.get_text_config(), "num_kv_shared_layers", 0))
-
-
-def _obstacle(trainer: Any) -> str:
-    """Why no layer of a trainer can run from graphs; empty if they can."""
-    return next((reason for reason, holds in _obstacles(trainer) if holds), "")
-
-
 def _elsewhere(args: Any) -> str:
     return f"training is on {args.device.type}, which has no CUDA graphs"
 
 
 def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
+    """Why no layer of a trainer could run from graphs, each reason with whether it holds."""
     args = trainer.args
     yield _elsewhere(args), args.device.type != "cuda"
     yield "FSDP gathers weights for each layer", trainer.is_fsdp_enabled
     yield "DeepSpeed gathers weights for each layer", trainer.is_deepspeed_enabled
     yield "`torch_compile` is true, whose graphs are its own", args.torch_compile
     split = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
-    yield "processes exchange tensors inside of the layers", split or getattr(args, "expert_parallel_size", 1) > 1
+    yield "processes exchange tensors inside the layers", split or getattr(args, "expert_parallel_size", 1) > 1
     yield "`activation_offloading` moves what layers keep", getattr(args, "activation_offloading", False)
     yield "the routers' z-loss is taken from the layers", bool(getattr(args, "router_z_loss_coef", 0.0))
     checkpoints = args.gradient_checkpointing_kwargs or {} if args.gradient_checkpointing else {}

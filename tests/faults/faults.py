@@ -843,7 +843,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "graphs/test_capture::test_layers_that_run_beside_their_graphs_make_no_step_wait"),
         ("what a trial leaves is kept", "CudaCaptures.tried", r"self\._is_settled = False", "pass",
          "graphs/test_capture::test_a_trial_is_settled_once"),
-        ("every length of a batch has memory of its own", "SharedMemory.of", r"1 << \(max.*bit_length\(\)",
+        ("every length of a batch has memory of its own", "SharedMemory.of", r"next_power_of_2\(.*\)",
          "tensor.nbytes", "graphs/test_captured::test_lengths_share_memory_and_leave_it_with_their_graphs"),
         ("memory of graphs is no peak", "peak_memory", r" \+ reserved\)", ")",
          "callbacks/test_callbacks::test_the_peak_has_the_memory_of_graphs_as_long_as_they_exist"),

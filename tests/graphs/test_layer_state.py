@@ -204,7 +204,7 @@ def test_weights_of_others_get_their_gradients(checkpointed):
         with captured.attached(model):
             model(torch.ones(1, 3, 8, requires_grad=True)).sum().backward()
         assert shared.weight.grad is not None
-    assert [*captured.reasons] == ["it uses a weight that is none of its parameters"]
+    assert [*captured.reasons] == ["it uses a weight that is not one of its parameters"]
 
 
 def test_a_hook_of_all_modules_is_called():

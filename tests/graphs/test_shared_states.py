@@ -233,7 +233,7 @@ def add_an_expanded_tensor(self, hidden, states):
     states["keys"] = self.key(hidden).cos(), self.value(hidden)[:1].expand(2, -1, -1)
 
 
-IN_DICT = "it changes what is in a dict, or adds something else than new tensors"
+IN_DICT = "it changes what is in a dict, or adds something other than new tensors"
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -259,7 +259,7 @@ def test_a_layer_that_uses_a_key_twice_runs_without():
     )
     captured = CapturedLayers(RecordedCaptures())
     both(layers(kind), captured, run)
-    assert captured.reasons == {"it uses a tensor twice whose gradient is summed up over layers": 2}
+    assert captured.reasons == {"it uses twice a tensor whose gradient is summed over layers": 2}
 
 
 class Noting(dict):

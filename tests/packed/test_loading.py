@@ -334,7 +334,7 @@ def scaled_before(tensors, settings):
 REFUSED |= {
     "transforms": (with_transforms, "`quantization_config` has a `transform_config`, and inputs of packed layers are "),
     "sparse": (sparse, r"up_proj' cannot stay packed: the checkpoint has 'bitmask', 'compressed', 'shape' in place of"),
-    "scales of inputs": (scaled_before, r"up_proj' cannot stay packed: it has 'pre_quant_scale' as well, which may "),
+    "scales of inputs": (scaled_before, r"up_proj' cannot stay packed: it also has 'pre_quant_scale', which is "),
 }
 
 
@@ -438,17 +438,17 @@ def with_a_scale_before(tensors, settings):
 
 
 UNSTACKED = {
-    "scales of inputs": ("int4", with_a_scale_before, "it has 'pre_quant_scale' as well, which may change what its"),
+    "scales of inputs": ("int4", with_a_scale_before, "it also has 'pre_quant_scale', which is not supported, and"),
     "scalars": ("nvfp4", as_scalars, "its experts have one 'weight_global_scale' each, a scalar, which is not stacked"),
     "order": ("int4", in_an_order_of_their_own, r"its experts have columns in an order of their own .`weight_g_idx`"),
-    "scale": ("fp8 rows", of_one_scale, "its experts have one scale each; of stacked experts, scales of blocks and"),
+    "scale": ("fp8 rows", of_one_scale, "its experts have one scale each; stacked experts need one for each"),
     "order of gptq": (
         "gptq shuffled",
         lambda tensors, settings: None,
         r"its experts have columns in an order of their own .`g_idx`",
     ),
     "order of one": ("gptq", of_one_expert, r"its experts have columns in an order of their own .`g_idx`"),
-    "bits": ("awq", lambda tensors, settings: settings.update(bits=8), r"its format is awq gemm in 8 bits; GPTQ and A"),
+    "bits": ("awq", lambda tensors, settings: settings.update(bits=8), r"its format is awq gemm in 8 bits; only GPTQ"),
     "groups": ("gptq", lambda tensors, settings: settings.update(group_size=64), r".*scales` is \(4, 128\) of "),
 }
 
@@ -490,7 +490,7 @@ def test_other_bits_of_gptq_are_refused(tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["quantization_config"]["bits"] = 8
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=r"its format is gptq  in 8 bits; GPTQ and AWQ .gemm. are known in 4 bits"):
+    with pytest.raises(ValueError, match=r"its format is gptq in 8 bits; only GPTQ and AWQ .gemm. in 4 bits are"):
         load_packed(str(tmp_path), dtype="auto")
 
 
@@ -637,7 +637,7 @@ EXPERTS_DAMAGED = {
     "stack": (without_all(STACKS), f"no weight of '{STACKS}.down_proj', which its configuration does not leave in 16"),
     "expert": (
         without_all(EXPERT),
-        rf"'{STACKS}.gate_up_proj' cannot stay packed: .* has 7 of its 8 matrices in few bits, and ",
+        rf"'{STACKS}.gate_up_proj' cannot stay packed: .* has 7 of its 8 matrices in few bits; the others ",
     ),
 }
 
