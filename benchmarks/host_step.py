@@ -96,6 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=28, help="how many layers the model has")
     parser.add_argument("--steps", type=int, default=10, help="how many steps are profiled")
     arguments = parser.parse_args(argv)
+    if arguments.steps < 1:
+        parser.error(f"argument --steps: {arguments.steps} is not a whole number of 1 or more")
     theirs, ours = (profiled(arguments.layers, each, arguments.steps) for each in (False, True))
     title = f"Calls of functions in a step · {arguments.layers} layers with adapters, CPU"
     table = make_table(title, "TRL", "liger_trainer", remark=False)

@@ -131,6 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("timeline.json"), help="the file of results")
     parser.add_argument("--plot", type=Path, help="draws the picture of this file, and measures nothing")
     arguments = parser.parse_args(argv)
+    if arguments.steps < 1:
+        parser.error(f"argument --steps: {arguments.steps} is not a whole number of 1 or more")
     if arguments.plot is not None:
         draw(arguments.plot, arguments.plot.with_suffix(".png"))
         return

@@ -109,7 +109,7 @@ CALLS_OF_LAYERS = Feature(
     Private("torch.utils._pytree:tree_flatten", "tree, is_leaf"),
     Private("torch.utils._pytree:tree_unflatten", "leaves, treespec"),
     Private("torch._C:_len_torch_dispatch_stack"),
-    Private("torch._C:_len_torch_function_stack"),
+    Private("torch.overrides:_get_current_function_mode_stack", ""),
     Private("torch._C._autograd:_top_saved_tensors_default_hooks"),
 )
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from liger_trainer.attention.masks import SlicedPlan, sliced
 from liger_trainer.compat.hooks import has_global_hooks, is_call_hooked
@@ -26,6 +27,8 @@ from liger_trainer.kernels.runtime import next_power_of_2
 
 tree_flatten, tree_unflatten, dispatch_modes, function_modes, saved_hooks = require(CALLS_OF_LAYERS)
 require(CHANGED_IN_PLACE)
+with torch.device("cpu"):
+    _DefaultDevice = type(function_modes()[-1])  # the mode of `torch.set_default_device` too
 require(MODULE_CONTENTS)
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
@@ -154,15 +157,36 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
     key.append(tuple(map(tensors.index, tensors)))
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
-    key += [autocast, torch.get_autocast_dtype(kind) if autocast else None]
-    key += [torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]
+    key += [autocast, torch.get_autocast_dtype(kind) if autocast else None, *_settings()]
     return Arguments(tuple(key), leaves, spec, tuple(kwargs), store, place, tuple(store or ()), spec_of_stored)
 
 
 def is_watched() -> bool:
     """Whether a mode or hook observes all operators, all modules, or what autograd saves: a replay hides all these."""
-    watched = dispatch_modes() or function_modes() or saved_hooks(False) or has_global_hooks()
+    modes = any(type(mode) is not _DefaultDevice for mode in function_modes())
+    watched = modes or dispatch_modes() or saved_hooks(False) or has_global_hooks()
     return bool(watched or torch._C._are_functorch_transforms_active())
+
+
+def _settings() -> Iterator[Hashable]:
+    """Settings of torch that choose the kernels of a layer, or where its new tensors are."""
+    yield from (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
+    yield from (torch.backends.cudnn.allow_tf32, *attention_backends())
+    products = torch.backends.cuda.matmul
+    yield from (products.allow_fp16_reduced_precision_reduction, products.allow_bf16_reduced_precision_reduction)
+    yield from (mode.device for mode in function_modes() if type(mode) is _DefaultDevice)
+
+
+def attention_backends() -> list[SDPBackend]:
+    """The backends among which torch's attention may choose now."""
+    cuda = torch.backends.cuda
+    found = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+    }
+    return [backend for backend, is_on in found.items() if is_on]
 
 
 def _is_leaf(value: Any) -> bool:

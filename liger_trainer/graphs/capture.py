@@ -200,9 +200,11 @@ class CudaCaptures:
         """Runs on the stream of the captures, after all that was launched before and before all that comes after."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # what has been launched before an error may still write
+            current.wait_stream(self._stream)
 
     def random_state(self) -> torch.Tensor:
         """The state of the device's own generator, which every graph registers: seed and offset, on the host."""

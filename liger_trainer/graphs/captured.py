@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 
 from liger_trainer.graphs.calls import (
     Arguments,
@@ -19,6 +20,7 @@ from liger_trainer.graphs.calls import (
     LayerState,
     Room,
     arguments_of,
+    attention_backends,
     fixed,
     is_watched,
     nested,
@@ -31,11 +33,11 @@ from liger_trainer.graphs.memory import Buffers, SharedMemory
 from liger_trainer.kernels.lowbit.buffers import free_buffers
 from liger_trainer.recompute.activation_memory import ActivationMemory, InGraphs
 from liger_trainer.recompute.keeping import (
-    CHECKPOINTED,
     OF_TRANSFORMERS,
     Checkpoint,
     Replaced,
     is_reentrant,
+    itself,
     layers_of,
     put_back,
 )
@@ -63,8 +65,8 @@ class CapturedLayers:
         self._kept_in: Counter[int] = Counter()  # bytes that checkpointed layers keep, by the forward of their capture
         self._has_tried = False  # to capture a layer, since the last backward
         self._model: weakref.ref[nn.Module] | None = None
-        self._replaced: dict[nn.Module, Replaced] = {}
-        self._forwards: dict[nn.Module, tuple[Any, Callable]] = {}  # a layer's own forward, and its stand-in
+        self._layers: dict[nn.Module, Replaced] = {}  # each with what its checkpoint becomes
+        self._forwards: dict[nn.Module, tuple[Any, _Forward]] = {}  # a layer's own forward, and its stand-in
         self._of: dict[str, KnownCalls] = {}
         self._shared: weakref.WeakValueDictionary[Hashable, Buffers] = weakref.WeakValueDictionary()
         self._memory = SharedMemory()
@@ -121,9 +123,13 @@ class CapturedLayers:
     def give_back(self) -> None:
         """Drops all graphs if checkpointed layers keep something in theirs; later calls are captured anew."""
         if self._kept_in:
-            self._captures.renew()
-            self._renew()
-            self._captures.settle()
+            self.free()
+
+    def free(self) -> None:
+        """Drops all graphs, and gives back their memory; later calls are captured anew."""
+        self._captures.renew()
+        self._renew()
+        self._captures.settle()
 
     def _tell(self) -> None:
         """Tells `ActivationMemory` how much memory graphs have."""
@@ -137,19 +143,18 @@ class CapturedLayers:
         if self._model is None or self._model() is not model:
             self._model, self._of = weakref.ref(model), {}
             layers = [(name, layer) for layer, (name, kind) in layers_of(model).items() if kind == OF_TRANSFORMERS]
-            self._replaced = {layer: Replaced(name, _plain, self._run) for name, layer in layers}
+            self._layers = {layer: Replaced(name, _plain, self._run) for name, layer in layers}
             self._forwards = {}
         # This comes first, so that the last pass is freed unless something else holds it.
         self._pass, self._in_pass = ForwardPass(next(self._numbers)), set()
         self._may_keep = not any(each.open for each in self._passes)
         self._passes.add(self._pass)
         self._renew()
-        with put_back(self._replaced, (CHECKPOINTED, OF_TRANSFORMERS, "forward")):
-            for layer, replaced in self._replaced.items():
-                checkpointed = bool(layer.gradient_checkpointing)
-                replaced.checkpoint = getattr(layer, OF_TRANSFORMERS) if checkpointed else _plain
-                setattr(layer, OF_TRANSFORMERS, replaced)
-                setattr(layer, CHECKPOINTED, True)
+        with put_back(self._layers, (OF_TRANSFORMERS, "forward")):
+            for layer, replaced in self._layers.items():
+                if layer.gradient_checkpointing:
+                    replaced.checkpoint = getattr(layer, OF_TRANSFORMERS)
+                    setattr(layer, OF_TRANSFORMERS, replaced)
                 layer.forward = self._forward_of(replaced.name, layer)
             yield
 
@@ -172,30 +177,17 @@ class CapturedLayers:
         tensors = [*self._gradients.values(), *(held.tensor for held in self._held)]
         return self._captures.taken + self._memory.nbytes + sum(each.nbytes for each in tensors)
 
-    def _forward_of(self, name: str, layer: nn.Module) -> Callable:
-        """The forward that `layer` gets, since transformers calls no checkpoint where there are no gradients.
+    def _forward_of(self, name: str, layer: nn.Module) -> _Forward:
+        """The forward that `layer` gets.
 
         It is the same object as long as the layer's own forward is: with another object, graphs would not be valid.
         """
         own = vars(layer).get("forward", type(layer).forward)
-        known, run = self._forwards.get(layer, (None, None))
-        if run is None or known is not own:
-            run = self._run_without_gradients(name, layer)
-            self._forwards[layer] = own, run
-        return run
-
-    def _run_without_gradients(self, name: str, layer: nn.Module) -> Callable:
-        forward = layer.forward
-
-        def called(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return self._run(name, _plain, functools.partial(called, layer, **kwargs), *args)
-
-        return run
+        known, instead = self._forwards.get(layer, (None, None))
+        if instead is None or known is not own:
+            instead = _Forward(layer, functools.partial(self._run, name, _plain))
+            self._forwards[layer] = own, instead
+        return instead
 
     def _run(self, name: str, checkpoint: Checkpoint, function: Callable, *args: Any, **kwargs: Any) -> Any:
         found = None if kwargs else self._found(name, checkpoint, function, args)
@@ -223,7 +215,10 @@ class CapturedLayers:
         may_keep = differentiated and self._may_keep and name not in self._in_pass
         if keeps and not may_keep:
             return None
-        if torch.compiler.is_compiling() or is_watched() or is_reentrant(checkpoint):
+        if torch.compiler.is_compiling() or is_reentrant(checkpoint):
+            return None
+        if is_watched():
+            known.unserved["a mode, a hook or a transform sees its operators"] += 1
             return None
         tokens = hidden.shape[:-1].numel()
         if differentiated and self._kept is not None and self._kept.is_short(name, tokens):
@@ -232,9 +227,10 @@ class CapturedLayers:
             return None
         arguments = arguments_of(hidden, args[1:], function.keywords)
         if arguments is None:
-            known.unserved += 1
+            known.unserved["it is given something that no graph can hold, such as a cache"] += 1
             return None
         key = (arguments.key, differentiated, keeps)
+        known.count()
         asks = self._kept is not None and may_keep and not plain
         graphs = self._keeping(known, key) if asks else None
         graphs = known.find(key) if graphs is None else graphs
@@ -306,7 +302,7 @@ class CapturedLayers:
         # The layer itself runs on the copies, except for tables of documents: these it gets as given, not filled up.
         as_given = [tensor if room else each for (tensor, room), each in zip(tensors, copies)]
         run, given = (
-            _under_autocast(hidden.device.type, functools.partial(_called, function.func, layer, each))
+            _as_now(hidden.device.type, functools.partial(_called, function.func, layer, each))
             for each in (fixed(arguments, copies, hidden, True), fixed(arguments, as_given, hidden, False))
         )
         buffers = self._buffers_for(hidden, trained)
@@ -377,6 +373,30 @@ class CapturedLayers:
         return found
 
 
+class _Forward:
+    """Stands for the forward of a layer, and has `run` call it where no checkpoint does: without gradients, none does.
+
+    Args:
+        layer: The layer, with its own forward.
+        run: Runs ``function(*args)``.
+    """
+
+    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
+        self._layer, self._own, self._run = layer, layer.forward, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the layer's own forward."""
+        if torch.is_grad_enabled() and self._layer.gradient_checkpointing:
+            return self._own(*args, **kwargs)
+        return self._run(functools.partial(self._called, self._layer, **kwargs), *args)
+
+    def _called(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable, tuple[Callable]]:
+        return itself, (self._own,)  # a copy of the layer has its own forward
+
+
 def _plain(function: Callable, *args: Any) -> Any:
     """Runs a layer that is not checkpointed."""
     return function(*args)
@@ -394,12 +414,17 @@ def _called(
     return result, added if is_as_it_was else None
 
 
-def _under_autocast(kind: str, run: Layer) -> Layer:
-    """`run` under the current autocast, wherever it is called, without autocast's cache of weights."""
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+def _as_now(kind: str, run: Layer) -> Layer:
+    """`run` under the current autocast, without its cache of weights, and with the current backends of attention.
 
-    def cast(hidden: torch.Tensor, replaced: dict[int, torch.Tensor]) -> Any:
-        with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+    Args:
+        kind: The type of the device.
+        run: Runs a layer. A backward, which may need the layer's results again, is called under other settings.
+    """
+    enabled, dtype, backends = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), attention_backends()
+
+    def run_so(hidden: torch.Tensor, replaced: dict[int, torch.Tensor]) -> Any:
+        with torch.autocast(kind, dtype, enabled, cache_enabled=False), sdpa_kernel(backends):
             return run(hidden, replaced)
 
-    return cast
+    return run_so

@@ -27,26 +27,31 @@ class KnownCalls:
     def __init__(self) -> None:
         self.graphs: OrderedDict[Hashable, list[LayerGraphs]] = OrderedDict()
         self._used: dict[Hashable, int] = {}  # the last call of each kind
-        self._calls = 0
+        self._calls = 0  # that graphs could serve
         self.counts: Counter[Hashable] = Counter()
         self.changes = 0
-        self.unserved = 0
+        self.unserved: Counter[str] = Counter()  # by the reason, the calls since the last that a graph could serve
         self.obstacle = ""
 
     @property
     def reason(self) -> str:
         """Why the layer runs without graphs; empty if it has some, or is not known yet."""
-        never = self.unserved >= _AT and not any(self.graphs.values())
-        return self.obstacle or ("it is given something that no graph can hold, such as a cache" if never else "")
+        if self.obstacle or any(self.graphs.values()):
+            return self.obstacle
+        return next((reason for reason, count in self.unserved.most_common(1) if count >= _AT), "")
 
     @property
     def keeping(self) -> LayerGraphs | None:
         """The graphs used last in which the layer, though checkpointed, keeps something; None if there are none."""
         return next((each for states in reversed(self.graphs.values()) for each in states if each.kept), None)
 
+    def count(self) -> None:
+        """Counts a call that graphs could serve."""
+        self._calls += 1
+        self.unserved.clear()
+
     def find(self, key: Hashable) -> LayerGraphs | None:
         """The graphs for a kind of call that are valid for the layer as it is; None if there are none."""
-        self._calls += 1
         for graphs in self.graphs.get(key, ()):
             if graphs.state.holds():
                 self.graphs.move_to_end(key)
@@ -80,12 +85,14 @@ class KnownCalls:
 
     def _check_changes(self) -> None:
         if self.changes > _CHANGES:
-            self.drop("its attributes change while it is trained")
+            self.drop("its attributes or the memory of its weights keep changing")
 
     def add(self, key: Hashable, graphs: LayerGraphs) -> None:
         """Keeps graphs, and drops those of weights that have moved, of earlier states and of too many kinds."""
+        before = sum(map(len, self.graphs.values()))
         for kind, known in [*self.graphs.items()]:
             self.graphs[kind] = [each for each in known if not each.state.has_moved()]
+        self.changes += sum(map(len, self.graphs.values())) < before
         states = self.graphs.setdefault(key, [])
         states.append(graphs)
         self._used[key] = self._calls

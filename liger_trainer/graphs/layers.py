@@ -241,6 +241,7 @@ class LayerGraphs:
             self._replay_forward = self._captured(self._write_results)
         if self._recorded is not None:
             self.differentiable = [each.requires_grad for each in self._recorded[1]]
+        _spoil(self._results)
         with self._drawing_from(tried.random):
             self._replay_forward()
         if not all(map(torch.equal, self._results, tried.results)):
@@ -334,6 +335,7 @@ class LayerGraphs:
             with self._drawing_from(random):
                 if tried and self.keeps and self._replay_forward is not None:
                     self._replay_forward()  # the last backward has overwritten what the forward kept
+                _spoil(self._written())
                 replay()
             reason = _further(self._written(), again() if tried else expected, again)
             if not reason:
@@ -528,6 +530,13 @@ def _are_new(added: Sequence[Any], others: Sequence[torch.Tensor]) -> bool:
     if not all(type(each) is torch.Tensor and torch.empty_like(each).stride() == each.stride() for each in added):
         return False
     return len({*map(id, added), *map(id, others)}) == len(added) + len({*map(id, others)})
+
+
+def _spoil(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Writes NaN to what a graph is to write, so that a graph which writes nothing is found out."""
+    for each in tensors:
+        if each is not None:
+            each.data.fill_(torch.nan)
 
 
 def _uses(results: Sequence[torch.Tensor]) -> Counter[torch.Tensor]:

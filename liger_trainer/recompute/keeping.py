@@ -45,11 +45,12 @@ class Replaced:
         return self.instead(self.name, self.checkpoint, function, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable, tuple[Checkpoint]]:
-        return _itself, (self.checkpoint,)  # a copy of the model is not the one that is trained
+        return itself, (self.checkpoint,)  # a copy of the model is not the one that is trained
 
 
-def _itself(checkpoint: Checkpoint) -> Checkpoint:
-    return checkpoint
+def itself(function: Callable) -> Callable:
+    """`function`, for the `__reduce__` of what stands for it."""
+    return function
 
 
 def layers_of(model: nn.Module) -> Layers:

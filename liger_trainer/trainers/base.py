@@ -361,7 +361,7 @@ class LigerTrainerMixin(
         if reads and self._graphs is not None:
             if self.args.dataloader_num_workers > 0:  # other processes, which have to see it change
                 self._graphs.gains.busy_from.share_memory_()
-            self.data_collator = filling_collator(collator, model, self._graphs.gains.busy_from)
+            self.data_collator = filling_collator(collator, model, self._graphs.gains.busy_from, self.processing_class)
         self.data_collator = checked_collator(self.data_collator, model, reads)
         if trains and self._exchanges_heads and self._ranks is None:  # by DeepSpeed
             self.data_collator = functools.partial(collated_columns, self.data_collator)

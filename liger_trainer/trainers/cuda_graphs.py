@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     model_wrapped: Any  # this is the Trainer's
     _generates = False  # whether it generates texts during training
     _graphs: CapturedLayers | None = None  # of the model that is trained
+    _others: Mapping[str, CapturedLayers] = {}  # of those beside it
+    _loss_is_ours = False  # whether a loss has run its layers from graphs, or there was a reason not to
 
     def _prepare_cuda_graphs(self) -> None:
         """To be called once the trainer is built.
@@ -45,10 +47,13 @@ class CudaGraphsMixin(ActivationMemoryMixin):
             self._graphs, self._others = make(memory=self._kept), {name: make() for name in _OTHERS}
             if self._kept is not None:
                 self._kept.may_grow = self._generates
-        elif wanted:
+        elif wanted or obstacle != _elsewhere(self.args):  # where nobody expects graphs
+            self._refuse(obstacle)
+
+    def _refuse(self, obstacle: str) -> None:
+        if cuda_graphs_of(self.args):
             raise ValueError(f"`cuda_graphs` is true, but {obstacle}. Set it to 'auto' or to false.")
-        elif obstacle != _elsewhere(self.args):  # where nobody expects graphs
-            self._announce(f"cuda_graphs: no layer runs from graphs, because {obstacle}.")
+        self._announce(f"cuda_graphs: no layer runs from graphs, because {obstacle}.")
 
     def _captures(self) -> Captures:
         return CudaCaptures(self.args.device)
@@ -56,13 +61,13 @@ class CudaGraphsMixin(ActivationMemoryMixin):
     @contextlib.contextmanager
     def _from_graphs(self, graphs: CapturedLayers) -> Iterator[None]:
         """In the context of a loss, the layers of its models run from graphs; `graphs` belong to the trained model."""
+        self._loss_is_ours = True
         config = getattr(self.model, "config", None)
         if graphs.gains.in_training and config is not None and shares_keys(config):
             # Without graphs these layers run on labelled tokens alone, which gains more where the device is busy.
             yield
             return
         if self._kept is not None and not self._kept.is_decided:
-            graphs.give_back()  # those of an earlier training
             yield
             return
         with graphs.attached(self.model_wrapped), contextlib.ExitStack() as around:
@@ -71,11 +76,25 @@ class CudaGraphsMixin(ActivationMemoryMixin):
                     around.enter_context(of_other.attached(other))
             yield
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see [`~transformers.Trainer.train`]. The memory of graphs is free afterwards."""
+        result = super().train(*args, **kwargs)
+        self._free_graphs()
+        return result
+
+    def _free_graphs(self) -> None:
+        for each in (self._graphs, *self._others.values()):
+            if each is not None:
+                each.free()
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; see [`~transformers.Trainer.training_step`]."""
         loss = super().training_step(*args, **kwargs)
         if self._graphs is None:
             return loss
+        if not self._loss_is_ours:
+            self._loss_is_ours = True
+            self._refuse(f"`{type(self).__name__}.compute_loss` does not call `super().compute_loss`")
         self._graphs.settle()
         if (line := self._graphs.news()) is not None:
             self._announce(line)
@@ -109,8 +128,10 @@ def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
     yield "`gradient_checkpointing_kwargs` has `use_reentrant: true`", checkpoints.get("use_reentrant") is True
     layers = [each for each, (_, kind) in layers_of(trainer.model).items() if kind == OF_TRANSFORMERS]
     yield f"{type(trainer.model).__name__} has no layers that transformers can checkpoint", not layers
-    weights = (type(each) for layer in layers for each in layer.parameters())
-    other = next((each.__name__ for each in weights if each not in PLAIN), "")
+    weights = [each for layer in layers for each in layer.parameters()]
+    beside = next((str(each.device) for each in weights if each.device != args.device), "")
+    yield f"weights of its layers are on {beside}, not on {args.device}", bool(beside)
+    other = next((type(each).__name__ for each in weights if type(each) not in PLAIN), "")
     yield f"weights of its layers are of the class {other}", bool(other)
     drawn = "its layers draw random numbers beside those of dropout, maybe on the host"
     yield drawn, draws_beside_dropout(trainer.model)

@@ -22,8 +22,6 @@ _PADDING = {"attention_mask": 0, "labels": -100, "completion_mask": 0}
 """What marks padding in the tensors of a batch that have a number for each token, beside the ids."""
 _OF_PACKED = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
 """The tensors of a packed row."""
-_ID = 0
-"""Of the tokens that are added; any will do, as no loss of tokens sees them."""
 _KEY = "liger_trainer_filled"
 
 
@@ -36,12 +34,14 @@ class FillingCollator:
         most: The most tokens that a padded row may have; None for any number.
         fills_packed: Whether packed rows are filled up too.
         busy_from: Batches of as many tokens or more stay as they are; see [`Gains`].
+        token: The id of the tokens that are added. No loss of tokens sees them, but the Trainer counts all but padding.
     """
 
     collator: Callable
     most: int | None
     fills_packed: bool
     busy_from: torch.Tensor
+    token: int = 0
 
     def __call__(self, features: list[Any]) -> Any:
         """Collates `features`."""
@@ -57,19 +57,20 @@ class FillingCollator:
             return batch
         if more and len(batch["input_ids"]) * (length + more) < int(self.busy_from):
             add = _add_padding if padded else _add_document
-            add(batch, more)
+            add(batch, more, self.token)
         return batch
 
 
-def filling_collator(collator: Callable, model: nn.Module, busy_from: torch.Tensor) -> Callable:
-    """A collator that fills batches up for `model`, those with fewer tokens than `busy_from`."""
+def filling_collator(collator: Callable, model: nn.Module, busy_from: torch.Tensor, tokenizer: Any) -> Callable:
+    """A collator that fills batches up for `model`, those with fewer tokens than `busy_from`, as `tokenizer` pads."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return collator
     text = config.get_text_config()
     # The loss of routers counts every token that no mask leaves out.
     fills_packed = not hasattr(text, "router_aux_loss_coef")
-    return FillingCollator(collator, getattr(text, "max_position_embeddings", None), fills_packed, busy_from)
+    most, token = getattr(text, "max_position_embeddings", None), getattr(tokenizer, "pad_token_id", None) or 0
+    return FillingCollator(collator, most, fills_packed, busy_from, token)
 
 
 def take_filled(batch: Any) -> int:
@@ -97,8 +98,8 @@ def _is_padded(batch: Mapping[str, Any]) -> bool:
     return bool(mask.numel()) and bool(mask[:, 0].all())
 
 
-def _add_padding(batch: MutableMapping[str, Any], more: int) -> None:
-    for name, value in {"input_ids": _ID, **_PADDING}.items():
+def _add_padding(batch: MutableMapping[str, Any], more: int, token: int) -> None:
+    for name, value in {"input_ids": token, **_PADDING}.items():
         if name in batch:
             batch[name] = F.pad(batch[name], (0, more), value=value)
 
@@ -115,9 +116,9 @@ def _is_packed(batch: Mapping[str, Any]) -> bool:
     return bool(ids.numel()) and not bool(positions[0, 0])
 
 
-def _add_document(batch: MutableMapping[str, Any], more: int) -> None:
+def _add_document(batch: MutableMapping[str, Any], more: int, token: int) -> None:
     length = batch["input_ids"].shape[1] + more
-    batch["input_ids"] = F.pad(batch["input_ids"], (0, more), value=_ID)
+    batch["input_ids"] = F.pad(batch["input_ids"], (0, more), value=token)
     batch["labels"] = F.pad(batch["labels"], (0, more), value=-100)
     batch["position_ids"] = torch.cat([batch["position_ids"], torch.arange(more)[None]], dim=1)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):

@@ -351,6 +351,23 @@ def test_a_graph_with_other_results_is_not_used():
     assert sum(captured.reasons.values()) == 2
 
 
+@pytest.mark.parametrize("of_backward", [False, True])
+def test_a_graph_that_writes_nothing_is_not_used(of_backward):
+    """As that of a layer on another device, whose launches a capture does not see."""
+
+    class Empty(RecordedCaptures):
+        def __call__(self, run, keeps=False):
+            replay = super().__call__(run, keeps)
+            return replay if (self.count > 3) != of_backward else lambda: None
+
+    model = tiny()
+    other = copy.deepcopy(model)
+    captured = CapturedLayers(Empty())
+    assert_same_steps(model, other, captured, map(ids, range(6)))
+    assert captured.captured == 0
+    assert sum(captured.reasons.values()) == 3
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_that_change_at_one_call_are_compared_again(checkpointed):
     class SeldomOther(RecordedCaptures):

@@ -255,7 +255,7 @@ def test_a_layer_whose_attributes_change_leaves_the_others_their_graphs(checkpoi
             each[1].rate = 1.0 + number // 4
         compared(model, other, captured, [number])
     assert captured.captured == 3
-    assert [*captured.reasons] == ["its attributes change while it is trained"]
+    assert [*captured.reasons] == ["its attributes or the memory of its weights keep changing"]
     assert captures.count <= 2 * 4 * 6
 
 

@@ -17,7 +17,7 @@ from tests.trainers.tiny import COMMON, WORDS, llama, text_dataset, token_rows, 
 
 FURTHER = (
     *("callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "model_init"),
-    *("optimizer_cls_and_kwargs", "peft_config", "preprocess_logits_for_metrics"),
+    *("optimizer_cls_and_kwargs", "peft_config", "preprocess_logits_for_metrics", "processing_class"),
 )
 """What `causal` and `sft` pass to the trainer; all else are settings."""
 

@@ -1,22 +1,34 @@
 """`cuda_graphs` in every trainer: no bit of a training changes, and where it cannot run it is refused by name."""
 
+import copy
+import gc
+import re
+from unittest import mock
+
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
-from liger_trainer import LigerSFTConfig, LigerTrainingArguments, load_packed
+from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments, load_packed
 from liger_trainer.configs import flags
+from liger_trainer.graphs.calls import LayerState
+from liger_trainer.graphs.captured import _Forward
 from liger_trainer.packing import packed_row
 from liger_trainer.patching import fp8
 from liger_trainer.trainers import cuda_graphs
 from liger_trainer.trainers.base import LigerTrainerMixin
+from liger_trainer.trainers.cuda_graphs import CudaGraphsMixin
 from tests.attention.shared_layers import build as build_shared
 from tests.graphs.recorded import RecordedCaptures
 from tests.packed_checkpoints import write_dense, write_mixture
-from tests.trainers.builders import causal
+from tests.trainers.builders import causal, dpo
 from tests.trainers.parity import KINDS, build
 from tests.trainers.test_activation_memory import assert_same, lora
 from tests.trainers.test_parity_distillation import build as build_distillation
@@ -27,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
-    """Graphs of operators on a CPU, in the place of those of launches."""
+    """Graphs of operators on a CPU, in the place of those of launches, which are still there after a training."""
     obstacles = cuda_graphs._obstacles
 
     def without_device(trainer):
@@ -36,6 +48,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "_obstacles", without_device)
     monkeypatch.setattr(flags, "_check_device_of_graphs", lambda args: None)
     monkeypatch.setattr(LigerTrainerMixin, "_captures", lambda self: RecordedCaptures())
+    monkeypatch.setattr(LigerTrainerMixin, "_free_graphs", lambda self: None)
 
 
 def dropping():
@@ -61,6 +74,66 @@ def test_a_training_keeps_its_bits(make, checkpointing, tmp_path):
     remark = "0 of 2 layers run from graphs; 2 do not: " if make is mixtral else "2 of 2 layers run from graphs."
     assert remark in trainer.kernel_report.remarks[-1]
     assert graphs._captures.settled == 6  # once after every step
+
+
+class TwoParts(LlamaForCausalLM):
+    """Runs a row in two parts, of which the second sees the keys of the first."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        first = super().forward(input_ids=input_ids[:, :4], use_cache=True)
+        return super().forward(input_ids=input_ids[:, 4:], cache=first.cache, labels=labels[:, 4:])
+
+
+def in_two_parts():
+    model = llama()
+    model.__class__ = TwoParts
+    return model
+
+
+def prefix_tuned():
+    return get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+@pytest.mark.parametrize("make", [in_two_parts, prefix_tuned])
+def test_a_layer_that_is_not_checkpointed_keeps_its_cache(make, tmp_path):
+    trainer = both(lambda **options: causal(tmp_path, make(), **options))
+    (reason,) = trainer._graphs.reasons
+    assert "such as a cache" in reason
+
+
+def test_nothing_else_takes_the_model_for_checkpointed(tmp_path):
+    """TRL would checkpoint it again after the forward of a reference, for good."""
+    model = lora(0.0)
+    trainer = dpo(tmp_path, model, cuda_graphs="true", max_steps=6)
+    trainer.args.eval_strategy, trainer.args.eval_steps = IntervalStrategy.STEPS, 2
+    trainer.eval_dataset = trainer.train_dataset
+    hooks = {name for name, each in model.named_modules() if each._forward_hooks}
+    trainer.train()
+    assert not any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+    assert {name for name, each in model.named_modules() if each._forward_hooks} == hooks
+    assert len(trainer._graphs._of) == 2  # the layers have been looked at
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_copy_that_a_loss_makes_is_one_of_its_own(checkpointing, tmp_path):
+    copies = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        if not copies:
+            copies.append(copy.deepcopy(trainer.model))
+        return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+    options = {"gradient_checkpointing": checkpointing, "compute_loss_func": loss}
+    trainer = causal(tmp_path, llama(), cuda_graphs="true", max_steps=6, **options)
+    ids, before = torch.arange(3, 13)[None], copy.deepcopy(trainer.model)
+    trainer.train()
+    assert trainer._graphs.captured == 2
+    (copied,) = copies
+    assert not [each for each in copied.modules() if type(vars(each).get("forward")) is _Forward]
+    with torch.no_grad():
+        assert torch.equal(copied(input_ids=ids).logits, before(input_ids=ids).logits)
+        torch._foreach_zero_([*trainer.model.parameters()])
+        assert torch.equal(copied(input_ids=ids).logits, before(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -183,6 +256,82 @@ def test_a_teacher_runs_from_graphs(kind, tmp_path):
             assert bool(teacher.captured) == (kind == "distillation"), teacher.reasons
             assert any("such as a cache" in reason for reason in teacher.reasons) == (kind == "gkd")
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+class CallsTheModel(LigerTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+def test_a_loss_that_calls_the_model_itself_is_named(tmp_path):
+    trainer = causal(tmp_path, llama(), CallsTheModel, cuda_graphs="auto")
+    trainer.train()
+    reason = "`CallsTheModel.compute_loss` does not call `super().compute_loss`"
+    assert trainer.kernel_report.remarks.count(f"cuda_graphs: no layer runs from graphs, because {reason}.") == 1
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        causal(tmp_path, llama(), CallsTheModel, cuda_graphs="true").train()
+
+
+def test_a_default_device_and_the_backends_of_attention(tmp_path):
+    """Graphs are valid for those that were set when they were captured."""
+    backends = []
+
+    class Changing(LigerTrainer):
+        def compute_loss(self, *args, **kwargs):
+            backends.append(SDPBackend.MATH if self.state.global_step > 4 else SDPBackend.FLASH_ATTENTION)
+            with sdpa_kernel(backends[-1]), torch.device("cpu"):
+                return super().compute_loss(*args, **kwargs)
+
+    options = {"trainer_class": Changing, "kernel_report": False, "liger_kernel_config": {"attention": False}}
+    trainer = both(lambda **given: causal(tmp_path, llama(), **given | {"max_steps": 9}, **options))
+    assert trainer._graphs.captured == 2
+    assert [len(known.graphs) for known in trainer._graphs._of.values()] == [2, 2]
+
+
+def test_a_mode_that_sees_all_operators_is_named(tmp_path):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Watching(LigerTrainer):
+        def compute_loss(self, *args, **kwargs):
+            with Mode():
+                return super().compute_loss(*args, **kwargs)
+
+    trainer = both(lambda **given: causal(tmp_path, llama(), trainer_class=Watching, **given))
+    assert [*trainer._graphs.reasons] == ["a mode, a hook or a transform sees its operators"]
+
+
+def test_weights_whose_memory_changes_at_every_step(tmp_path):
+    class Moving(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            for each in model.parameters():
+                each.data = each.data.clone()
+
+    trainer = causal(tmp_path, llama(), cuda_graphs="true", max_steps=40, callbacks=[Moving()])
+    trainer.train()
+    assert [*trainer._graphs.reasons] == ["its attributes or the memory of its weights keep changing"]
+    assert trainer._graphs._captures.count <= 2 * 2 * 5
+
+
+def test_a_training_leaves_no_graphs(tmp_path, monkeypatch):
+    monkeypatch.setattr(LigerTrainerMixin, "_free_graphs", CudaGraphsMixin.__dict__["_free_graphs"])
+    trainer = causal(tmp_path, llama(), cuda_graphs="true", max_steps=6)
+    trainer.train()
+    assert "2 of 2 layers run from graphs." in trainer.kernel_report.remarks[-1]
+    graphs = trainer._graphs
+    assert (graphs.captured, len(graphs._held), graphs._memory.nbytes) == (0, 0, 0)
+    layer = trainer.model.model.layers[0]  # whose weights a state of it would hold, wherever the model is moved
+    assert not [each for each in gc.get_objects() if type(each) is LayerState and layer in each._parts]
+
+
+def test_weights_on_another_device(tmp_path):
+    model = llama()
+    model.model.layers[1].to("meta")
+    with mock.patch.object(LigerTrainer, "_move_model_to_device"):
+        trainer = causal(tmp_path, model, cuda_graphs="auto", use_liger_kernel=False)
+    reason = "weights of its layers are on meta, not on cpu"
+    assert [found for found, holds in cuda_graphs._obstacles(trainer) if holds] == [reason]
 
 
 def test_what_is_refused(tmp_path):

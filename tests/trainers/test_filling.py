@@ -11,7 +11,7 @@ from liger_trainer.trainers.filling import FillingCollator, take_filled, without
 from tests.trainers.builders import causal, sft
 from tests.trainers.test_activation_memory import lora
 from tests.trainers.test_cuda_graphs import recorded  # noqa: F401
-from tests.trainers.tiny import llama, mixtral
+from tests.trainers.tiny import llama, mixtral, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,6 +78,9 @@ def test_metrics_of_trl_are_the_same(packed, tmp_path):
     for graphs in (True, False):
         options = {"cuda_graphs": graphs, "max_steps": 12, "learning_rate": 0.0}
         options |= {"train_sampling_strategy": "sequential", "padding_free": packed, "max_length": None}
+        names = tokenizer()
+        names.pad_token = names.eos_token  # another id than 0
+        options |= {"processing_class": names, "include_num_input_tokens_seen": "non_padding"}
         trainer = sft(tmp_path, llama(), data=data, **options)
         trainer.train()
         logs.append(trainer.state.log_history)
@@ -85,7 +88,7 @@ def test_metrics_of_trl_are_the_same(packed, tmp_path):
         assert kinds == ([2, 2] if graphs else [])
         assert trainer._throughput._run_tokens == sum(LENGTHS)
     for mine, theirs in zip(*logs, strict=True):
-        for name in ("num_tokens", "mean_token_accuracy", "labelled_share"):
+        for name in ("num_tokens", "num_input_tokens_seen", "mean_token_accuracy", "labelled_share"):
             assert mine.get(name) == theirs.get(name)
         for name in ("loss", "entropy", "grad_norm"):
             assert name not in mine or mine[name] == pytest.approx(theirs[name], rel=1e-5), name

@@ -5,6 +5,7 @@ import torch
 
 from liger_trainer.recompute.activation_memory import ActivationMemory, Keeping
 from liger_trainer.trainers import activation_memory
+from liger_trainer.trainers.cuda_graphs import CudaGraphsMixin
 from tests.graphs.recorded import RecordedCaptures
 from tests.trainers.builders import causal
 from tests.trainers.parity import build
@@ -73,6 +74,8 @@ def test_as_many_layers_keep_as_fit(make, tmp_path):
 def test_a_second_training_begins_without_the_memory_of_the_first(tmp_path):
     trainer = trained(tmp_path, llama, "1GiB")
     assert trainer._kept._in_graphs.kept > 0
+    CudaGraphsMixin._free_graphs(trainer)  # as `train()` does at its end
+    assert trainer._kept._in_graphs.kept == 0
     trainer.args.max_steps = 2  # no layer is captured in these
     trainer.train()
     assert trainer._kept._in_graphs.kept == 0
