@@ -161,7 +161,7 @@ def arguments_of(hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, An
     return Arguments(tuple(key), leaves, spec, tuple(kwargs), store, place, tuple(store or ()), spec_of_stored)
 
 
-def is_watched() -> bool:
+def operators_are_observed() -> bool:
     """Whether a mode or hook observes all operators, all modules, or what autograd saves: a replay hides all these."""
     modes = any(type(mode) is not _DefaultDevice for mode in function_modes())
     watched = modes or dispatch_modes() or saved_hooks(False) or has_global_hooks()

@@ -22,8 +22,8 @@ from liger_trainer.graphs.calls import (
     arguments_of,
     attention_backends,
     fixed,
-    is_watched,
     nested,
+    operators_are_observed,
     tensors_of,
 )
 from liger_trainer.graphs.capture import Captures
@@ -217,7 +217,7 @@ class CapturedLayers:
             return None
         if torch.compiler.is_compiling() or is_reentrant(checkpoint):
             return None
-        if is_watched():
+        if operators_are_observed():
             known.unserved["a mode, a hook or a transform sees its operators"] += 1
             return None
         tokens = hidden.shape[:-1].numel()
@@ -231,20 +231,20 @@ class CapturedLayers:
             return None
         key = (arguments.key, differentiated, keeps)
         known.count()
-        asks = self._kept is not None and may_keep and not plain
-        graphs = self._keeping(known, key) if asks else None
+        keeps_as = name if self._kept is not None and may_keep and not plain else None
+        graphs = None if keeps_as is None else self._keeping(known, key)
         graphs = known.find(key) if graphs is None else graphs
         if graphs is None and known.is_due(key):
             self._has_tried = True
             try:
-                graphs = self._made(known, key, function, args, arguments, keeps, name if asks else None)
+                graphs = self._made(known, key, function, args, arguments, keeps, keeps_as)
             except torch.OutOfMemoryError:  # for what graphs read and write; the layer alone may fit
                 known.drop("there was no memory for its graphs")
             if graphs is not None:
                 known.add((*key[:2], graphs.keeps), graphs)
         if graphs is not None and graphs.failure:
             known.drop(graphs.failure)
-        if graphs is None or known.obstacle or (graphs.keeps and not self._pass.takes(graphs.captured_in)):
+        if graphs is None or known.obstacle or (graphs.keeps and not self._pass.claims(graphs.captured_in)):
             return None
         if graphs.keeps:
             self._in_pass.add(name)
@@ -253,7 +253,7 @@ class CapturedLayers:
     def _keeping(self, known: KnownCalls, key: tuple[Hashable, bool, bool]) -> LayerGraphs | None:
         """Graphs in which a checkpointed layer keeps something, if they may run in this forward."""
         graphs = known.find((*key[:2], True))
-        return graphs if graphs is not None and self._pass.takes(graphs.captured_in) else None
+        return graphs if graphs is not None and self._pass.claims(graphs.captured_in) else None
 
     def _made(
         self,
@@ -263,7 +263,7 @@ class CapturedLayers:
         args: Sequence[Any],
         arguments: Arguments,
         keeps: bool,
-        asks: str | None,
+        keeps_as: str | None,
     ) -> LayerGraphs | None:
         """New graphs of a layer; None if it gets none. If it cannot be captured, `known` gets the obstacle.
 
@@ -274,7 +274,7 @@ class CapturedLayers:
             args: The arguments of `function`.
             arguments: The arguments except the hidden states, as graphs take them.
             keeps: Whether the layer's forward keeps what its backward needs.
-            asks: The name of a checkpointed layer that may keep this where it fits; None for any other.
+            keeps_as: The name of a checkpointed layer that may keep this where it fits; None for any other.
         """
         self._is_full = self._is_full or self._taken() > self._captures.limit
         if self._is_full:
@@ -290,7 +290,7 @@ class CapturedLayers:
         if obstacle := state.obstacle():
             known.drop(obstacle)
             return None
-        if keeps and not self._pass.takes(self._pass.number):
+        if keeps and not self._pass.claims(self._pass.number):
             # Layers before this one have run from graphs of an earlier forward; all are captured anew in one forward.
             known.has_changed(key)
             for each in self._of.values():
@@ -314,7 +314,7 @@ class CapturedLayers:
             tokens = hidden.shape[:-1].numel()
             if not self._gains_by(graphs, tokens):
                 return None
-            if asks is not None and (nbytes := self._may_keep_of(asks, tokens, graphs)):
+            if keeps_as is not None and (nbytes := self._may_keep_of(keeps_as, tokens, graphs)):
                 graphs.keeps, graphs.kept = True, nbytes
             graphs.capture(results)
         except NotCaptured as error:
@@ -333,7 +333,7 @@ class CapturedLayers:
         # The other half of what graphs may take is for their temporary memory, and for layers that keep nothing.
         fits = beside + nbytes <= self._captures.limit // 2
         fits = fits and self._kept.graph_may_keep(name, tokens, nbytes, beside, self._taken())
-        return nbytes if fits and self._pass.takes(number) else 0
+        return nbytes if fits and self._pass.claims(number) else 0
 
     def _gains_by(self, graphs: LayerGraphs, tokens: int) -> bool:
         """Whether a call of that many tokens gains by graphs: without them, it does not keep the device busy."""

@@ -13,6 +13,7 @@ _AT = 3  # a kind of call is captured when it comes this often
 _MOST = 64  # kinds of calls of a layer that have graphs at a time
 _IDLE = 1024  # calls of a layer after which a kind that has not come makes room for another
 _COUNTED = 512  # kinds of calls of a layer that are counted
+_PAUSE = 512  # calls of a kind for which no graph could be made, before the next attempt
 _STATES = 2  # of a layer, for which a kind of call has graphs: with its adapters on, and off for a reference
 _CHANGES = 3  # how often graphs of a state are dropped for those of another
 _NEVER = torch.iinfo(torch.int64).max  # tokens of a call
@@ -72,7 +73,7 @@ class KnownCalls:
 
     def wait(self, key: Hashable) -> None:
         """Makes a kind of call for which no graph can be made now wait before the next attempt."""
-        self.counts[key] = -_COUNTED
+        self.counts[key] = -_PAUSE
 
     def has_changed(self, key: Hashable) -> None:
         """To be called where the graphs of a kind of call are no longer valid, and those of other layers go with them.

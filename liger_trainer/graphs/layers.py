@@ -337,7 +337,7 @@ class LayerGraphs:
                     self._replay_forward()  # the last backward has overwritten what the forward kept
                 _spoil(self._written())
                 replay()
-            reason = _further(self._written(), again() if tried else expected, again)
+            reason = _beyond_noise(self._written(), again() if tried else expected, again)
             if not reason:
                 return
         raise NotCaptured(f"the gradients of its graph differ: {reason}")
@@ -474,7 +474,7 @@ class ForwardPass:
         self.open: set[LayerGraphs] = set()
         self._captured_in: int | None = None
 
-    def takes(self, captured_in: int) -> bool:
+    def claims(self, captured_in: int) -> bool:
         """Whether graphs that keep something may run if they were captured in that forward; the first call decides."""
         if self._captured_in is None:
             self._captured_in = captured_in
@@ -560,7 +560,7 @@ def _not_captured(error: RuntimeError) -> NotCaptured:
     return NotCaptured(f"its launches cannot be captured: {str(error).partition(chr(10))[0]}")
 
 
-def _further(
+def _beyond_noise(
     found: Sequence[torch.Tensor | None],
     expected: Sequence[torch.Tensor | None],
     again: Callable[[], Sequence[torch.Tensor | None]],
