@@ -28,7 +28,7 @@ from liger_trainer.compat.transformers import ATTENTION
 from liger_trainer.kernels.head.loss_options import IGNORE_INDEX
 from liger_trainer.packing.packed_row import Padded, packed_rows, rows_of
 from liger_trainer.packing.packing import NOT_OURS
-from liger_trainer.patching.probe import Agreement, few_threads
+from liger_trainer.patching.probe import Agreement, drawing_apart, few_threads
 from liger_trainer.patching.recurrent.find import mixers_in_torch, mixers_of, mixers_patched, reason_against_mixers
 
 _HEADS, _HIDDEN = 4, 32
@@ -261,7 +261,7 @@ def _proved(model: Any, compared: Callable[[Any], Agreement]) -> Agreement:
     if reason:
         return _refused(reason)
     try:
-        with few_threads(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with few_threads(), drawing_apart(torch.device("cpu")), torch.device("cpu"):
             for draw in range(_DRAWS):
                 torch.manual_seed(draw)
                 agreement = compared(_small_copy(model))

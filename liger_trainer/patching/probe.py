@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -157,6 +159,18 @@ def few_threads() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def drawing_apart(device: torch.device) -> Iterator[None]:
+    """What is drawn inside, by torch, Python or numpy, does not change what the caller draws next."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
 def neutral(device: torch.device) -> Iterator[None]:
     """The state of a fresh process, whatever the caller's: device, dtype, modes, float32 products as such; few threads.
 
@@ -169,7 +183,7 @@ def neutral(device: torch.device) -> Iterator[None]:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type))
+        stack.enter_context(drawing_apart(device))
         for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
             if products.fp32_precision not in ("none", "ieee"):  # in TensorFloat-32 or bfloat16
                 stack.callback(setattr, products, "fp32_precision", products.fp32_precision)

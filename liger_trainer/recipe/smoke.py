@@ -293,6 +293,7 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
         "sample_prompts": None,
         "sample_steps": None,
         "columns": None,
+        "prompt_template": None,
         **_small_generation(values, given),
     }
     implementation = values.get("attn_implementation")
@@ -304,6 +305,11 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
             small["activation_memory"] = "1GiB"
         if values["cuda_graphs"] in (True, "true"):  # which a CPU has not
             small["cuda_graphs"] = "auto"
+    # A model, with its tokenizer, or data that is given takes the place of what is generated.
+    if "model_name_or_path" in given:
+        small |= {"model_config": None, "tokenizer_vocab_size": None}
+    if given & {"data_files", "dataset_name", "datasets"}:  # a tokenizer of it may lack the recipe's tokens
+        small |= {"dataset_name": None, "eos_token": None, "pad_token": None}
     if "output_dir" not in given:
         small["output_dir"] = _temporary_folder()
     return {**values, **{key: value for key, value in small.items() if key in values and key not in given}}

@@ -296,9 +296,10 @@ class LigerTrainerMixin(
             self.callback_handler.callbacks.remove(self._show_report)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Builds the model and puts the kernels into it, at construction and before each trial."""
+        """Builds the model, at construction and before each training; each has the kernels."""
         model = super().call_model_init(trial)
-        if wants_kernels(self.args):
+        # At construction they come later, as for a model that is given: on the device, and with the data.
+        if wants_kernels(self.args) and hasattr(self, "train_dataset"):
             self._apply_kernels(model)
         freeze_indexers(model)
         return model

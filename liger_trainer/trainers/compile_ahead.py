@@ -11,15 +11,18 @@ that only a separate reference model or a teacher launches. Whatever fails is le
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from liger_trainer.head.lm_head import PLAIN, without_adapters
+from liger_trainer.head.lm_head import PLAIN, output_embedding, without_adapters
 from liger_trainer.kernels.compile_together import compiler_for
 from liger_trainer.packing.proof import fewer_layers, kept_layers
 from liger_trainer.patching.fp8 import decoder_layers
@@ -45,7 +48,7 @@ def compile_ahead(trainer: Any, model: nn.Module) -> None:
     with compiler_for(device) as compiler:
         if compiler is None:
             return
-        with neutral(device), compiler.noting(), trainer.autocast_smart_context_manager():
+        with neutral(device), _unwarned(), compiler.noting(), trainer.autocast_smart_context_manager():
             try:
                 _take_a_step(trainer, model, device)
             except Exception as error:  # the model's own, or too little memory: the first step then compiles
@@ -59,15 +62,31 @@ def _take_a_step(trainer: Any, model: nn.Module, device: torch.device) -> None:
     few = few_layers(model)
     base: Any = without_adapters(few)
     tokens = torch.zeros(_batch(trainer, base.config), dtype=torch.long, device=device)
-    if trainer._own_loss_is_of_labels or not trainer._has_own_loss:
-        loss = few(input_ids=tokens, labels=tokens, use_cache=False).loss
-    elif trainer._statistics is None:  # scores of sequences, or TRL's own head
+    of_labels = trainer._own_loss_is_of_labels or not trainer._has_own_loss
+    # Without a head for tokens a model scores rows; or the head is TRL's own.
+    if output_embedding(base) is None or (not of_labels and trainer._statistics is None):
         loss = base.get_decoder()(tokens, use_cache=False).last_hidden_state.sum()
+    elif of_labels:
+        loss = few(input_ids=tokens, labels=tokens, use_cache=False).loss
     else:
         with torch.no_grad():  # as of a base without its adapters, or of the model that sampled
             _log_probs(few, tokens, trainer._statistics)
         loss = _log_probs(few, tokens, trainer._statistics).sum()
     loss.backward()
+
+
+@contextlib.contextmanager
+def _unwarned() -> Iterator[None]:
+    """Hides warnings, which are not of a user's batch; those of all threads, as autograd has its own."""
+    # `catch_warnings` would discard filters that are set in the meantime, and forget which warnings were shown.
+    filters: Any = warnings.filters
+    added = ("ignore", None, Warning, None, 0)
+    filters.insert(0, added)
+    try:
+        yield
+    finally:
+        if added in filters:
+            filters.remove(added)
 
 
 def _log_probs(model: nn.Module, tokens: torch.Tensor, options: StatisticsOptions) -> torch.Tensor:

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations import MLflowCallback, TensorBoardCallback, TrackioCallback, WandbCallback
 
 from liger_trainer.callbacks.throughput import ThroughputCallback
+from liger_trainer.patching.probe import drawing_apart
 
 _COLUMNS = ["step", "prompt", "answer"]
 
@@ -134,7 +135,7 @@ class SamplesCallback(TrainerCallback):
 def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Evaluates `model`, and leaves its modules and the random states as they were."""
     training = [module for module in model.modules() if module.training]
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+    with drawing_apart(device):
         model.eval()
         try:
             yield

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from liger_trainer.patching.probe import Probe, dummy_module, identity, projection
+from liger_trainer.patching.probe import Probe, dummy_module, identity, neutral, projection
 from liger_trainer.patching.trial import Trial
 from tests.patching import toys
 
@@ -20,6 +24,24 @@ def probe():
 
 def product(x, w):
     return x * w
+
+
+def test_nothing_that_is_drawn_inside_changes_what_is_drawn_next():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    def seeded():
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+
+    seeded()
+    expected = draw()
+    seeded()
+    with contextlib.suppress(KeyError), neutral(torch.device("cpu")):
+        draw()
+        raise KeyError
+    assert draw() == expected
 
 
 def test_equal(probe):

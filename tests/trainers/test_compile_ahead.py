@@ -1,9 +1,12 @@
 """The kernels of a first step are compiled while its trainer is built, and nothing of the model changes by that."""
 
 import contextlib
+import random
 import types
+import warnings
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -13,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     Qwen3Config,
 )
@@ -64,9 +68,9 @@ def _noted(folder, monkeypatch):
         yield proofs, ahead
 
 
-def _trainer(model, folder, **arguments):
+def _trainer(model, folder, model_init=None, **arguments):
     args = LigerTrainingArguments(str(folder), use_cpu=True, report_to="none", bf16=False, **arguments)
-    return LigerTrainer(model, args, train_dataset=_rows())
+    return LigerTrainer(model, args, train_dataset=_rows(), model_init=model_init)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,69 @@ def test_scores_of_sequences_launch_no_kernel_of_a_head(tmp_path, monkeypatch):
             trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader()))).backward()
     assert {*ahead.names(proofs)} == {"forward_kernel", "backward_kernel", "_backward_kernel"}
     assert step.names(ahead, proofs) == {}
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_classifier_launches_kernels_that_were_compiled_ahead(labels, tmp_path, monkeypatch):
+    """Nothing is said of labels: those of a batch are of rows, and none is made up of tokens."""
+    step, sizes = NotedKernels(), {**FAMILIES["llama"], "head_dim": 32, "max_position_embeddings": LENGTH}
+    config = LlamaConfig(**sizes, num_labels=labels, pad_token_id=0)
+    with _noted(tmp_path / "cache", monkeypatch) as (proofs, ahead):
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+        calls = mock.Mock(wraps=model.loss_function)
+        monkeypatch.setattr(type(model), "loss_function", calls)
+        trainer = _trainer(model, tmp_path / "run", per_device_train_batch_size=2)
+        assert not calls.called
+        trainer.model.train()
+        with step.noting():
+            scores = trainer.model(input_ids=torch.randint(1, 64, (2, LENGTH))).logits
+            scores.sum().backward()
+    assert ahead.names(proofs)
+    assert step.names(ahead, proofs) == {}
+
+
+def test_a_model_that_the_trainer_builds_has_its_kernels_compiled_ahead(tmp_path, monkeypatch):
+    step, rows, built = NotedKernels(), _rows(), []
+    with _noted(tmp_path / "cache", monkeypatch) as (proofs, ahead):
+        trainer = _trainer(
+            None,
+            tmp_path / "run",
+            model_init=lambda: built.append(_model("llama")) or built[-1],
+            per_device_train_batch_size=1,
+        )
+        assert built == [trainer.model]
+        trainer.model.train()
+        with step.noting():
+            trainer.model(**{name: each[None] for name, each in rows[0].items()}).loss.backward()
+    assert ahead.names(proofs)
+    assert step.names(ahead, proofs) == {}
+
+
+def test_what_a_model_draws_or_warns_of_is_not_seen(tmp_path, monkeypatch):
+    calls = []
+
+    def draw(*args):
+        calls.append((random.random(), np.random.rand(), torch.rand(1)))
+        warnings.warn("a batch of zeros", stacklevel=1)
+
+    native = LlamaForCausalLM.forward
+    monkeypatch.setattr(
+        LlamaForCausalLM, "forward", lambda self, *args, **kwargs: draw() or native(self, *args, **kwargs)
+    )
+    with _noted(tmp_path / "cache", monkeypatch):
+        trainer = _trainer(_model("llama"), tmp_path / "run")
+        calls.clear()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            filters = list(warnings.filters)
+            before = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+            compile_ahead.compile_ahead(trainer, trainer.model)
+            assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before
+            assert warnings.filters == filters
+            assert len(calls) == 1
+            assert not seen
+            draw()
+            assert len(seen) == 1
 
 
 @pytest.mark.parametrize("change", ["no data", "frozen", "codes"])

@@ -11,14 +11,15 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase, Trainer
 
     from liger_trainer.recipe import Recipe
 
@@ -27,6 +28,8 @@ _KEPT = (
     *("dtype", "bf16", "fp16", "activation_memory", "model_config", "data_files", "dataset_name", "output_dir"),
 )
 """What a smoke run would make small, and a warm one leaves as the recipe has it, or sets itself."""
+_LENGTH = 1024
+"""Tokens of a row, where the recipe has no `max_length`."""
 _CHARACTERS = 12
 """Characters of a row for each token of `max_length`: more than a token of the small tokenizer has."""
 
@@ -132,17 +135,22 @@ def warm_recipe(name: str, options: Sequence[str], folder: Path) -> Recipe:
     from liger_trainer.recipe.file import find_recipe, read_recipe
     from liger_trainer.recipe.load import build_recipe, check_values
     from liger_trainer.recipe.model import config_of_values
+    from liger_trainer.recipe.schema import TRAINERS
     from liger_trainer.recipe.smoke import shrink
 
     source = find_recipe(name)
-    values, given = check_values(read_recipe(source), options, source)
+    values, _ = check_values(read_recipe(source), options, source)
     config = config_of_values(values, source, packaged=True)
     values |= {"model_config": _few_layers(config), "output_dir": str(folder / "run")}
     if values["dtype"] in (None, "auto") and config.dtype is not None:
         values["dtype"] = str(config.dtype).removeprefix("torch.")
     values |= {"warm_start": None, "eval_strategy": "no", "resume_from_checkpoint": None}
-    small = shrink(values, given | {*_KEPT}) | {"max_steps": 1, "save_strategy": "no", "dataset_name": None}
-    rows = _long_rows(small, int(small.get("max_length") or 1024))
+    small = shrink(values, {*_KEPT}) | {"max_steps": 1, "save_strategy": "no", "dataset_name": None}
+    if "max_length" in small:
+        small["max_length"] = small["max_length"] or _LENGTH
+    if TRAINERS[small["trainer"]].generates:  # the two completions of a prompt then fill any batch
+        small["gradient_accumulation_steps"] = 2
+    rows = _long_rows(small, small.get("max_length", _LENGTH))
     small["tokenizer_vocab_size"] = min(small["tokenizer_vocab_size"], config.get_text_config().vocab_size)
     small["data_files"] = [str(_written(rows, folder / "rows.jsonl"))]
     return build_recipe(small, source)
@@ -160,7 +168,10 @@ def take_a_step(recipe: Recipe) -> Trainer:
     Path(str(recipe.training.output_dir)).mkdir(parents=True)
     train, _ = load_data(recipe)
     set_seed(recipe.training.seed)
-    trainer = build_trainer(recipe, load_tokenizer(recipe, train, None), train, None, resumed=False)
+    tokenizer = load_tokenizer(recipe, train, None)
+    if recipe.kind.scores:
+        train = _cut(train, tokenizer, recipe.get("max_length"))
+    trainer = build_trainer(recipe, tokenizer, train, None, resumed=False)
     trainer.train()
     return trainer
 
@@ -193,6 +204,17 @@ def _longer(row: dict[str, Any], characters: int) -> dict[str, Any]:
         return [*value[:-1], {**value[-1], "content": repeated(value[-1]["content"])}]
 
     return {**row, **{name: repeated(row[name]) for name in spoken}}
+
+
+def _cut(pairs: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
+    """The first `length` tokens of each answer of `pairs`: TRL's reward trainer leaves out what is longer."""
+    from datasets import Dataset
+
+    def tokens(turns: Any) -> list[int]:
+        rendered: Any = tokenizer.apply_chat_template(turns, return_dict=True)
+        return rendered["input_ids"][:length]
+
+    return Dataset.from_dict({f"{name}_ids": [tokens(pair[name]) for pair in pairs] for name in ("chosen", "rejected")})
 
 
 def _written(rows: list[dict[str, Any]], file: Path) -> Path:

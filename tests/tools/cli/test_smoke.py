@@ -203,6 +203,22 @@ def test_the_command_line_stays(tmp_path):
     assert recipe.model.model_name_or_path is None
 
 
+def test_a_model_or_data_of_the_command_line_stays(tmp_path):
+    model = smoke.smoke_model(tmp_path / "model")
+    recipe = load_recipe("llama3_8b_sft", ["--model_name_or_path", model], smoke=True)
+    assert (recipe.model.model_name_or_path, recipe.recipe.model_config) == (model, None)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in smoke.smoke_data("messages")))
+    options = ["--model_name_or_path", model, "--data_files", str(file), "--output_dir", str(tmp_path / "run")]
+    assert main(["train", "llama3_8b_sft", "--smoke", "--max_steps", "1", *options]) == 0
+    assert load_recipe("llama3_8b_sft", ["--datasets", "some/data"], smoke=True).data.dataset_name is None
+
+
+def test_a_template_for_other_columns_is_left_out(tmp_path):
+    path = write_recipe(tmp_path / "mine.yaml", {**QWEN, "prompt_template": "{question} Answer:"})
+    assert main(["train", path, "--smoke", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]) == 0
+
+
 def test_completion_only_recipes_get_completions(tmp_path):
     path = write_recipe(tmp_path / "mine.yaml", {**QWEN, "completion_only_loss": True})
     assert load_recipe(path, smoke=True).data.dataset_name == "smoke_completion"

@@ -1,5 +1,6 @@
 """`liger-trainer warm`: a recipe's kernels, compiled ahead of its run."""
 
+import json
 import os
 import tempfile
 
@@ -12,9 +13,11 @@ from liger_trainer.cli import main
 from liger_trainer.kernels import runtime
 from liger_trainer.recipe.known_models import PUBLISHED
 from liger_trainer.recipe.load import load_recipe
+from liger_trainer.recipe.schema import TRAINERS
 from liger_trainer.tools.cli import warm
 from liger_trainer.tools.cli.warm import counted, take_a_step, warm_recipe
 from tests.aot import compiled_for
+from tests.tools.cli.runs import TINY, write_recipe
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--dtype", "float32"]
 
@@ -71,13 +74,65 @@ def test_sizes_and_batch_are_the_recipes_and_layers_are_few(name, layers, tmp_pa
     assert (recipe.training.max_steps, recipe.training.save_strategy) == (1, "no")
 
 
-@pytest.mark.parametrize("trainer", ["quickstart", "quickstart_dpo"])
+def _recipe(folder, trainer, **values):
+    more = {"reward_funcs": ["liger_trainer.rewards:accuracy"]} if TRAINERS[trainer].generates else {}
+    model = {**TINY, "vocab_size": 600}
+    written = {"trainer": trainer, "model_config": model, "dataset_name": "some/data", "kernel_report": False}
+    return write_recipe(folder / "mine.yaml", {**written, **more, **values})
+
+
+@pytest.mark.parametrize("trainer", [name for name, kind in TRAINERS.items() if not kind.generates])
 def test_a_step_has_rows_of_the_whole_length(trainer, tmp_path):
-    options = [*ON_CPU, "--max_length", "96", "--per_device_train_batch_size", "2"]
-    done = take_a_step(warm_recipe(trainer, options, tmp_path))
+    options = [*ON_CPU, "--max_length", "96", "--per_device_train_batch_size", "3"]
+    done = take_a_step(warm_recipe(_recipe(tmp_path, trainer), options, tmp_path))
     assert done.state.global_step == 1
-    ids = next(iter(done.get_train_dataloader()))["input_ids"]
-    assert ids.shape == (2 if trainer == "quickstart" else 4, 96)
+    batch = next(iter(done.get_train_dataloader()))
+    shapes = {name: tuple(batch[name].shape) for name in batch if name.endswith("input_ids") and "prompt" not in name}
+    assert {*shapes.values()} == {(6 if trainer in ("dpo", "reward") else 3, 96)}
+
+
+@pytest.mark.parametrize("trainer", [name for name, kind in TRAINERS.items() if kind.generates])
+def test_a_step_answers_a_whole_batch(trainer, tmp_path):
+    recipe = _recipe(tmp_path, trainer, per_device_train_batch_size=3, num_generations=3)
+    done = take_a_step(warm_recipe(recipe, ON_CPU, tmp_path))
+    assert (done.state.global_step, done.args.per_device_train_batch_size) == (1, 3)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "reward"])
+def test_rows_without_a_limit_have_a_length_too(trainer, tmp_path):
+    options = [*ON_CPU, "--max_length", "null", "--per_device_train_batch_size", "2"]
+    done = take_a_step(warm_recipe(_recipe(tmp_path, trainer), options, tmp_path))
+    assert next(iter(done.get_train_dataloader()))["input_ids"].shape[1] == 1024
+
+
+def test_keys_for_the_recipes_own_model_and_data_are_left_out(tmp_path):
+    """On the command line as in the file."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    own = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "columns": {"prompt": "question"},
+        "prompt_template": "{question}!",
+        "dataset_text_field": "words",
+        "dataset_name": "some/data",
+        "tokenizer_name_or_path": "some/tokenizer",
+        "eos_token": "<|end|>",
+        "report_to": "wandb",
+        "push_to_hub": True,
+    }
+    options = [word for name, value in own.items() for word in (f"--{name}", _text(value))]
+    recipe = write_recipe(tmp_path / "other.yaml", {"trainer": "sft", "model_name_or_path": "some/model"})
+    found = [warm_recipe(recipe, [*ON_CPU, *options, "--max_length", "48"], tmp_path)]
+    found.append(warm_recipe(_recipe(tmp_path, "sft", **own, model_config=None, max_length=48), ON_CPU, tmp_path))
+    for each in found:
+        assert (each.model.model_name_or_path, each.recipe.model_config["hidden_size"]) == (None, TINY["hidden_size"])
+        assert (each.training.push_to_hub, each.training.report_to) == (False, [])
+        assert each.training.max_length == 48
+    assert take_a_step(found[0]).state.global_step == 1
+
+
+def _text(value):
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def test_it_says_how_many_and_where_and_leaves_nothing_else(tmp_path, capsys, monkeypatch):
