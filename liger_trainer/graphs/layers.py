@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import getstate, setstate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
@@ -144,7 +145,8 @@ class LayerGraphs:
         self._take(hidden, sources)
         read = [self.buffers.hidden, *(held.tensor for held in self._held)]
         versions = [each._version for each in read]
-        before, of_torch, of_python = self._captures.random_state(), torch.get_rng_state(), getstate()
+        before, of_torch = self._captures.random_state(), torch.get_rng_state()
+        of_python, of_numpy = getstate(), np.random.get_state()
         self._draws = True  # until it is known that it does not
         with self._drawing_from(before), self.state.put_back() as changed:
             try:
@@ -155,10 +157,12 @@ class LayerGraphs:
             finally:
                 draws = not torch.equal(self._captures.random_state(), before)
                 draws_on_host = getstate() != of_python
+                draws_on_host |= any(map(np.any, map(np.not_equal, np.random.get_state(), of_numpy)))
                 draws_on_host |= hidden.device.type != "cpu" and not torch.equal(torch.get_rng_state(), of_torch)
                 if draws_on_host:
                     torch.set_rng_state(of_torch)
                     setstate(of_python)
+                    np.random.set_state(of_numpy)
             if what := changed():
                 raise NotCaptured(f"it changes its {what}")
         self._draws = draws

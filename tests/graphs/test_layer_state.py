@@ -5,6 +5,7 @@ import functools
 import random
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -148,14 +149,21 @@ class Skips(Layer):
         return hidden * 2 if random.random() > 0.5 else hidden
 
 
-REASONS = {Averages: "it changes its buffers", Skips: "it draws random numbers on the host"}
+class SkipsByNumpy(Layer):
+    """By chance, of numpy's generator."""
+
+    def used(self, hidden):
+        return hidden * 2 if np.random.random() > 0.5 else hidden
+
+
+REASONS = {Averages: "it changes its buffers", **dict.fromkeys([Skips, SkipsByNumpy], "it draws random numbers on the")}
 REASONS |= dict.fromkeys([Remembers, Collects], "it changes its attributes")
 REASONS |= {Counts: "it changes its buffers", Draws: "its launches cannot be captured"}
 AUXILIARY = {Remembers: lambda model: sum(each.last.mean() for each in model)}
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", [Counts, Averages, Remembers, Collects, Draws, Skips])
+@pytest.mark.parametrize("kind", [Counts, Averages, Remembers, Collects, Draws, Skips, SkipsByNumpy])
 def test_what_a_layer_does_beside_its_result_stays(kind, checkpointed):
     model = model_of(kind, checkpointed)
     other = copy.deepcopy(model)
@@ -165,6 +173,7 @@ def test_what_a_layer_does_beside_its_result_stays(kind, checkpointed):
         for each, graphs in ((model, captured), (other, None)):
             torch.manual_seed(number)
             random.seed(number)
+            np.random.seed(number)
             hidden = torch.ones(1, 3, 8, requires_grad=True)
             if graphs is None:
                 result = each(hidden)
@@ -173,7 +182,7 @@ def test_what_a_layer_does_beside_its_result_stays(kind, checkpointed):
                     result = each(hidden)
             loss = result.square().sum() + AUXILIARY.get(kind, lambda model: 0.0)(each)
             loss.backward()
-            drawn.append((float(loss), float(torch.rand(())), random.random()))
+            drawn.append((float(loss), float(torch.rand(())), random.random(), np.random.random()))
         assert drawn[0] == drawn[1]
         assert_same(model, other)
         assert all(map(torch.equal, model.buffers(), other.buffers()))
