@@ -170,9 +170,10 @@ def operators_are_observed() -> bool:
 
 def _settings() -> Iterator[Hashable]:
     """Settings of torch that choose the kernels of a layer, or where its new tensors are."""
-    yield from (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
-    yield from (torch.backends.cudnn.allow_tf32, *attention_backends())
     products = torch.backends.cuda.matmul
+    # torch's older names of the precision cannot be read once a newer one was set, as `tf32` of the Trainer does.
+    yield from (products.fp32_precision, torch.backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
+    yield from (torch.are_deterministic_algorithms_enabled(), *attention_backends())
     yield from (products.allow_fp16_reduced_precision_reduction, products.allow_bf16_reduced_precision_reduction)
     yield from (mode.device for mode in function_modes() if type(mode) is _DefaultDevice)
 

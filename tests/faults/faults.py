@@ -1460,6 +1460,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "graphs/test_layer_state::test_a_hook_of_all_modules_is_called"),
         ("a weight may be changed before the backward of a graph reads it", "_Replayed.forward", r"graphs\.keeps else",
          "False else", "graphs/test_layer_state::test_a_weight_that_changes_between_forward_and_backward_is_an_error"),
+        ("the precision of products is read by a name that may raise", "_settings", r"products\.fp32_precision",
+         "torch.get_float32_matmul_precision()", "trainers/test_cuda_graphs::test_precision_by_its_newer_name"),
         ("a layer that draws by numpy is captured", "LayerGraphs.tried", r"any\(map\(np\.any, .*$", "False",
          "graphs/test_layer_state::test_what_a_layer_does_beside_its_result_stays", "SkipsByNumpy"),
         ("a layer that is not checkpointed loses its cache", "_Forward.__call__",

@@ -85,6 +85,7 @@ class RecordedCaptures:
 
     def renew(self) -> None:
         self.taken, self.renewals = 0, self.renewals + 1
+        self._kept.clear()
 
     def settle(self) -> None:
         self.settled += 1

@@ -18,6 +18,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments, load_packed
 from liger_trainer.configs import flags
+from liger_trainer.graphs import calls
 from liger_trainer.graphs.calls import LayerState
 from liger_trainer.graphs.captured import _Forward
 from liger_trainer.packing import packed_row
@@ -26,6 +27,7 @@ from liger_trainer.trainers import cuda_graphs
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.cuda_graphs import CudaGraphsMixin
 from tests.attention.shared_layers import build as build_shared
+from tests.forked import run
 from tests.graphs.recorded import RecordedCaptures
 from tests.packed_checkpoints import write_dense, write_mixture
 from tests.trainers.builders import causal, dpo
@@ -286,6 +288,18 @@ def test_a_default_device_and_the_backends_of_attention(tmp_path):
     trainer = both(lambda **given: causal(tmp_path, llama(), **given | {"max_steps": 9}, **options))
     assert trainer._graphs.captured == 2
     assert [len(known.graphs) for known in trainer._graphs._of.values()] == [2, 2]
+
+
+def print_settings() -> None:
+    torch.backends.fp32_precision = "tf32"
+    print(*calls._settings())
+
+
+def test_precision_by_its_newer_name():
+    """As `tf32: true` sets it on a GPU, after which torch raises where an older name is read."""
+    found = run(print_settings)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("tf32 tf32 ")
 
 
 def test_a_mode_that_sees_all_operators_is_named(tmp_path):
