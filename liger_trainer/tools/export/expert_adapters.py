@@ -31,7 +31,13 @@ from liger_trainer.errors import UserError
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 from liger_trainer.recipe.file import first_line
 from liger_trainer.tools.export.folders import new_folder
-from liger_trainer.tools.export.saved_run import SavedRun, add_adapter, class_of_model, read_base_config
+from liger_trainer.tools.export.saved_run import (
+    SavedRun,
+    add_adapter,
+    class_of_model,
+    copy_quantization,
+    read_base_config,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -94,6 +100,7 @@ def export_per_expert(run: SavedRun, folder: Path, say: Callable[[str], Any] = p
         rank = _to_one_rank(config, adapted, tensors)
         config.save_pretrained(str(unfinished))
         save_file({name: each.contiguous() for name, each in tensors.items()}, unfinished / FILE, {"format": "pt"})
+        copy_quantization(run, unfinished)
         by_peft = _reads(run, unfinished, _scales(adapted))
     return Exported(len(layers), rank, lacking, by_peft)
 
