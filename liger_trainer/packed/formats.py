@@ -34,7 +34,7 @@ _SEVERAL = {"compressed-tensors": "format", "modelopt": "quant_algo"}
 
 HARMLESS = (
     *("bias", "weight_shape", "g_idx", "input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
-    *("output_scale", "q_scale", "k_scale", "v_scale"),
+    *("output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
 )
 """Tensors that may lie beside the codes of a matrix without changing what the codes mean."""
 

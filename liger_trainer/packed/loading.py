@@ -267,7 +267,17 @@ class PackedQuantizer(HfQuantizer):
                 for own, _ in tensors.values():
                     del state[own]
                 state |= {name: tensor for name, (_, tensor) in tensors.items()}
-        return state, {}
+        return state | {self._beside.get(name, name): each for name, each in self.read_left_out().items()}, {}
+
+    def read_left_out(self) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint that others read and the model does not, by their names there."""
+        from safetensors import safe_open
+
+        found = {}
+        for file in self.checkpoint_files if self.left_out else ():
+            with safe_open(file, "pt") as tensors:
+                found |= {name: tensors.get_tensor(name).clone() for name in {*self.left_out} & {*tensors.keys()}}
+        return found
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
@@ -292,7 +302,8 @@ class PackedQuantizer(HfQuantizer):
         self._endings: dict[str, dict[str, str]] = {}  # by such a weight: its tensors' endings here, and names there
         self._transposed: dict[str, None] = {}  # names in the checkpoint of tensors of transposes, each once
         self._order: dict[str, tuple[str, ...]] = {}  # by module of experts: the names of all its parameters
-        self.left_out: list[str] = []  # tensors of stacked weights that are not loaded, such as `input_scale`
+        self._beside = found.beside
+        self.left_out = [*found.beside]  # and tensors of stacked weights that are not loaded, such as `input_scale`
         check_trained(
             self.trained, [*found.linears, *(name.rpartition(".")[0] for name in found.stacks), *found.experts]
         )

@@ -30,6 +30,7 @@ from liger_trainer.recipe.model import published_form
 from tests import low_bit
 from tests.packed_checkpoints import (
     FORMATS,
+    add_scales_of_caches,
     fp8_blocks,
     write,
     write_dense,
@@ -49,6 +50,20 @@ LAYER, EXPERT, STACKS = (
 
 def packed_layers(model):
     return {name: each for name, each in model.named_modules() if isinstance(each, PackedLinear)}
+
+
+def write_rows(folder):
+    """A dense model in FP8 with keys and values in 16 bits; its class."""
+    write_dense(folder, "fp8 rows")
+    change(folder, in_16_bits)
+    return LlamaForCausalLM
+
+
+def in_16_bits(tensors, settings):
+    for name in [name for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))]:
+        del tensors[f"{name}_scale"], tensors[name.replace("weight", "input_scale")]
+        tensors[name] = tensors[name].to(torch.bfloat16)
+    settings["ignore"] = ["lm_head", "re:.*[kv]_proj"]
 
 
 def dequantised(model, meant):
@@ -89,6 +104,16 @@ def test_a_model_is_saved_as_it_was_published(name, tmp_path):
     assert settings[0]["quantization_config"] == settings[1]["quantization_config"]
     again = load_packed(str(tmp_path / "saved"), dtype="auto")
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(("write_model", "text"), [(write_rows, "model"), (write_nested, "model.language_model")])
+def test_scales_of_a_cache_are_saved_as_they_were_published(write_model, text, tmp_path):
+    kind = write_model(tmp_path / "published")
+    names = add_scales_of_caches(tmp_path / "published", text)
+    load_packed(str(tmp_path / "published"), kind, dtype="auto").save_pretrained(tmp_path / "saved")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("published", "saved"))
+    assert {name for name in after if "self_attn" in name and name.endswith(("k_scale", "v_scale"))} == {*names}
+    assert all(torch.equal(after[name], before[name]) for name in names)
 
 
 def test_a_state_dict_is_loaded_again(tmp_path):
