@@ -28,6 +28,7 @@ from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
 from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Int4Weight, mxfp4_weight
 from liger_trainer.packed.experts import PackedExperts, PackedStack, pack_experts, unpack_experts
 from liger_trainer.packed.formats import METHODS, bytes_of_weights, fp8_block, packed_matrix
+from liger_trainer.packed.modelopt import settings_of_file, settings_of_files
 from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.packed.published import (
     ENDING_OF_STACKS,
@@ -64,8 +65,9 @@ def quantization_of(config: Any) -> Any:
 
 
 def method_of(config: Any) -> str | None:
-    """The `quant_method` of a model's configuration if its weights may stay packed, else None."""
-    settings = quantization_of(config) or {}
+    """The `quant_method` of a checkpoint's configuration if its weights may stay packed, else None."""
+    name = getattr(config, "name_or_path", None)
+    settings = quantization_of(config) or (settings_of_file(name) if name else None) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     method = getattr(method, "value", method)
     return method if method in METHODS else None
@@ -87,7 +89,8 @@ def packed_loading(trained: Sequence[str] = ()) -> Iterator[None]:
         quantizers.update(dict.fromkeys(METHODS, functools.partial(PackedQuantizer, trained=trained)))
         configs.update(dict.fromkeys(METHODS, PackedConfig))
         try:
-            yield
+            with settings_of_files():
+                yield
         finally:
             for mapping, held in zip((quantizers, configs), before):
                 mapping.clear()
