@@ -162,6 +162,18 @@ def test_families_whose_experts_peft_does_not_stack(family, tmp_path, capsys):
     assert (logits(again) - logits(adapted)).abs().max() > 1e-3  # else it is not to be said
 
 
+@pytest.mark.parametrize(
+    "targets", [EXPERTS[:1], [f"layers.1.mlp.{each}" for each in EXPERTS]], ids=["gate_up", "layer"]
+)
+def test_adapters_on_some_experts_that_peft_would_stack(targets, tmp_path, capsys):
+    run_of(tmp_path, target_parameters=targets)
+    assert main(["export-adapter", str(tmp_path / "run"), "--layout", "per-expert"]) == 0
+    shown = capsys.readouterr().out
+    assert "on this model, whose experts it stacks, but not where only some layers or projections have ad" in shown
+    with pytest.warns(UserWarning, match="missing adapter keys"):
+        PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "run" / "per-expert")
+
+
 def test_adapters_of_a_packed_base(tmp_path):
     write_latent_mixture(tmp_path / "base")
     run_of(tmp_path, base=load_packed(str(tmp_path / "base")), target_modules=["q_a_proj", "kv_b_proj"])
