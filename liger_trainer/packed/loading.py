@@ -276,7 +276,7 @@ class PackedQuantizer(HfQuantizer):
         """The tensors of the checkpoint that others read and the model does not, by their names there."""
         from safetensors import safe_open
 
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for file in self.checkpoint_files if self.left_out else ():
             with safe_open(file, "pt") as tensors:
                 found |= {name: tensors.get_tensor(name).clone() for name in {*self.left_out} & {*tensors.keys()}}

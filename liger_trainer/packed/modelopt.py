@@ -72,4 +72,4 @@ def settings_of_files() -> Iterator[None]:
     try:
         yield
     finally:
-        PreTrainedConfig.get_config_dict = native
+        PreTrainedConfig.get_config_dict = native  # type: ignore[method-assign]

@@ -260,9 +260,9 @@ def check_packed_base(values: Mapping[str, Any], config: PreTrainedConfig, sourc
         return
     key = next((key for key in ("use_dora", "use_vllm") if values.get(key)), None)
     if key is not None:
-        reason = "DoRA reads the base's weights" if key == "use_dora" else "vLLM gets the adapters merged into the base"
+        why = "DoRA reads the base's weights" if key == "use_dora" else "vLLM gets the adapters merged into the base"
         raise RecipeError(
-            f"{source}: `{key}` is true: {reason}, and those of {given} stay packed. Set `{key}` or `packed_base` to "
+            f"{source}: `{key}` is true: {why}, and those of {given} stay packed. Set `{key}` or `packed_base` to "
             "false."
         )
     if reason := reason_against(quantization_of(config)):
