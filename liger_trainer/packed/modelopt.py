@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.utils import cached_file
 
 FILE = "hf_quant_config.json"
 
@@ -31,8 +32,10 @@ def settings_of_file(
     Raises:
         ValueError: If the file cannot be read.
     """
-    path = Path(name, subfolder, FILE) if Path(name).is_dir() else _in_cache(name, revision, cache_dir, subfolder)
-    if path is None or not path.is_file():
+    place = {"revision": revision, "cache_dir": cache_dir, "subfolder": subfolder}
+    try:
+        path = Path(str(cached_file(name, FILE, local_files_only=True, **place)))
+    except OSError:  # there is none
         return None
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))["quantization"]
@@ -42,16 +45,6 @@ def settings_of_file(
             f"{str(path)!r} must be the JSON that ModelOpt writes, with `quantization`, and cannot be read "
             f"({type(error).__name__}). Copy it again."
         ) from error
-
-
-def _in_cache(name: str, revision: str | None, cache_dir: str | None, subfolder: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    with contextlib.suppress(HFValidationError):  # it is a path
-        found = try_to_load_from_cache(name, str(Path(subfolder, FILE)), cache_dir=cache_dir, revision=revision)
-        return Path(found) if isinstance(found, str) else None
-    return None
 
 
 @contextlib.contextmanager
