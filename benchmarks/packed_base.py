@@ -81,7 +81,7 @@ def published(name: str, model: Any, kind: str) -> Packed:
     Raises:
         BenchmarkError: If the format does not fit the model.
     """
-    form, found = _FORMS[kind], Packed({}, {}, {}, {})
+    form, found = _FORMS[kind], Packed({}, {}, {}, {}, {})
     for path, module in model.named_modules():
         in_layers = ".layers." in path and not _IN_16_BITS & {*path.split(".")}  # the head is outside of them
         if path.endswith(".experts"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -229,6 +229,21 @@ def write_dense(folder, name, **sizes):
             tensors[key], meant[key] = value, value.float()
     write(folder, tensors, model.config, quantization)
     return meant
+
+
+def add_scales_of_caches(folder, text="model"):
+    """Scales of a KV cache as servers read them, of the attention or beside a projection in 16 bits; their names."""
+    file, added = folder / "model.safetensors", {}
+    for number, owner in enumerate(("", "k_proj.", "v_proj.")):
+        for each in "kv":
+            added[f"{text}.layers.{number % 2}.self_attn.{owner}{each}_scale"] = torch.tensor([0.5 + number])
+    added[f"{text}.layers.9.self_attn.k_scale"] = torch.tensor([0.5])  # of a layer that the model has not
+    save_file({**load_file(file), **added}, file, {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    owner = settings if "quantization_config" in settings else settings["text_config"]
+    owner["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return [name for name in added if ".9." not in name]
 
 
 def write_nested(folder):

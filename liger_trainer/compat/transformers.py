@@ -81,6 +81,8 @@ PUBLISHED_NAMES = Feature(
 
 LOADED_WEIGHTS = Feature(
     "naming weights that no checkpoint held",
+    Private("transformers:PreTrainedConfig.from_pretrained", uses="get_config_dict"),
+    Private("transformers:AutoConfig.from_pretrained", uses="get_config_dict"),
     Private("transformers:PreTrainedModel._initialize_missing_keys", "self, is_quantized", uses="_is_hf_initialized"),
     needed=False,
 )

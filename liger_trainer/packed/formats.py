@@ -24,7 +24,7 @@ from liger_trainer.kernels.lowbit.formats import (
     mxfp4_weight,
     nvfp4_weight,
 )
-from liger_trainer.packed.targets import settings_for
+from liger_trainer.packed.targets import flat, settings_for
 
 METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq")
 """The `quant_method` of configurations whose checkpoints may stay packed."""
@@ -32,9 +32,12 @@ METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "a
 _SEVERAL = {"compressed-tensors": "format", "modelopt": "quant_algo"}
 """The methods that have several formats, and the setting that says which."""
 
+_KINDS = ((8, "float"), (4, "float"), (4, "int"))
+"""Bits and type of the numbers of compressed-tensors that may stay packed."""
+
 HARMLESS = (
     *("bias", "weight_shape", "g_idx", "input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
-    *("output_scale", "q_scale", "k_scale", "v_scale"),
+    *("output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
 )
 """Tensors that may lie beside the codes of a matrix without changing what the codes mean."""
 
@@ -50,7 +53,10 @@ def form_of(settings: Any) -> str | None:
     if settings is None:
         return None
     named: Mapping[str, Any] = settings if isinstance(settings, Mapping) else settings.to_dict()
-    inside = {**(named.get("quantization_config") or {}), **named}  # transformers nests those of compressed-tensors
+    inside = {
+        **(named.get("quantization_config") or {}),
+        **flat(named),
+    }  # transformers nests those of compressed-tensors
     if named.get("load_in_4bit") and "bnb_4bit_quant_type" in named:
         return str(named["bnb_4bit_quant_type"])
     if named.get("quant_method") is None:
@@ -89,7 +95,7 @@ def _width(settings: Mapping[str, Any]) -> float:
         zeros = 0.5 if method in ("gptq", "awq") else 0.0
         # Each group has a scale of 16 bits, and perhaps a zero of 4; -1 is one group of all columns.
         return 0.5 + (2 + zeros) / max(int(group), 32) if int(group) > 0 else 0.5
-    return 1.0 + (1 / 32 if method == "mxfp8" else 0.0)
+    return 1.0 + (1 / 32 if method == "mxfp8" or "mxfp8" in form else 0.0)
 
 
 def packed_matrix(
@@ -205,15 +211,12 @@ def _schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _gptq_or_awq(
     tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...], settings: Mapping[str, Any]
 ) -> tuple[PackedWeight, dict[str, str]]:
-    method, bits = settings.get("quant_method"), settings.get("bits", settings.get("w_bit", 4))
-    form = settings.get("checkpoint_format") or settings.get("format") or settings.get("version") or ""
-    known = ("gptq", "gptq_v2", "") if method == "gptq" else ("gemm", "")
-    if bits != 4 or method not in ("gptq", "awq") or str(form).lower() not in known:
-        named = f"{method} {form}" if form else method
-        raise ValueError(f"its format is {named} in {bits} bits; only GPTQ and AWQ (gemm) in 4 bits are supported")
+    if reason := _against_gptq_or_awq(settings):
+        raise ValueError(reason)
+    method, form = settings.get("quant_method"), _form_of_gptq_or_awq(settings)
     group = int(settings.get("group_size", settings.get("q_group_size", 128)))
     names = {"codes": "qweight", "scales": "scales", "zeros": "qzeros"}
-    order = "awq" if method == "awq" else "gptq_v2" if str(form).lower() == "gptq_v2" else "gptq"
+    order = "awq" if method == "awq" else "gptq_v2" if form == "gptq_v2" else "gptq"
     group_of = tensors.get("g_idx") if order != "awq" else None
     if group_of is None or _is_in_order(group_of, shape[-1], group):
         group_of = None
@@ -225,6 +228,41 @@ def _gptq_or_awq(
         int4_weight(tensors["qweight"], tensors["scales"], tensors["qzeros"], group_of, group=group, order=order),
         names,
     )
+
+
+def _form_of_gptq_or_awq(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("checkpoint_format") or settings.get("format") or settings.get("version") or "").lower()
+
+
+def _against_gptq_or_awq(settings: Mapping[str, Any]) -> str | None:
+    """Why tensors with names of GPTQ and AWQ cannot be decoded with these settings; None if they can."""
+    method, bits = settings.get("quant_method"), settings.get("bits", settings.get("w_bit", 4))
+    form = _form_of_gptq_or_awq(settings)
+    if bits == 4 and form in {"gptq": ("gptq", "gptq_v2", ""), "awq": ("gemm", "")}.get(str(method), ()):
+        return None
+    named = f"{method} {form}" if form else method
+    return f"its format is {named} in {bits} bits; only GPTQ and AWQ (gemm) in 4 bits are supported"
+
+
+def reason_against(settings: Any) -> str | None:
+    """Why no weight of a checkpoint can stay packed, as far as its configuration says; None if nothing there does.
+
+    Args:
+        settings: Its `quantization_config`: a mapping, or an object of transformers.
+    """
+    named = flat(settings if isinstance(settings, Mapping) else settings.to_dict())
+    method, algorithm = named.get("quant_method"), str(named.get("quant_algo")).upper()
+    if any((named.get("transform_config") or {}).values()):
+        return "its `quantization_config` has a `transform_config`, and inputs of packed layers are not transformed"
+    if method in ("gptq", "awq"):
+        return _against_gptq_or_awq(named)
+    if method == "modelopt" and algorithm.startswith(("W4A", "INT")):
+        return f"its format is modelopt {algorithm}; of ModelOpt's, FP8, MXFP8 and NVFP4 are supported"
+    kinds = [(one.get("num_bits"), one.get("type")) for one in _schemes(named)]
+    other = next((kind for kind in kinds if None not in kind and kind not in _KINDS), None)
+    if method == "compressed-tensors" and other is not None and all(kind not in _KINDS for kind in kinds):
+        return f"its weights are {other[1]}s of {other[0]} bits; floats of 8 and 4 bits and ints of 4 are supported"
+    return None
 
 
 def _is_in_order(group_of: torch.Tensor, columns: int, group: int) -> bool:

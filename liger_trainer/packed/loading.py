@@ -28,6 +28,7 @@ from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
 from liger_trainer.kernels.lowbit.formats import BlockFp8Weight, Int4Weight, mxfp4_weight
 from liger_trainer.packed.experts import PackedExperts, PackedStack, pack_experts, unpack_experts
 from liger_trainer.packed.formats import METHODS, bytes_of_weights, fp8_block, packed_matrix
+from liger_trainer.packed.modelopt import settings_of_file, settings_of_files
 from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.packed.published import (
     ENDING_OF_STACKS,
@@ -64,8 +65,9 @@ def quantization_of(config: Any) -> Any:
 
 
 def method_of(config: Any) -> str | None:
-    """The `quant_method` of a model's configuration if its weights may stay packed, else None."""
-    settings = quantization_of(config) or {}
+    """The `quant_method` of a checkpoint's configuration if its weights may stay packed, else None."""
+    name = getattr(config, "name_or_path", None)
+    settings = quantization_of(config) or (settings_of_file(name) if name else None) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     method = getattr(method, "value", method)
     return method if method in METHODS else None
@@ -87,7 +89,8 @@ def packed_loading(trained: Sequence[str] = ()) -> Iterator[None]:
         quantizers.update(dict.fromkeys(METHODS, functools.partial(PackedQuantizer, trained=trained)))
         configs.update(dict.fromkeys(METHODS, PackedConfig))
         try:
-            yield
+            with settings_of_files():
+                yield
         finally:
             for mapping, held in zip((quantizers, configs), before):
                 mapping.clear()
@@ -267,7 +270,17 @@ class PackedQuantizer(HfQuantizer):
                 for own, _ in tensors.values():
                     del state[own]
                 state |= {name: tensor for name, (_, tensor) in tensors.items()}
-        return state, {}
+        return state | {self._beside.get(name, name): each for name, each in self.read_left_out().items()}, {}
+
+    def read_left_out(self) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint that others read and the model does not, by their names there."""
+        from safetensors import safe_open
+
+        found: dict[str, torch.Tensor] = {}
+        for file in self.checkpoint_files if self.left_out else ():
+            with safe_open(file, "pt") as tensors:
+                found |= {name: tensors.get_tensor(name).clone() for name in {*self.left_out} & {*tensors.keys()}}
+        return found
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
@@ -292,7 +305,8 @@ class PackedQuantizer(HfQuantizer):
         self._endings: dict[str, dict[str, str]] = {}  # by such a weight: its tensors' endings here, and names there
         self._transposed: dict[str, None] = {}  # names in the checkpoint of tensors of transposes, each once
         self._order: dict[str, tuple[str, ...]] = {}  # by module of experts: the names of all its parameters
-        self.left_out: list[str] = []  # tensors of stacked weights that are not loaded, such as `input_scale`
+        self._beside = found.beside
+        self.left_out = [*found.beside]  # and tensors of stacked weights that are not loaded, such as `input_scale`
         check_trained(
             self.trained, [*found.linears, *(name.rpartition(".")[0] for name in found.stacks), *found.experts]
         )

@@ -71,6 +71,8 @@ class Packed(NamedTuple):
         linears: The tensors of each packed linear layer.
         stacks: The matrices from which each packed parameter of experts is stacked.
         experts: The tensors of each module of experts whose parameters are stacked in the checkpoint.
+        beside: The names in the model of tensors of layers that are not packed, such as scales of a KV cache, which
+            the model has not, by their names in the checkpoint.
         missing: For each weight of a linear layer or of stacked experts that is not in the checkpoint, the last parts
             of the names of tensors that are there in its place.
     """
@@ -78,6 +80,7 @@ class Packed(NamedTuple):
     linears: dict[str, dict[str, Tensor]]
     stacks: dict[str, Stack]
     experts: dict[str, dict[str, Tensor]]
+    beside: dict[str, str]
     missing: dict[str, list[str]]
 
 
@@ -125,7 +128,8 @@ def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
     for name, tensor in headers.items():
         owner, _, leaf = name.rpartition(".")
         owners.setdefault(owner, {})[leaf] = tensor
-    packed = Packed({}, {}, {}, {})
+    modules = {path for path, _ in model.named_modules()}
+    packed = Packed({}, {}, {}, {}, {})
     present: set[str] = set()
     for owner, tensors in owners.items():
         if _is_packed(tensors):
@@ -147,6 +151,9 @@ def packed_in(model: Any, headers: Mapping[str, Tensor]) -> Packed:
             name, source = renamed(f"{owner}.{leaf}")
             first, *others = by_source[source].target_patterns if source is not None else [""]
             present |= {name, *(name.replace(first, other) for other in others)}
+            # A bias would be of a layer that the model has without one.
+            if leaf in HARMLESS and leaf != "bias" and name not in state and name.rpartition(".")[0] in modules:
+                packed.beside[f"{owner}.{leaf}"] = name
         if any(leaf in tensors for leaf in _WITHOUT_CODES):
             if renamed(f"{owner}.weight")[0] in state:
                 weight = tensors.get("weight")

@@ -13,7 +13,7 @@ from typing import Any
 
 _AROUND = ("model", "language_model.model", "model.language_model")  # what checkpoints have before `layers`
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_LEFT = ("modules_to_not_convert", "ignore", "exclude_modules")
+_LEFT = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
 _EVERY = "Linear"  # a target that is a class
 
 
@@ -25,6 +25,7 @@ def settings_for(settings: Mapping[str, Any], name: str, stacked: bool = False) 
         name: The name of the linear layer in the model, or of the parameter of experts.
         stacked: Whether it is a parameter of stacked experts.
     """
+    settings = flat(settings)
     names = _names_of(name, stacked)
     left = [entry for key in _LEFT for entry in settings.get(key) or ()]
     left += [f"re:{key[2:]}" for key in settings.get("dynamic") or () if key.startswith("-:")]  # of GPTQ
@@ -40,6 +41,12 @@ def settings_for(settings: Mapping[str, Any], name: str, stacked: bool = False) 
         return None
     form = groups[key].get("format") or settings.get("format")
     return {**settings, "format": form, "config_groups": {key: groups[key]}}
+
+
+def flat(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings with those that ModelOpt may nest in `quantization`."""
+    nested = settings.get("quantization")
+    return {**settings, **nested} if isinstance(nested, Mapping) else settings
 
 
 def _names_of(name: str, stacked: bool) -> list[str]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from liger_trainer.kernels.runtime import is_dtensor
 from liger_trainer.packed.loading import method_of, quantization_of
+from liger_trainer.packed.modelopt import FILE
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _SAMPLE = 1024  # elements of a weight that are looked at
@@ -77,7 +78,10 @@ def check_scales(model: Any) -> None:
         settings = quantization_of(config) or {}
         method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
         cause = f" transformers does not know the `quant_method` {method!r} of its configuration." if method else ""
-        way = "Load a checkpoint in 16 bits, or in a format that transformers reads."
+        way = (
+            "Load a checkpoint in 16 bits, or in a format that transformers reads; one of ModelOpt from a folder that "
+            f"holds its {FILE} too (`hf download`)."
+        )
         if method_of(config) is not None:
             way = "With adapters on it `packed_base: auto` reads it, and so does `load_packed`; or load one in 16 bits."
         raise ValueError(

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from liger_trainer.configs.flags import kernel_config_of
-from liger_trainer.packed.formats import form_of
+from liger_trainer.configs.flags import kernel_config_of, packed_base_of
+from liger_trainer.packed.formats import METHODS, form_of, reason_against
 from liger_trainer.packed.loading import method_of, quantization_of
+from liger_trainer.packed.modelopt import settings_of_file
 from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
 from liger_trainer.recipe.file import RecipeError, first_line
 from liger_trainer.recipe.known_models import PUBLISHED
@@ -57,6 +59,7 @@ def check_model(recipe: Recipe) -> None:
     config = config_of_recipe(recipe)
     if name is not None:
         check_weights(name, f"`model_name_or_path`: {name!r}")
+    check_packed_base({**vars(recipe.model), **vars(recipe.training)}, config, recipe.source)
     if recipe.recipe.expert_parallel_size > 1:
         check_expert_parallel(recipe, config)
     if recipe.model.load_in_4bit:
@@ -237,6 +240,38 @@ def stays_packed(recipe: Recipe, config: PreTrainedConfig) -> bool:
     return method_of(config) is not None and keeps_packed(recipe.training, bool(recipe.model.use_peft))
 
 
+def check_packed_base(values: Mapping[str, Any], config: PreTrainedConfig, source: Path) -> None:
+    """Checks that a checkpoint that is to stay packed can, as far as its configuration and the recipe's keys say.
+
+    Raises:
+        RecipeError: If `packed_base` is true for a checkpoint that is not in few bits, and for a format, adapters or a
+            generation that a packed base cannot have.
+    """
+    name, arguments = values.get("model_name_or_path"), SimpleNamespace(**values)
+    given = f"`model_name_or_path` {name!r}" if name else "`model_config`"
+    if method_of(config) is None:
+        if packed_base_of(arguments):
+            raise RecipeError(
+                f"{source}: `packed_base` is true, but {given} is not in few bits: its configuration names none of "
+                f"{', '.join(METHODS)}. Give a checkpoint in one of these formats, or leave `packed_base` out."
+            )
+        return
+    if not keeps_packed(arguments, bool(values.get("use_peft"))):
+        return
+    key = next((key for key in ("use_dora", "use_vllm") if values.get(key)), None)
+    if key is not None:
+        why = "DoRA reads the base's weights" if key == "use_dora" else "vLLM gets the adapters merged into the base"
+        raise RecipeError(
+            f"{source}: `{key}` is true: {why}, and those of {given} stay packed. Set `{key}` or `packed_base` to "
+            "false."
+        )
+    if reason := reason_against(quantization_of(config)):
+        raise RecipeError(
+            f"{source}: `packed_base`: {given} cannot stay packed: {reason}. Set `packed_base` to false, or give "
+            "another checkpoint."
+        )
+
+
 def attention(recipe: Recipe) -> str | None:
     """``attn_implementation``; None leaves it to transformers: SDPA, or eager attention for a class without SDPA.
 
@@ -290,7 +325,10 @@ def read_config(name: str, key: str, revision: str = "main", trust_remote_code: 
             _check_sizes(PreTrainedConfig.get_config_dict(name)[0], given)
         else:
             _reach_hub(name, revision)
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        if quantization_of(config) is None and (settings := settings_of_file(name, revision)) is not None:
+            config.quantization_config = settings
+        return config
     except RecipeError:
         raise
     except Exception as error:  # each configuration class has its own checks and errors

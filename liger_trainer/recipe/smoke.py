@@ -312,4 +312,8 @@ def shrink(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
         small |= {"dataset_name": None, "eos_token": None, "pad_token": None}
     if "output_dir" not in given:
         small["output_dir"] = _temporary_folder()
-    return {**values, **{key: value for key, value in small.items() if key in values and key not in given}}
+    small = {key: value for key, value in small.items() if key in values and key not in given}
+    if values["packed_base"] in (True, "true") and "model_name_or_path" in small:
+        logger.warning("This smoke run ignores `packed_base`: its model is new, and its weights are not packed.")
+        small["packed_base"] = "auto"
+    return {**values, **small}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from transformers.quantizers import auto
 from liger_trainer import load_packed
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.packed.experts import packed_stacks
-from liger_trainer.packed.formats import group_of_columns, packed_matrix
+from liger_trainer.packed.formats import group_of_columns, packed_matrix, reason_against
 from liger_trainer.packed.loading import dequantise, is_packed, method_of, packed_loading, quantization_of, stackable
 from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.packed.published import Stack, Tensor
@@ -30,6 +31,7 @@ from liger_trainer.recipe.model import published_form
 from tests import low_bit
 from tests.packed_checkpoints import (
     FORMATS,
+    add_scales_of_caches,
     fp8_blocks,
     write,
     write_dense,
@@ -49,6 +51,20 @@ LAYER, EXPERT, STACKS = (
 
 def packed_layers(model):
     return {name: each for name, each in model.named_modules() if isinstance(each, PackedLinear)}
+
+
+def write_rows(folder):
+    """A dense model in FP8 with keys and values in 16 bits; its class."""
+    write_dense(folder, "fp8 rows")
+    change(folder, in_16_bits)
+    return LlamaForCausalLM
+
+
+def in_16_bits(tensors, settings):
+    for name in [name for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))]:
+        del tensors[f"{name}_scale"], tensors[name.replace("weight", "input_scale")]
+        tensors[name] = tensors[name].to(torch.bfloat16)
+    settings["ignore"] = ["lm_head", "re:.*[kv]_proj"]
 
 
 def dequantised(model, meant):
@@ -89,6 +105,16 @@ def test_a_model_is_saved_as_it_was_published(name, tmp_path):
     assert settings[0]["quantization_config"] == settings[1]["quantization_config"]
     again = load_packed(str(tmp_path / "saved"), dtype="auto")
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(("write_model", "text"), [(write_rows, "model"), (write_nested, "model.language_model")])
+def test_scales_of_a_cache_are_saved_as_they_were_published(write_model, text, tmp_path):
+    kind = write_model(tmp_path / "published")
+    names = add_scales_of_caches(tmp_path / "published", text)
+    load_packed(str(tmp_path / "published"), kind, dtype="auto").save_pretrained(tmp_path / "saved")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("published", "saved"))
+    assert {name for name in after if "self_attn" in name and name.endswith(("k_scale", "v_scale"))} == {*names}
+    assert all(torch.equal(after[name], before[name]) for name in names)
 
 
 def test_a_state_dict_is_loaded_again(tmp_path):
@@ -398,6 +424,19 @@ def test_layers_that_are_left_in_16_bits_may_be_missing(tmp_path):
     assert len(packed_layers(load_packed(str(tmp_path), dtype="auto"))) == 13
 
 
+def test_layers_that_autofp8_leaves_in_16_bits_may_be_missing(tmp_path):
+    """vLLM reads them by this name."""
+    write_dense(tmp_path, "fp8 tensor")
+
+    def without(tensors, settings):
+        settings["ignored_layers"] = [*settings.pop("modules_to_not_convert"), LAYER]
+        for name in [name for name in tensors if name.startswith(LAYER)]:
+            del tensors[name]
+
+    change(tmp_path, without)
+    assert len(packed_layers(load_packed(str(tmp_path), dtype="auto"))) == 13
+
+
 def test_a_new_head_is_not_missing(tmp_path):
     write_dense(tmp_path, "fp8 blocks")
     assert is_packed(load_packed(str(tmp_path), AutoModelForSequenceClassification, dtype="auto"))
@@ -470,6 +509,29 @@ def test_experts_whose_zeros_share_words_are_refused():
     stackable(Stack(matrix, 1, ("MergeModulelist",)), (36, 32), {})
     with pytest.raises(ValueError, match="gate and up of an expert have 36 rows each, whose zeros do not fill words"):
         stackable(Stack(matrix, 2, ("MergeModulelist", "Concatenate")), (36, 32), {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"quant_method": "gptq", "bits": 8}, "its format is gptq in 8 bits; only GPTQ and AWQ .gemm. in 4"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "its format is gptq marlin in 4 bits"),
+        ({"quant_method": "awq", "w_bit": 4, "version": "GEMV"}, "its format is awq gemv in 4 bits"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "W4A16_AWQ"}}, "its format is modelopt W4A16_AWQ"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}},
+            "its weights are ints of 8 bits; floats of 8 and 4 bits and ints of 4",
+        ),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"a": 1}}}, "a `transform_conf"),
+    ],
+)
+def test_why_no_weight_can_stay_packed(settings, reason):
+    assert re.search(reason, reason_against(settings))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_is_against_what_is_loaded(name):
+    assert reason_against(FORMATS[name][1]) is None
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

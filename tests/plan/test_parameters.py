@@ -163,6 +163,8 @@ LEFT = {
     "names": ({"modules_to_not_convert": ["self_attn"]}, {ATTENTION: None, MLP: 1.0, STACK: 1.0}),
     "every name": ({"ignore": [f"model.layers.{i}.self_attn.q_proj" for i in range(8)]}, {ATTENTION: None, MLP: 1.0}),
     "a longer name": ({"ignore": ["model.layers.3.self_attn.q"]}, {ATTENTION: 1.0}),
+    "names of AutoFP8": ({"ignored_layers": ["model.layers.3.mlp.up_proj"]}, {ATTENTION: 1.0, MLP: None}),
+    "names of ModelOpt": ({"quantization": {"exclude_modules": ["*mlp*"]}}, {ATTENTION: 1.0, MLP: None}),
     "another layer": ({"ignore": ["model.layers.30", "model.layers.1"]}, {ATTENTION: 1.0, MLP: 1.0}),
     "patterns": ({"ignore": ["model.layers.*.self_attn*"]}, {ATTENTION: None, MLP: 1.0, STACK: 1.0}),
     "expressions": ({"ignore": ["re:.*mlp.*"]}, {ATTENTION: 1.0, MLP: None, STACK: None}),
@@ -182,6 +184,20 @@ def test_what_a_configuration_leaves_in_16_bits(name, around):
     settings, expected = LEFT[name]
     width = bytes_of_weights({"quant_method": "compressed-tensors", "format": "float-quantized", **settings})
     assert {key: width(f"{around}.{key}", "experts" in key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"quant_method": "mxfp8"}, 1 + 1 / 32),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 1 + 1 / 32),
+        ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, 1 + 1 / 32),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, 0.5 + 1 / 16),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1.0),
+    ],
+)
+def test_scales_of_groups_are_counted_by_each_name_of_a_format(settings, expected):
+    assert bytes_of_weights(settings)(MLP, False) == expected
 
 
 def test_layers_that_stay_in_16_bits_are_counted_so():

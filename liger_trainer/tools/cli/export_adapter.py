@@ -51,9 +51,12 @@ def export(arguments: Namespace) -> int:
             f"The experts have no adapters on {', '.join(found.lacking)}; vLLM loads experts whose layers all have one."
         )
     if not found.by_peft:
+        reason = "whose experts it does not stack"
+        if found.stacked:
+            reason = "whose experts it stacks, but not where only some layers or projections have adapters"
         print(
-            "PEFT cannot read this folder on this model, whose experts it does not stack; servers with a layer for "
-            "each expert can, and PEFT reads the run's own."
+            f"PEFT cannot read this folder on this model, {reason}; servers with a layer for each expert can, and PEFT "
+            "reads the run's own."
         )
     print(f"{found.layers} linear layers of experts have an adapter of rank {found.rank} each; the folder is {folder}.")
     return 0

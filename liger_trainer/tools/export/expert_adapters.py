@@ -31,7 +31,13 @@ from liger_trainer.errors import UserError
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 from liger_trainer.recipe.file import first_line
 from liger_trainer.tools.export.folders import new_folder
-from liger_trainer.tools.export.saved_run import SavedRun, add_adapter, class_of_model, read_base_config
+from liger_trainer.tools.export.saved_run import (
+    SavedRun,
+    add_adapter,
+    class_of_model,
+    copy_quantization,
+    read_base_config,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -51,6 +57,7 @@ class Exported(NamedTuple):
     rank: int  # of every adapter in the file
     lacking: tuple[str, ...]  # parameters of adapted experts without adapters
     by_peft: bool  # whether PEFT reads them back as they are
+    stacked: bool  # whether PEFT stacks adapters of single experts of this type of model
 
 
 class _Piece(NamedTuple):
@@ -94,8 +101,9 @@ def export_per_expert(run: SavedRun, folder: Path, say: Callable[[str], Any] = p
         rank = _to_one_rank(config, adapted, tensors)
         config.save_pretrained(str(unfinished))
         save_file({name: each.contiguous() for name, each in tensors.items()}, unfinished / FILE, {"format": "pt"})
-        by_peft = _reads(run, unfinished, _scales(adapted))
-    return Exported(len(layers), rank, lacking, by_peft)
+        copy_quantization(run, unfinished)
+        by_peft, stacked = _reads(run, unfinished, _scales(adapted))
+    return Exported(len(layers), rank, lacking, by_peft, stacked)
 
 
 def _base(run: SavedRun) -> Any:
@@ -124,16 +132,18 @@ def _adapted(run: SavedRun) -> Any:
         ) from error
 
 
-def _reads(run: SavedRun, folder: Path, scales: set[float]) -> bool:
-    """Whether PEFT finds a place for each tensor in `folder`, and gives the adapters the same scales.
+def _reads(run: SavedRun, folder: Path, scales: set[float]) -> tuple[bool, bool]:
+    """Whether PEFT finds a place for each tensor in `folder`, with the same scales; and whether it stacks experts'.
 
     It stacks adapters of single experts for some types of models, and otherwise looks for linear layers.
     """
+    base = _base(run)
     try:
-        model = add_adapter(dataclasses.replace(run, folder=folder), _base(run))
+        model = add_adapter(dataclasses.replace(run, folder=folder), base)
+        found = all(math.isclose(one, other) for one in _scales(model) for other in scales)
     except UserError:
-        return False
-    return all(math.isclose(one, other) for one in _scales(model) for other in scales)
+        found = False
+    return found, any(is_param_wrapper(each) and each.num_experts > 1 for each in base.modules())  # PEFT's, in place
 
 
 def _scales(model: Any) -> set[float]:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
 
@@ -184,17 +183,13 @@ def packed_weights(packed: nn.Module) -> Iterator[tuple[str, BlockFp8Weight]]:
 
 
 def _other_tensors(merged: Any, packed: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the checkpoint has of packed layers beside codes and scales, by its names there."""
+    """What the checkpoint has beside codes, scales of weights and what the model holds, by its names there."""
     for path, module in packed.named_modules():
         for own, name, tensor in module.published() if isinstance(module, PackedLinear) else ():
             if own not in BlockFp8Weight._fields:
                 (key,) = require(PUBLISHED_NAMES)[0](merged, {f"{path}.weight": tensor})
                 yield f"{key.removesuffix('weight')}{name}", tensor
-    for file in packed.hf_quantizer.checkpoint_files:
-        with safe_open(file, "pt") as tensors:
-            yield from (
-                (name, tensors.get_tensor(name)) for name in {*packed.hf_quantizer.left_out} & {*tensors.keys()}
-            )
+    yield from packed.hf_quantizer.read_left_out().items()
 
 
 def _named(model: Any, name: str, weight: BlockFp8Weight, scale: str) -> dict[str, torch.Tensor]:

@@ -271,6 +271,14 @@ def load_tokenizer(run: SavedRun) -> Any:
     return None
 
 
+def copy_quantization(run: SavedRun, folder: Path) -> None:
+    """Copies into `folder` what `run` says about its base, so that adapters there are merged into the same weights."""
+    from liger_trainer.trainers.checkpoints.saved_weights import FILE
+
+    if (run.folder / FILE).is_file():
+        shutil.copyfile(run.folder / FILE, folder / FILE)
+
+
 def copy_processor(run: SavedRun, folder: Path) -> None:
     """Copies what a multimodal processor has beside its tokenizer, of the run or else of its base, into `folder`.
 

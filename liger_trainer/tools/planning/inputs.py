@@ -29,7 +29,7 @@ from liger_trainer.recipe.checks import target_modules
 from liger_trainer.recipe.experts import check_expert_count, check_loading_in_4_bits, count_experts
 from liger_trainer.recipe.file import RecipeError, accelerate_config, find_recipe, first_line, read_recipe
 from liger_trainer.recipe.load import check_values
-from liger_trainer.recipe.model import config_of_values, model_class, published_config
+from liger_trainer.recipe.model import check_packed_base, config_of_values, model_class, published_config
 from liger_trainer.recipe.schema import TRAINERS, mapping
 from liger_trainer.recipe.smoke import shrink
 from liger_trainer.tools.planning.layouts import obstacles
@@ -76,6 +76,7 @@ def read_inputs(
         )
     config, kernels = config_of_values(values, source, packaged=True), kernels_of(values, source)
     _check_experts(values, config, gpus, source)
+    check_packed_base(values, config, source)
     fused = bool(values["use_liger_kernel"] and kernels.lora and not values["load_in_8bit"])  # PEFT handles 8 bits
     try:
         every, reduced = _every_n_layers(values), _sync_each_batch(values)

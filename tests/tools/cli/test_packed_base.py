@@ -13,9 +13,12 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from liger_trainer.packed.loading import is_packed
 from liger_trainer.recipe import load_recipe
 from liger_trainer.recipe.file import RecipeError
+from liger_trainer.recipe.model import check_model, check_packed_base, config_of_values
 from liger_trainer.recipe.run import train_recipe
+from liger_trainer.tools.planning.inputs import read_inputs
 from tests.low_bit import write_mxfp4
-from tests.packed_checkpoints import write_latent_mixture
+from tests.packed.test_modelopt import write_beside
+from tests.packed_checkpoints import write_dense, write_latent_mixture
 from tests.trainers.tiny import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -94,6 +97,74 @@ def test_resumes_to_the_same_bits(folder):
     assert again.state.global_step == 4
     for name, value in adapters(again.model).items():
         assert torch.equal(value, wanted[name]), name
+
+
+DENSE = {"dtype": "bfloat16", "use_peft": True, "max_length": 16, "bf16": False, "use_cpu": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "changes", "message"),
+    [
+        (
+            None,
+            None,
+            {"packed_base": True},
+            r"`packed_base` is true, but .* is not in few bits: its configuration names",
+        ),
+        (
+            "gptq",
+            {"bits": 8},
+            {},
+            "cannot stay packed: its format is gptq in 8 bits; .* Set `packed_base` to false, or",
+        ),
+        ("awq", {"version": "gemv"}, {"packed_base": True}, "cannot stay packed: its format is awq gemv in 4 bits; "),
+        (
+            "fp8 blocks",
+            {},
+            {"use_dora": True},
+            "`use_dora` is true: DoRA reads the base's weights, and those of .* stay ",
+        ),
+    ],
+    ids=["16 bits", "gptq", "awq", "dora"],
+)
+def test_what_a_configuration_says_is_refused_before_loading(name, settings, changes, message, tmp_path, monkeypatch):
+    """By a run and by its plan, from the configuration alone."""
+    folder = tmp_path / "model"
+    write_dense(folder, name or "fp8 blocks")
+    config = json.loads((folder / "config.json").read_text())
+    if name is None:
+        del config["quantization_config"]
+    else:
+        config["quantization_config"].update(settings)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()  # it is not read
+    values = {"trainer": "sft", "model_name_or_path": str(folder), "dataset_name": str(tmp_path), **DENSE, **changes}
+    source = tmp_path / "mine.yaml"
+    source.write_text(yaml.safe_dump({**values, "output_dir": str(tmp_path / "run")}))
+    for command in (lambda: check_model(load_recipe(source, [])), lambda: read_inputs(str(source), [])):
+        with pytest.raises(RecipeError, match=message):
+            command()
+    if name is not None:  # as transformers loads it
+        assert not read_inputs(str(source), ["--packed_base", "false"]).packed
+
+
+def test_vllm_is_refused_before_loading(tmp_path):
+    write_dense(tmp_path / "model", "fp8 blocks")
+    values = {"model_name_or_path": str(tmp_path / "model"), "use_peft": True, "use_vllm": True, "packed_base": True}
+    config = config_of_values(values, tmp_path)
+    with pytest.raises(RecipeError, match="`use_vllm` is true: vLLM gets the adapters merged into the base, and those"):
+        check_packed_base(values, config, tmp_path)
+    check_packed_base({**values, "packed_base": "auto"}, config, tmp_path)
+
+
+def test_a_plan_of_a_file_of_modelopt(tmp_path):
+    write_beside(tmp_path / "model", "modelopt nvfp4")
+    values = {"trainer": "sft", "model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path), **DENSE}
+    source = tmp_path / "mine.yaml"
+    source.write_text(yaml.safe_dump({**values, "output_dir": str(tmp_path / "run")}))
+    found, plain = (read_inputs(str(source), ["--packed_base", each]) for each in ("auto", "false"))
+    assert found.packed
+    assert found.run.parameters.layer.bytes < 0.5 * plain.run.parameters.layer.bytes
 
 
 def test_refused(folder):

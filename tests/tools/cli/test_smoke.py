@@ -262,3 +262,11 @@ def test_a_recipe_that_runs_from_cuda_graphs(tmp_path, capsys):
     assert main(["train", recipe, "--smoke", "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]) == 0
     said = capsys.readouterr()
     assert "cuda_graphs" not in said.out + said.err  # as little as of `bf16`, which a smoke run on a CPU sets too
+
+
+def test_the_new_model_is_not_packed(tmp_path, caplog):
+    options = ["--packed_base", "true", "--output_dir", str(tmp_path / "run")]
+    recipe = load_recipe(find_recipe("qwen3_8b_fp8_sft_lora"), options, smoke=True)
+    assert recipe.training.packed_base == "auto"
+    assert "ignores `packed_base`: its model is new" in caplog.text
+    run_recipe(recipe)

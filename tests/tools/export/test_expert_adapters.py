@@ -15,8 +15,10 @@ from liger_trainer import load_packed
 from liger_trainer.errors import UserError
 from liger_trainer.tools.cli import main
 from liger_trainer.tools.export.expert_adapters import FILE, export_per_expert
+from liger_trainer.tools.export.merging import merge
 from liger_trainer.tools.export.saved_run import find_run
-from tests.packed_checkpoints import write_latent_mixture
+from liger_trainer.trainers.checkpoints.saved_weights import write_base_quantization
+from tests.packed_checkpoints import write_latent_mixture, write_mixture
 from tests.tiny_models import TINY_MODELS
 from tests.tools.cli.runs import message_of
 
@@ -160,6 +162,18 @@ def test_families_whose_experts_peft_does_not_stack(family, tmp_path, capsys):
     assert (logits(again) - logits(adapted)).abs().max() > 1e-3  # else it is not to be said
 
 
+@pytest.mark.parametrize(
+    "targets", [EXPERTS[:1], [f"layers.1.mlp.{each}" for each in EXPERTS]], ids=["gate_up", "layer"]
+)
+def test_adapters_on_some_experts_that_peft_would_stack(targets, tmp_path, capsys):
+    run_of(tmp_path, target_parameters=targets)
+    assert main(["export-adapter", str(tmp_path / "run"), "--layout", "per-expert"]) == 0
+    shown = capsys.readouterr().out
+    assert "on this model, whose experts it stacks, but not where only some layers or projections have ad" in shown
+    with pytest.warns(UserWarning, match="missing adapter keys"):
+        PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "run" / "per-expert")
+
+
 def test_adapters_of_a_packed_base(tmp_path):
     write_latent_mixture(tmp_path / "base")
     run_of(tmp_path, base=load_packed(str(tmp_path / "base")), target_modules=["q_a_proj", "kv_b_proj"])
@@ -175,6 +189,25 @@ def test_adapters_of_a_packed_base(tmp_path):
     up = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
     assert torch.equal(tensors[f"{up}.lora_A.weight"], a[2 * 4 : 3 * 4])
     assert torch.equal(tensors[f"{up}.lora_B.weight"], b[64:, 2::4])
+
+
+def test_what_a_run_says_about_its_base_is_exported(tmp_path):
+    """Without it, the adapters would be merged into weights that were decoded in another way or dtype."""
+    write_mixture(tmp_path / "base")
+    adapted = run_of(tmp_path, base=load_packed(str(tmp_path / "base"), dtype=torch.bfloat16))
+    write_base_quantization(adapted, tmp_path / "run")
+    exported(tmp_path)
+    runs = [find_run(str(tmp_path / each)) for each in ("run", "apart")]
+    assert runs[0].quantization is not None
+    assert runs[1].quantization == runs[0].quantization
+    folders = [tmp_path / "of the run", tmp_path / "of the export"]
+    for run, folder in zip(runs, folders):
+        merge(run, folder, say=lambda line: None)
+    one, other = (load_file(folder / "model.safetensors") for folder in folders)
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(other[name], weight), name
 
 
 def refused(capsys, *arguments):

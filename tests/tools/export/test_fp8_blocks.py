@@ -22,7 +22,7 @@ from liger_trainer.tools.export.merging import SURVIVAL_FILE, merge
 from liger_trainer.tools.export.saved_run import find_run
 from liger_trainer.trainers.checkpoints.saved_weights import FILE
 from tests.low_bit import write_fp8, write_mxfp4
-from tests.packed_checkpoints import write_dense, write_mixture, write_nested
+from tests.packed_checkpoints import add_scales_of_caches, write_dense, write_mixture, write_nested
 from tests.tools.cli.runs import message_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -207,6 +207,19 @@ def test_a_scale_a_row(write, lora, size, tmp_path):
     assert rows
     assert kept > rows // 2 if size < 0.1 else kept < rows
     assert 0 < proof.survival.model.share <= 1.2
+
+
+def test_scales_of_a_cache(tmp_path):
+    """They are written as they were, as the configuration asks for them."""
+    write_mixture(tmp_path / "base", "fp8 rows")
+    names = add_scales_of_caches(tmp_path / "base")
+    saved_run(tmp_path, 0.1, target_modules=["q_proj"])
+    merge(find_run(str(tmp_path / "run")), tmp_path / "out", say=lambda line: None, to="fp8")
+    old, new = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "out"))
+    assert {*old} - {*new} == {"model.layers.9.self_attn.k_scale"}, "of a layer that the model has not"
+    assert all(torch.equal(new[name], old[name]) for name in names)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["kv_cache_scheme"]["num_bits"] == 8
 
 
 def rounded_rows(weight, scale):
