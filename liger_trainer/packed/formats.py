@@ -53,10 +53,8 @@ def form_of(settings: Any) -> str | None:
     if settings is None:
         return None
     named: Mapping[str, Any] = settings if isinstance(settings, Mapping) else settings.to_dict()
-    inside = {
-        **(named.get("quantization_config") or {}),
-        **flat(named),
-    }  # transformers nests those of compressed-tensors
+    nested = named.get("quantization_config") or {}  # transformers nests those of compressed-tensors
+    inside = {**nested, **flat(named)}
     if named.get("load_in_4bit") and "bnb_4bit_quant_type" in named:
         return str(named["bnb_4bit_quant_type"])
     if named.get("quant_method") is None:
