@@ -170,7 +170,8 @@ def test_experts_stay_packed(name, implementation, tmp_path):
         expected = plain.model.layers[-1].mlp.experts.get_parameter(leaf)
         assert torch.equal(stack.decoded(), expected)
         assert (getattr(experts, leaf).shape, getattr(experts, leaf).dtype) == (expected.shape, expected.dtype)
-        assert getattr(experts, leaf).isnan().all()  # what nobody may multiply by
+        with pytest.raises(RuntimeError, match=f"^`{leaf}` of packed experts is held as codes"):
+            getattr(experts, leaf) @ torch.ones(1)
     assert {*stacks} == {"gate_up_proj", "down_proj"}
     own = [key for key, _ in experts.named_parameters(recurse=False)]
     declared = [key for key, _ in plain.model.layers[-1].mlp.experts.named_parameters(recurse=False)]
