@@ -104,7 +104,8 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
         **from_pretrained: Its keyword arguments, such as ``dtype``; no `quantization_config`.
 
     Returns:
-        The model. Layers with a packed weight are `PackedLinear`, and stacked experts are decoded when they run.
+        The model. Layers with a packed weight are `PackedLinear`, and stacked experts are decoded when they run. With
+        ``output_loading_info=True``, the model and what `from_pretrained` says about its weights.
 
     Raises:
         ValueError: If the checkpoint is not quantised, is in another format, or holds a packed weight of a layer that
@@ -114,13 +115,14 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
     if "quantization_config" in from_pretrained:
         raise ValueError("`quantization_config` is given, but packed weights are read as they are; leave it out.")
     with packed_loading():
-        model = model_class.from_pretrained(name_or_path, **from_pretrained)
+        loaded = model_class.from_pretrained(name_or_path, **from_pretrained)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     if not is_packed(model):
         raise ValueError(
             f"{name_or_path!r} holds no packed weights: its configuration names none of {', '.join(METHODS)}. Load it "
             "with `from_pretrained`."
         )
-    return model
+    return loaded
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -446,7 +448,7 @@ def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any])
     Raises:
         ValueError: If the format is not known, or has tensors that cannot be stacked row by row.
     """
-    order = {"g_idx"} & stack.matrix.keys()  # checked when its values are loaded
+    order = {"g_idx", "weight_g_idx"} & stack.matrix.keys()  # checked when their values are loaded
     headers = {name: each for name, each in stack.matrix.items() if name not in order}
     tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in headers.items()}
     weight, names = packed_matrix(tensors, shape, settings)
@@ -460,8 +462,6 @@ def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any])
                 f"gate and up of an expert have {rows} rows each, which blocks of {height} do not divide: the scales "
                 "of both, one below the other, are not those of blocks"
             )
-    if isinstance(weight, Int4Weight) and weight.group_of is not None:
-        raise ValueError("its experts have columns in an order of their own (`weight_g_idx`)")
     if isinstance(weight, Int4Weight) and weight.zeros is not None and stack.parts > 1 and rows % _ROWS_A_WORD:
         raise ValueError(f"gate and up of an expert have {rows} rows each, whose zeros do not fill words of 8")
     for name in names.values():

@@ -348,6 +348,97 @@ def test_what_cannot_stay_packed_is_refused(name, tmp_path):
         load_packed(str(tmp_path), dtype="auto")
 
 
+def with_orders(order):
+    """What puts `order` of columns, a number for each of 128, beside the codes of INT4."""
+
+    def alter(tensors, settings):
+        settings["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+        for name in [name for name in tensors if name.endswith("weight_packed")]:
+            tensors[name.replace("packed", "g_idx")] = order[: tensors[name].shape[1] * 8].clone()
+
+    return alter
+
+
+NO_ORDER = {
+    "none": torch.full((256,), -1, dtype=torch.int32),
+    "consecutive": torch.arange(256, dtype=torch.int32) // 32,
+}
+"""Groups of columns that are in order: what compressed-tensors fills `weight_g_idx` with, and the order itself."""
+
+
+@pytest.mark.parametrize("name", NO_ORDER)
+def test_columns_without_an_order_of_their_own(name, tmp_path):
+    write_dense(tmp_path / "published", "int4")
+    before = load_packed(str(tmp_path / "published"), dtype="auto")(IDS).logits
+    change(tmp_path / "published", with_orders(NO_ORDER[name]))
+    model = load_packed(str(tmp_path / "published"), dtype="auto")
+    assert torch.equal(model(IDS).logits, before)
+    model.save_pretrained(tmp_path / "saved")
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("published", "saved"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", NO_ORDER)
+def test_experts_without_an_order_of_their_own(name, tmp_path):
+    write_mixture(tmp_path, "int4")
+    before = load_packed(str(tmp_path), dtype="auto")(IDS).logits
+    change(tmp_path, with_orders(NO_ORDER[name]))
+    assert torch.equal(load_packed(str(tmp_path), dtype="auto")(IDS).logits, before)
+
+
+def test_orders_of_columns_beside_other_formats_are_refused(tmp_path):
+    write_dense(tmp_path, "nvfp4")
+    change(tmp_path, with_orders(NO_ORDER["none"]))
+    with pytest.raises(ValueError, match="it also has 'weight_g_idx', which is not supported"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+@pytest.mark.parametrize("named", [[128, 128], "128x128"])
+def test_blocks_of_compressed_tensors(named, tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    before = load_packed(str(tmp_path), dtype="auto")(IDS).logits
+
+    def renamed(tensors, settings):
+        for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+            tensors[name.removesuffix("_inv")] = tensors.pop(name)
+        weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": named}
+        settings.clear()
+        settings.update(
+            quant_method="compressed-tensors", format="float-quantized", ignore=["lm_head"],
+            config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+        )  # fmt: skip
+
+    change(tmp_path, renamed)
+    assert torch.equal(load_packed(str(tmp_path), dtype="auto")(IDS).logits, before)
+
+
+def test_blocks_that_are_not_named_are_those_of_transformers(tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    before = load_packed(str(tmp_path), dtype="auto")(IDS).logits
+    change(tmp_path, lambda _, settings: settings.pop("weight_block_size"))
+    assert tuple(FineGrainedFP8Config().weight_block_size) == (128, 128)
+    assert torch.equal(load_packed(str(tmp_path), dtype="auto")(IDS).logits, before)
+    change(tmp_path, lambda _, settings: settings.update(weight_block_size=None))
+    with pytest.raises(ValueError, match=r"its scales are \(\d, 1\), and blocks are not named; for a weight of"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+@pytest.mark.parametrize("named", ["128", [128], [128, 128, 1], "a x b", 128])
+def test_blocks_of_other_dimensions_are_refused(named, tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    change(tmp_path, lambda _, settings: settings.update(weight_block_size=named))
+    with pytest.raises(ValueError, match=r"its blocks are .*128|a x b.*; they must be rows and columns, such as \[128, "):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def test_what_was_loaded_is_said_as_by_transformers(tmp_path):
+    write_dense(tmp_path, "int4")
+    model, info = load_packed(str(tmp_path), dtype="auto", output_loading_info=True)
+    assert is_packed(model)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
 def of_two_groups(tensors, settings):
     """Layers of attention become those of NVFP4, whose group is named first."""
     for name in [name for name in tensors if name.endswith("weight_packed") and "self_attn" in name]:
