@@ -118,9 +118,12 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
         loaded = model_class.from_pretrained(name_or_path, **from_pretrained)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     if not is_packed(model):
+        method = method_of(model.config)
+        why = f"names {method!r}, but its files hold every weight in 16 bits or more"
+        if method is None:
+            why = f"names none of {', '.join(METHODS)}"
         raise ValueError(
-            f"{name_or_path!r} holds no packed weights: its configuration names none of {', '.join(METHODS)}. Load it "
-            "with `from_pretrained`."
+            f"{name_or_path!r} holds no packed weights: its configuration {why}. Load it with `from_pretrained`."
         )
     return loaded
 
@@ -239,20 +242,27 @@ class PackedQuantizer(HfQuantizer):
         return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The rules of transformers, and for each tensor of GPTQ and AWQ a copy of the rules that stack experts.
+        """The rules of transformers, and a copy of those that stack experts for each tensor beside their `weight`.
 
-        Such tensors have a weight's rows as their last dimension, so gate and up of an expert are put side by side.
+        transformers' own copies (`serialized_names`) are for one format. The tensors of GPTQ and AWQ have a weight's
+        rows as their last dimension, so gate and up of an expert are put side by side.
         """
         _, _, converter, *_, concatenate = require(PACKED_CHECKPOINTS)
-        added = []
+        parameters, added = "\n".join(name for name, _ in model.named_parameters()), []
         for rule in (each for each in weight_conversions if isinstance(each, converter)):
             sources, targets = rule._original_source_patterns, rule._original_target_patterns
             if not all(each.endswith(".weight") for each in sources):
                 continue
-            steps = [concatenate(dim=-1) if isinstance(each, concatenate) else each for each in rule.operations]
-            for name in self._transposed:
+            for name, transposed in self._beside_weights.items():
+                ending = _ending_of(name, transposed)
+                if not re.search(f"{targets[0]}{ending}$", parameters, re.MULTILINE):
+                    continue
+                steps = [
+                    concatenate(dim=-1) if transposed and isinstance(each, concatenate) else each
+                    for each in rule.operations
+                ]
                 named = [each.removesuffix("weight") + name for each in sources]
-                added.append(rule.copy(named, [f"{each}_{name}" for each in targets], operations=list(steps)))
+                added.append(rule.copy(named, [f"{each}{ending}" for each in targets], operations=steps))
         return super().update_weight_conversions(weight_conversions, model) + added
 
     def is_serializable(self) -> bool:
@@ -292,7 +302,7 @@ class PackedQuantizer(HfQuantizer):
         self._experts: dict[str, dict[str, bool]] = {}  # by module: its packed weights, and whether they are transposed
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
         self._endings: dict[str, dict[str, str]] = {}  # by such a weight: its tensors' endings here, and names there
-        self._transposed: dict[str, None] = {}  # names in the checkpoint of tensors of transposes, each once
+        self._beside_weights: dict[str, bool] = {}  # names there of tensors of stacks, and whether of transposes
         self._order: dict[str, tuple[str, ...]] = {}  # by module of experts: the names of all its parameters
         self.left_out: list[str] = []  # tensors of stacked weights that are not loaded, such as `input_scale`
         check_trained(
@@ -338,13 +348,10 @@ class PackedQuantizer(HfQuantizer):
         for each in names:
             dtype, sizes = stack.matrix[each].dtype, [*stack.matrix[each].shape]
             sizes[-1 if transposed else 0] *= stack.parts
-            ending = f"_{each}" if transposed else each.removeprefix("weight")
+            ending = _ending_of(each, transposed)
             self._wait(experts, f"{leaf}{ending}", Tensor(dtype, (count, *sizes)))
             self._endings.setdefault(name, {})[ending] = each
-        if transposed:
-            self._transposed |= dict.fromkeys(names)
-        else:
-            self.serialized_names = {"weight": list(dict.fromkeys(("weight", *names)))}
+        self._beside_weights |= {each: transposed for each in names if each != "weight"}
         self._experts.setdefault(path, {})[leaf] = False
         self._shapes[name] = (count, *declared)
 
@@ -399,7 +406,7 @@ class PackedQuantizer(HfQuantizer):
         (layer,) = skeleton.layer
         parameters = dict(skeleton.named_parameters())
         layer.register_parameter("bias", parameters.pop("bias", None))
-        tensors = {name: _loaded(f"{path}.{name}", each) for name, each in parameters.items()}
+        tensors = {name: _loaded(path, name, each) for name, each in parameters.items()}
         try:
             shape = (layer.out_features, layer.in_features)
             weight, names = packed_matrix(tensors, shape, self._settings_for(path))
@@ -416,7 +423,7 @@ class PackedQuantizer(HfQuantizer):
             loaded = {}
             for name, parameter in list(experts.named_parameters(recurse=False)):
                 if (name == leaf or name.startswith(f"{leaf}_")) and not name.endswith("_bias"):
-                    loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{name}", parameter)
+                    loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{leaf}", name, parameter)
                     del experts._parameters[name]
             published = self._endings.get(f"{path}.{leaf}", {})
             tensors = {published.get(ending, f"weight{ending}"): tensor for ending, tensor in loaded.items()}
@@ -470,6 +477,11 @@ def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any])
     return [*names.values(), *order]
 
 
+def _ending_of(name: str, transposed: bool) -> str:
+    """What the name of a stack's parameter has after that of the weight, for the tensor `name` of its matrices."""
+    return f"_{name}" if transposed else name.removeprefix("weight")
+
+
 def _without_data(dtype: torch.dtype, shape: tuple[int, ...]) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
@@ -481,10 +493,10 @@ def _filled(module: nn.Module) -> Any:
     return module
 
 
-def _loaded(name: str, parameter: nn.Parameter) -> torch.Tensor:
-    """The data of a parameter that the checkpoint has filled."""
+def _loaded(owner: str, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """The data of the parameter `name` of `owner`, which the checkpoint has filled."""
     if not getattr(parameter, "_is_hf_initialized", False):
-        raise _cannot(name, "the checkpoint has only some of its tensors")
+        raise _cannot(owner, f"transformers has found no {name!r}, or not all parts of it, in the checkpoint")
     return parameter.detach()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 
 import pytest
@@ -23,7 +24,15 @@ from liger_trainer import load_packed
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.packed.experts import packed_stacks
 from liger_trainer.packed.formats import group_of_columns, packed_matrix
-from liger_trainer.packed.loading import dequantise, is_packed, method_of, packed_loading, quantization_of, stackable
+from liger_trainer.packed.loading import (
+    PackedQuantizer,
+    dequantise,
+    is_packed,
+    method_of,
+    packed_loading,
+    quantization_of,
+    stackable,
+)
 from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.packed.published import Stack, Tensor
 from liger_trainer.recipe.model import published_form
@@ -270,6 +279,33 @@ def test_other_models_load_as_always(tmp_path):
         load_packed(str(tmp_path / "packed"), quantization_config=FineGrainedFP8Config())
 
 
+def test_a_checkpoint_whose_weights_were_all_left_in_16_bits(tmp_path):
+    model = low_bit.dense()
+    model.config.quantization_config = {"quant_method": "fp8", "modules_to_not_convert": ["layers", "lm_head"]}
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its configuration names 'fp8', but its files hold every weight in 16 bits or"):
+        load_packed(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "tensor"),
+    [("fp8 blocks", LAYER, "weight_scale_inv"), ("mixture", f"{STACKS}.down_proj", "down_proj_scale_inv")],
+)
+def test_a_tensor_that_is_not_loaded_is_named(name, owner, tensor, tmp_path, monkeypatch):
+    """As where a rule of transformers does not fit."""
+    write_mixture(tmp_path) if name == "mixture" else write_dense(tmp_path, name)
+    process = PackedQuantizer._process_model_after_weight_loading
+
+    def without_one(self, model, **kwargs):
+        path = owner if name != "mixture" else STACKS
+        del vars(model.get_submodule(path).get_parameter(tensor))["_is_hf_initialized"]
+        return process(self, model, **kwargs)
+
+    monkeypatch.setattr(PackedQuantizer, "_process_model_after_weight_loading", without_one)
+    with pytest.raises(ValueError, match=f"'{owner}' cannot stay packed: transformers has found no '{tensor}', or not"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
 def test_settings_of_the_text_configuration_are_found(tmp_path):
     kind = write_nested(tmp_path / "packed")
     config = AutoConfig.from_pretrained(tmp_path / "packed")
@@ -466,6 +502,39 @@ def test_each_layer_has_the_settings_of_its_own_group(tmp_path):
     change(tmp_path, zeros_lost)
     with pytest.raises(ValueError, match=r"mlp\.\w+' .* no 'weight_zero_point', and its configuration says"):
         load_packed(str(tmp_path), dtype="auto")
+
+
+OF_DOWN = {
+    "fp8 rows": ({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized"),
+    "nvfp4": ({"num_bits": 4, "type": "float", "group_size": 16}, "nvfp4-pack-quantized"),
+    "int4 with zeros": ({"num_bits": 4, "type": "int", "group_size": 32, "symmetric": False}, "pack-quantized"),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "other"), [(one, other) for one in OF_DOWN for other in OF_DOWN if one != other]
+)
+def test_stacks_of_one_module_may_be_in_different_formats(form, other, tmp_path):
+    meant = write_mixture(tmp_path, form)
+
+    def down_in_another(tensors, settings):
+        for layer, expert in itertools.product(range(2), range(4)):
+            stack = f"model.layers.{layer}.mlp.experts"
+            without_all(f"{stack}.{expert}.down_proj")(tensors, settings)
+            made, meant[f"{stack}.down_proj"][expert] = FORMATS[other][0](128, 128)
+            tensors |= {f"{stack}.{expert}.down_proj.{leaf}": tensor for leaf, tensor in made.items()}
+        weights, named = OF_DOWN[other]
+        down = {"targets": ["re:.*down_proj"], "weights": weights, "format": named}
+        first = {**settings["config_groups"]["group_0"], "format": settings["format"]}
+        settings.update(config_groups={"down": down, "group_0": first}, format="mixed-precision")
+
+    change(tmp_path, down_in_another)
+    model = load_packed(str(tmp_path), dtype=torch.float32)
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        for leaf, stack in packed_stacks(model.get_submodule(path)).items():
+            torch.testing.assert_close(stack.decoded(), meant[f"{path}.{leaf}"].float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(model(IDS).logits, dequantised(model, meant)(IDS).logits, rtol=1e-5, atol=1e-6)
 
 
 def test_of_sizes_of_groups_one_that_fits_is_taken():
