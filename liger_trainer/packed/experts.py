@@ -57,7 +57,7 @@ class PackedStack(NamedTuple):
         return dense.mT if self.transposed else dense
 
 
-class _Kept(NamedTuple):
+class _Layout(NamedTuple):
     """How a stack is put together from the module's parameters."""
 
     kind: Any
@@ -89,7 +89,7 @@ class PackedExperts(nn.Module):
     """
 
     unpacked_class: type[nn.Module]
-    _packed: dict[str, _Kept]
+    _packed: dict[str, _Layout]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, for which a weight is decoded where it is first read."""
@@ -132,7 +132,7 @@ def parts_of_stacks(module: nn.Module) -> set[str]:
     """The names of the parameters of `module` that are codes and scales of its packed weights."""
     if not isinstance(module, PackedExperts):
         return set()
-    return {name for kept in module._packed.values() for name, _ in kept.tensors.values()}
+    return {name for layout in module._packed.values() for name, _ in layout.tensors.values()}
 
 
 def unpacked_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -158,7 +158,7 @@ def pack_experts(experts: nn.Module, stacks: dict[str, PackedStack], order: Sequ
         stacks: The packed weights, by the names of the parameters.
         order: The names of all parameters of the module, in the order in which its class registers them.
     """
-    kept, marks = {}, {}
+    layouts, marks = {}, {}
     parts: dict[str, nn.Parameter] = {}
     for name, (weight, transposed, dtype) in stacks.items():
         marks[name] = nn.Parameter(torch.zeros(1, dtype=dtype, device=weight.device), requires_grad=False)
@@ -166,14 +166,14 @@ def pack_experts(experts: nn.Module, stacks: dict[str, PackedStack], order: Sequ
         numbers = {part: value for part, value in weight._asdict().items() if part not in tensors}
         parts |= {f"{name}_{part}": frozen(tensor) for part, tensor in tensors.items()}
         dtypes = {part: (f"{name}_{part}", tensor.dtype) for part, tensor in tensors.items()}
-        kept[name] = _Kept(type(weight), dtypes, numbers, transposed)
+        layouts[name] = _Layout(type(weight), dtypes, numbers, transposed)
     others = {name: each for name, each in experts._parameters.items() if name not in stacks}
     experts._parameters.clear()
     for name in order:  # PEFT nests its wrappers, and so names its adapters, in this order
         experts.register_parameter(name, marks[name] if name in marks else others[name])
     for name, part in parts.items():
         experts.register_parameter(name, part)
-    experts.__dict__["_packed"] = kept
+    experts.__dict__["_packed"] = layouts
     kind: Any = type(experts)
     experts.__class__ = _class_with(kind, tuple(stacks))
 

@@ -44,7 +44,7 @@ _ORDER = "weight_g_idx"  # of compressed-tensors' INT4: the group of each column
 _DEFAULT_BLOCK = (128, 128)  # of `FineGrainedFP8Config` of transformers
 
 
-def form_of(settings: Any) -> str | None:
+def format_name(settings: Any) -> str | None:
     """The format that quantisation settings name: the method and, if it has several formats, which; None without any.
 
     Args:
@@ -185,9 +185,9 @@ def fp8_block(scales: torch.Tensor, shape: tuple[int, ...], settings: Mapping[st
     if grid in ((rows, 1), (1, 1)):
         return None
     expected = " or ".join(str(each) for each in dict.fromkeys([*grids, (rows, 1), (1, 1)]))
+    given = "not named" if named is None else [*named]
     raise ValueError(
-        f"its scales are {tuple(scales.shape)}, and blocks are {named and list(named) or 'not named'}; for a weight of {shape} they "
-        f"must be {expected}"
+        f"its scales are {tuple(scales.shape)}, and blocks are {given}; for a weight of {shape} they must be {expected}"
     )
 
 

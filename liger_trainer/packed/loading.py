@@ -295,10 +295,10 @@ class PackedQuantizer(HfQuantizer):
                 "`packed_base`: the checkpoint's `quantization_config` has a `transform_config`, and inputs of packed "
                 "layers are not transformed. Set `packed_base` to false."
             )
-        self._wait_for(model, packed_in(model, read_headers(checkpoint_files)))
+        self._replace_weights(model, packed_in(model, read_headers(checkpoint_files)))
 
-    def _wait_for(self, model: Any, found: Packed) -> None:
-        """Makes the layers and experts of `model` wait for the packed tensors that a checkpoint holds."""
+    def _replace_weights(self, model: Any, found: Packed) -> None:
+        """Replaces weights that a checkpoint holds packed by parameters without data, one for each of its tensors."""
         self._experts: dict[str, dict[str, bool]] = {}  # by module: its packed weights, and whether they are transposed
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
         self._endings: dict[str, dict[str, str]] = {}  # by such a weight: its tensors' endings here, and names there
@@ -330,7 +330,7 @@ class PackedQuantizer(HfQuantizer):
             self._prepare_stacked(model, path, tensors)
 
     def _prepare_stack(self, model: Any, name: str, stack: Stack) -> None:
-        """Makes a parameter of experts, which transformers stacks, wait for its packed tensors."""
+        """Replaces a parameter of experts, which transformers stacks, by one for each of its packed tensors."""
         path, _, leaf = name.rpartition(".")
         experts, (count, *declared) = self._experts_at(model, path), model.get_parameter(name).shape
         if not {*stack.operations} <= _STACKING or len(declared) != 2 or declared[0] % stack.parts:
@@ -349,7 +349,7 @@ class PackedQuantizer(HfQuantizer):
             dtype, sizes = stack.matrix[each].dtype, [*stack.matrix[each].shape]
             sizes[-1 if transposed else 0] *= stack.parts
             ending = _ending_of(each, transposed)
-            self._wait(experts, f"{leaf}{ending}", Tensor(dtype, (count, *sizes)))
+            self._register_empty(experts, f"{leaf}{ending}", Tensor(dtype, (count, *sizes)))
             self._endings.setdefault(name, {})[ending] = each
         self._beside_weights |= {each: transposed for each in names if each != "weight"}
         self._experts.setdefault(path, {})[leaf] = False
@@ -374,7 +374,7 @@ class PackedQuantizer(HfQuantizer):
             transposed = declared != matrix or bool(getattr(experts, "is_transposed", False))
             experts._parameters.pop(leaf)
             for name in (f"{leaf}_blocks", scales):
-                self._wait(experts, name, tensors[name])
+                self._register_empty(experts, name, tensors[name])
             self._experts.setdefault(path, {})[leaf] = transposed
 
     def _experts_at(self, model: Any, path: str) -> nn.Module:
@@ -382,7 +382,7 @@ class PackedQuantizer(HfQuantizer):
         self._order.setdefault(path, tuple(experts._parameters))
         return experts
 
-    def _wait(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+    def _register_empty(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters.pop(name, None)
         module.register_parameter(name, _without_data(tensor.dtype, tensor.shape))
         module._is_hf_initialized = True  # type: ignore[assignment]  # else the class would initialise what it lacks

@@ -46,9 +46,9 @@ _INITIALISED = (
 )
 
 _TRAINED = (
-    "Codes of a packed weight cannot be trained. Leave its module, and those around it, out of `modules_to_save` and of "
-    "what requires a gradient; name modules that the checkpoint has in 16 bits, such as 'lm_head'. Or load the model "
-    "dequantised."
+    "Codes of a packed weight cannot be trained. Leave its module, and those around it, out of `modules_to_save` and "
+    "of what requires a gradient; name modules that the checkpoint has in 16 bits, such as 'lm_head'. Or load the "
+    "model dequantised."
 )
 
 

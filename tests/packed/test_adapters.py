@@ -196,7 +196,9 @@ def test_packed_experts_refuse_to_be_merged_by_themselves(merge, tmp_path):
     """On a model of one's own, before `apply_liger_kernel` has seen it."""
     on_experts = {**ON_EXPERTS, "target_modules": []}
     model, _ = adapted(experts_of("mxfp4", tmp_path, torch.float32)[0], patched=False, **on_experts)
-    with pytest.raises(RuntimeError, match=r"^`\w+_proj` of packed experts is held as codes, .* with `liger-trainer merge`"):
+    with pytest.raises(
+        RuntimeError, match=r"^`\w+_proj` of packed experts is held as codes, .* with `liger-trainer merge`"
+    ):
         getattr(model, "merge_and_unload" if merge == "safely" else merge)(**MERGES[merge])
 
 
@@ -224,7 +226,9 @@ def test_what_reads_weights_is_refused(tmp_path):
 def test_peft_alone_says_why_codes_are_not_trained(name, tmp_path):
     write_mixture(tmp_path)
     model = load_packed(str(tmp_path), dtype="auto")
-    with pytest.raises(RuntimeError, match=r"^Codes of a packed weight cannot be trained\. .* such as 'lm_head'\. Or load"):
+    with pytest.raises(
+        RuntimeError, match=r"^Codes of a packed weight cannot be trained\. .* such as 'lm_head'\. Or load"
+    ):
         get_peft_model(model, LoraConfig(target_modules=["v_proj"], modules_to_save=[name]))
     get_peft_model(load_packed(str(tmp_path)), LoraConfig(target_modules=["v_proj"], modules_to_save=["mlp.gate"]))
 
@@ -245,7 +249,9 @@ def test_peft_alone_says_what_to_do_and_leaves_the_model_whole(name, tmp_path):
     names = [key for key, _ in model.named_parameters()]
     with pytest.raises(RuntimeError, match=r"Adapters on packed experts run in our operator alone. Call `apply_liger_"):
         model(IDS)
-    with pytest.raises(RuntimeError, match=r"^Adapters on packed experts run in our operator alone. Call `apply_liger_"):
+    with pytest.raises(
+        RuntimeError, match=r"^Adapters on packed experts run in our operator alone. Call `apply_liger_"
+    ):
         del next(each for each in model.modules() if packed_stacks(each)).down_proj
     assert [key for key, _ in model.named_parameters()] == names
     with model.disable_adapter():

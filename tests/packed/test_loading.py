@@ -283,7 +283,7 @@ def test_a_checkpoint_whose_weights_were_all_left_in_16_bits(tmp_path):
     model = low_bit.dense()
     model.config.quantization_config = {"quant_method": "fp8", "modules_to_not_convert": ["layers", "lm_head"]}
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="its configuration names 'fp8', but its files hold every weight in 16 bits or"):
+    with pytest.raises(ValueError, match="its configuration names 'fp8', but its files hold every weight in "):
         load_packed(str(tmp_path))
 
 
@@ -464,7 +464,7 @@ def test_blocks_that_are_not_named_are_those_of_transformers(tmp_path):
 def test_blocks_of_other_dimensions_are_refused(named, tmp_path):
     write_dense(tmp_path, "fp8 blocks")
     change(tmp_path, lambda _, settings: settings.update(weight_block_size=named))
-    with pytest.raises(ValueError, match=r"its blocks are .*128|a x b.*; they must be rows and columns, such as \[128, "):
+    with pytest.raises(ValueError, match=r"its blocks are .*(128|a x b).*; they must be rows and columns, "):
         load_packed(str(tmp_path), dtype="auto")
 
 
@@ -511,9 +511,7 @@ OF_DOWN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "other"), [(one, other) for one in OF_DOWN for other in OF_DOWN if one != other]
-)
+@pytest.mark.parametrize(("form", "other"), [(one, other) for one in OF_DOWN for other in OF_DOWN if one != other])
 def test_stacks_of_one_module_may_be_in_different_formats(form, other, tmp_path):
     meant = write_mixture(tmp_path, form)
 

@@ -109,5 +109,5 @@ def test_refused(folder):
 def test_a_packed_weight_that_is_named_as_a_parameter(folder):
     write_mixture(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    with pytest.raises(RecipeError, match=r"keeps it packed: .* Name the layer in .* \(`lora_target_modules`\): 'k_proj'"):
+    with pytest.raises(RecipeError, match=r"keeps it packed: .* layer in .* \(`lora_target_modules`\): 'k_proj'"):
         run(folder, trainer="sft", lora_target_parameters=["experts.down_proj", "k_proj.weight"])
