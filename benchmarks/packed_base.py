@@ -144,7 +144,7 @@ class _Drawn(PackedQuantizer):
         self.found = found
 
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        self._wait_for(model, self.found)
+        self._replace_weights(model, self.found)
 
 
 def pack_randomly(name: str, kind: str, model: Any, device: torch.device) -> Any:

@@ -389,7 +389,7 @@ PACKED_CHECKPOINTS = Feature(
     Private("transformers.quantizers:HfQuantizer.postprocess_model", uses="_process_model_after_weight_loading"),
     Private(
         "transformers.quantizers:HfQuantizer.update_weight_conversions",
-        uses="serialized_names, _original_source_patterns, _original_target_patterns",
+        uses="_original_source_patterns, _original_target_patterns",
     ),
     Private("transformers:PreTrainedModel.from_pretrained", uses="checkpoint_files"),
     Private("transformers:PreTrainedModel._initialize_missing_keys", uses="_is_hf_initialized"),

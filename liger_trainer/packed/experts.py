@@ -5,10 +5,11 @@ the module, such an attribute is the decoded stack, in the layout and dtype that
 per call. So every implementation of the experts computes the same as with the dequantised weights. Ours reads the
 packed stack (`packed_stacks`), and saves that for the backward instead of the decoded one.
 
-At any other time the attribute is a placeholder of that shape and dtype, which takes no memory and holds NaN. PEFT
-looks for the names of `target_parameters` among the module's parameters, and reads sizes, device and dtype of the
-attribute: it gets the placeholder. The parameter of that name is a mark of one element, which follows the casts of the
-model and of FSDP2 as the weight would. Codes and scales are parameters after all others (`modules.py`).
+At any other time the attribute is a placeholder of that shape and dtype, which takes no memory and has no values: to
+read or change these, as PEFT does to merge adapters, is an error. PEFT looks for the names of `target_parameters` among
+the module's parameters, and reads sizes, device and dtype of the attribute: it gets the placeholder. The parameter of
+that name is a mark of one element, which follows the casts of the model and of FSDP2 as the weight would. Codes and
+scales are parameters after all others (`modules.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from liger_trainer.compat.torch import MODULE_CONTENTS
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.kernels.lowbit.formats import PackedWeight
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.packed.modules import as_held, frozen
+from liger_trainer.packed.modules import as_held, frozen, stay_frozen, without_values
 
 require(MODULE_CONTENTS)
 
@@ -55,13 +56,8 @@ class PackedStack(NamedTuple):
         dense = decode(self.weight, dtype or self.dtype)
         return dense.mT if self.transposed else dense
 
-    def placeholder(self) -> torch.Tensor:
-        """A tensor of the declared shape and dtype on the same device, whose elements share the memory of one NaN."""
-        one = torch.full((1,), float("nan"), dtype=self.dtype, device=self.weight.device)
-        return one.expand(self.shape)
 
-
-class _Kept(NamedTuple):
+class _Layout(NamedTuple):
     """How a stack is put together from the module's parameters."""
 
     kind: Any
@@ -77,6 +73,11 @@ OURS_ALONE = (
 )
 """The error where PEFT would run adapters on packed experts in its own forward."""
 
+_NO_VALUES = (
+    f"`{{}}` of packed experts is held as codes, which have no values to read or change. {OURS_ALONE} Merge them with "
+    "`liger-trainer merge`."
+)
+
 _calls = threading.local()
 
 
@@ -88,7 +89,7 @@ class PackedExperts(nn.Module):
     """
 
     unpacked_class: type[nn.Module]
-    _packed: dict[str, _Kept]
+    _packed: dict[str, _Layout]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, for which a weight is decoded where it is first read."""
@@ -103,6 +104,11 @@ class PackedExperts(nn.Module):
         """How the module is copied and pickled: its class is made again from `unpacked_class`."""
         reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
         return _without_state, (self.unpacked_class, tuple(self._packed)), *reduced[2:]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy; PEFT copies the modules that it trains whole (`modules_to_save`)."""
+        super().__setstate__(state)
+        stay_frozen(self.get_parameter(name) for name in parts_of_stacks(self))
 
     def __delattr__(self, name: str) -> None:
         """Refuses to parametrise a packed weight, as PEFT does to run adapters; the module is left as it was.
@@ -126,7 +132,7 @@ def parts_of_stacks(module: nn.Module) -> set[str]:
     """The names of the parameters of `module` that are codes and scales of its packed weights."""
     if not isinstance(module, PackedExperts):
         return set()
-    return {name for kept in module._packed.values() for name, _ in kept.tensors.values()}
+    return {name for layout in module._packed.values() for name, _ in layout.tensors.values()}
 
 
 def unpacked_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -152,7 +158,7 @@ def pack_experts(experts: nn.Module, stacks: dict[str, PackedStack], order: Sequ
         stacks: The packed weights, by the names of the parameters.
         order: The names of all parameters of the module, in the order in which its class registers them.
     """
-    kept, marks = {}, {}
+    layouts, marks = {}, {}
     parts: dict[str, nn.Parameter] = {}
     for name, (weight, transposed, dtype) in stacks.items():
         marks[name] = nn.Parameter(torch.zeros(1, dtype=dtype, device=weight.device), requires_grad=False)
@@ -160,14 +166,14 @@ def pack_experts(experts: nn.Module, stacks: dict[str, PackedStack], order: Sequ
         numbers = {part: value for part, value in weight._asdict().items() if part not in tensors}
         parts |= {f"{name}_{part}": frozen(tensor) for part, tensor in tensors.items()}
         dtypes = {part: (f"{name}_{part}", tensor.dtype) for part, tensor in tensors.items()}
-        kept[name] = _Kept(type(weight), dtypes, numbers, transposed)
+        layouts[name] = _Layout(type(weight), dtypes, numbers, transposed)
     others = {name: each for name, each in experts._parameters.items() if name not in stacks}
     experts._parameters.clear()
     for name in order:  # PEFT nests its wrappers, and so names its adapters, in this order
         experts.register_parameter(name, marks[name] if name in marks else others[name])
     for name, part in parts.items():
         experts.register_parameter(name, part)
-    experts.__dict__["_packed"] = kept
+    experts.__dict__["_packed"] = layouts
     kind: Any = type(experts)
     experts.__class__ = _class_with(kind, tuple(stacks))
 
@@ -207,4 +213,4 @@ def _read(module: PackedExperts, name: str) -> torch.Tensor:
             if name not in decoded:
                 decoded[name] = stack.decoded()
             return decoded[name]
-    return stack.placeholder()
+    return without_values(stack.shape, stack.weight.device, stack.dtype, name, _NO_VALUES.format(name))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from liger_trainer.kernels.lowbit.formats import (
+    Int4Weight,
     PackedWeight,
     fp8_weight,
     int4_weight,
@@ -42,9 +43,11 @@ HARMLESS = (
 """Tensors that may lie beside the codes of a matrix without changing what the codes mean."""
 
 _E4M3 = torch.float8_e4m3fn
+_ORDER = "weight_g_idx"  # of compressed-tensors' INT4: the group of each column
+_DEFAULT_BLOCK = (128, 128)  # of `FineGrainedFP8Config` of transformers
 
 
-def form_of(settings: Any) -> str | None:
+def format_name(settings: Any) -> str | None:
     """The format that quantisation settings name: the method and, if it has several formats, which; None without any.
 
     Args:
@@ -103,7 +106,7 @@ def packed_matrix(
 
     Args:
         tensors: Tensors of the checkpoint, by their names behind the layer's; those of all experts stacked. They may
-            be on the meta device, except `g_idx`.
+            be on the meta device, except `g_idx` and `weight_g_idx`.
         shape: (N, K), the layer's output and input features; (E, N, K) for a stack.
         settings: The checkpoint's `quantization_config`, of several `config_groups` the weight's (`settings_for`).
 
@@ -116,8 +119,9 @@ def packed_matrix(
     weight, names = _matrix(tensors, shape, settings)
     if tuple(weight.shape) != shape:
         raise ValueError(f"its packed weight is {tuple(weight.shape)}, but the layer's is {shape}")
+    meant = {*HARMLESS, *names.values(), *([_ORDER] if isinstance(weight, Int4Weight) else ())}
     for name in tensors:
-        if name not in HARMLESS and name not in names.values():
+        if name not in meant:
             raise ValueError(f"it also has {name!r}, which is not supported, and may change what its codes mean")
     return weight, names
 
@@ -146,14 +150,18 @@ def _matrix(
         return mxfp4_weight(packed, scales), names
     if packed.dtype == torch.int32 and packed.shape[-1] == -(-shape[-1] // 8):
         group, zeros = group_of_columns(shape[-1], scales.shape[-1], settings), tensors.get("weight_zero_point")
-        group_of = tensors.get("weight_g_idx")
+        group_of = tensors.get(_ORDER)
+        if group_of is not None and _has_no_order(group_of, shape[-1], group):
+            group_of = None
+        elif group_of is not None and len(shape) > 2:
+            raise ValueError(f"its experts have columns in an order of their own (`{_ORDER}`)")
         if scales.shape[:-1] != shape[:-1]:
             raise ValueError(f"its {scale!r} is {tuple(scales.shape)}; for a weight of {shape} it must have its rows")
         schemes = [*_schemes(settings)]
         if zeros is None and schemes and all(one.get("symmetric") is False for one in schemes):
             raise ValueError("it has no 'weight_zero_point', and its configuration says that it is not `symmetric`")
         names |= {} if zeros is None else {"zeros": "weight_zero_point"}
-        names |= {} if group_of is None else {"group_of": "weight_g_idx"}
+        names |= {} if group_of is None else {"group_of": _ORDER}
         return int4_weight(packed, scales, zeros, group_of, group=group, columns=shape[-1]), names
     raise ValueError(f"its format is not known: {codes} in {packed.dtype}, {scale} in {scales.dtype}")
 
@@ -172,19 +180,32 @@ def fp8_block(scales: torch.Tensor, shape: tuple[int, ...], settings: Mapping[st
     if scales.dim() < 2:
         return None
     grid = tuple(scales.shape[-2:])
-    named = settings.get("weight_block_size") or _of_weights(settings, "block_structure")
+    named = _named_block(settings)
     blocks = [named] if named is not None else []
     blocks += [(1, 32)] if scales.element_size() == 1 else []
-    grids = {(-(-rows // height), -(-columns // width)): (int(height), int(width)) for height, width in blocks}
+    grids = {(-(-rows // height), -(-columns // width)): (height, width) for height, width in blocks}
     if grid in grids:
         return grids[grid]
     if grid in ((rows, 1), (1, 1)):
         return None
     expected = " or ".join(str(each) for each in dict.fromkeys([*grids, (rows, 1), (1, 1)]))
+    given = "not named" if named is None else [*named]
     raise ValueError(
-        f"its scales are {tuple(scales.shape)}, and blocks are {named or 'not named'}; for a weight of {shape} they "
-        f"must be {expected}"
+        f"its scales are {tuple(scales.shape)}, and blocks are {given}; for a weight of {shape} they must be {expected}"
     )
+
+
+def _named_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The rows and columns of a block that settings name, a list or text such as "128x128"; None without blocks."""
+    default = _DEFAULT_BLOCK if settings.get("quant_method") == "fp8" else None
+    named = settings.get("weight_block_size", default) or _of_weights(settings, "block_structure")
+    if not named:
+        return None
+    try:
+        height, width = map(int, named.lower().split("x") if isinstance(named, str) else named)
+    except (TypeError, ValueError):
+        raise ValueError(f"its blocks are {named!r}; they must be rows and columns, such as [128, 128]") from None
+    return height, width
 
 
 def group_of_columns(columns: int, groups: int, settings: Mapping[str, Any]) -> int:
@@ -261,6 +282,15 @@ def reason_against(settings: Any) -> str | None:
     if method == "compressed-tensors" and other is not None and all(kind not in _KINDS for kind in kinds):
         return f"its weights are {other[1]}s of {other[0]} bits; floats of 8 and 4 bits and ints of 4 are supported"
     return None
+
+
+def _has_no_order(group_of: torch.Tensor, columns: int, group: int) -> bool:
+    """Whether no matrix of a stack has columns in an order of its own.
+
+    compressed-tensors fills `weight_g_idx` with -1, and leaves it so where columns are consecutive.
+    """
+    rows = group_of.reshape(-1, columns)
+    return _is_in_order(rows[(rows != -1).any(-1)], columns, group)
 
 
 def _is_in_order(group_of: torch.Tensor, columns: int, group: int) -> bool:

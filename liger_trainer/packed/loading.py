@@ -107,7 +107,8 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
         **from_pretrained: Its keyword arguments, such as ``dtype``; no `quantization_config`.
 
     Returns:
-        The model. Layers with a packed weight are `PackedLinear`, and stacked experts are decoded when they run.
+        The model. Layers with a packed weight are `PackedLinear`, and stacked experts are decoded when they run. With
+        ``output_loading_info=True``, the model and what `from_pretrained` says about its weights.
 
     Raises:
         ValueError: If the checkpoint is not quantised, is in another format, or holds a packed weight of a layer that
@@ -117,13 +118,17 @@ def load_packed(name_or_path: str, model_class: Any = AutoModelForCausalLM, **fr
     if "quantization_config" in from_pretrained:
         raise ValueError("`quantization_config` is given, but packed weights are read as they are; leave it out.")
     with packed_loading():
-        model = model_class.from_pretrained(name_or_path, **from_pretrained)
+        loaded = model_class.from_pretrained(name_or_path, **from_pretrained)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     if not is_packed(model):
+        method = method_of(model.config)
+        why = f"names {method!r}, but its files hold every weight in 16 bits or more"
+        if method is None:
+            why = f"names none of {', '.join(METHODS)}"
         raise ValueError(
-            f"{name_or_path!r} holds no packed weights: its configuration names none of {', '.join(METHODS)}. Load it "
-            "with `from_pretrained`."
+            f"{name_or_path!r} holds no packed weights: its configuration {why}. Load it with `from_pretrained`."
         )
-    return model
+    return loaded
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -240,20 +245,27 @@ class PackedQuantizer(HfQuantizer):
         return None if own.startswith(("F8", "torch.float8")) else super().get_new_dtype(converter, param, dtype)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The rules of transformers, and for each tensor of GPTQ and AWQ a copy of the rules that stack experts.
+        """The rules of transformers, and a copy of those that stack experts for each tensor beside their `weight`.
 
-        Such tensors have a weight's rows as their last dimension, so gate and up of an expert are put side by side.
+        transformers' own copies (`serialized_names`) are for one format. The tensors of GPTQ and AWQ have a weight's
+        rows as their last dimension, so gate and up of an expert are put side by side.
         """
         _, _, converter, *_, concatenate = require(PACKED_CHECKPOINTS)
-        added = []
+        parameters, added = "\n".join(name for name, _ in model.named_parameters()), []
         for rule in (each for each in weight_conversions if isinstance(each, converter)):
             sources, targets = rule._original_source_patterns, rule._original_target_patterns
             if not all(each.endswith(".weight") for each in sources):
                 continue
-            steps = [concatenate(dim=-1) if isinstance(each, concatenate) else each for each in rule.operations]
-            for name in self._transposed:
+            for name, transposed in self._beside_weights.items():
+                ending = _ending_of(name, transposed)
+                if not re.search(f"{targets[0]}{ending}$", parameters, re.MULTILINE):
+                    continue
+                steps = [
+                    concatenate(dim=-1) if transposed and isinstance(each, concatenate) else each
+                    for each in rule.operations
+                ]
                 named = [each.removesuffix("weight") + name for each in sources]
-                added.append(rule.copy(named, [f"{each}_{name}" for each in targets], operations=list(steps)))
+                added.append(rule.copy(named, [f"{each}{ending}" for each in targets], operations=steps))
         return super().update_weight_conversions(weight_conversions, model) + added
 
     def is_serializable(self) -> bool:
@@ -296,14 +308,14 @@ class PackedQuantizer(HfQuantizer):
                 "`packed_base`: the checkpoint's `quantization_config` has a `transform_config`, and inputs of packed "
                 "layers are not transformed. Set `packed_base` to false."
             )
-        self._wait_for(model, packed_in(model, read_headers(checkpoint_files)))
+        self._replace_weights(model, packed_in(model, read_headers(checkpoint_files)))
 
-    def _wait_for(self, model: Any, found: Packed) -> None:
-        """Makes the layers and experts of `model` wait for the packed tensors that a checkpoint holds."""
+    def _replace_weights(self, model: Any, found: Packed) -> None:
+        """Replaces weights that a checkpoint holds packed by parameters without data, one for each of its tensors."""
         self._experts: dict[str, dict[str, bool]] = {}  # by module: its packed weights, and whether they are transposed
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the weights that transformers stacks
         self._endings: dict[str, dict[str, str]] = {}  # by such a weight: its tensors' endings here, and names there
-        self._transposed: dict[str, None] = {}  # names in the checkpoint of tensors of transposes, each once
+        self._beside_weights: dict[str, bool] = {}  # names there of tensors of stacks, and whether of transposes
         self._order: dict[str, tuple[str, ...]] = {}  # by module of experts: the names of all its parameters
         self._beside = found.beside
         self.left_out = [*found.beside]  # and tensors of stacked weights that are not loaded, such as `input_scale`
@@ -332,7 +344,7 @@ class PackedQuantizer(HfQuantizer):
             self._prepare_stacked(model, path, tensors)
 
     def _prepare_stack(self, model: Any, name: str, stack: Stack) -> None:
-        """Makes a parameter of experts, which transformers stacks, wait for its packed tensors."""
+        """Replaces a parameter of experts, which transformers stacks, by one for each of its packed tensors."""
         path, _, leaf = name.rpartition(".")
         experts, (count, *declared) = self._experts_at(model, path), model.get_parameter(name).shape
         if not {*stack.operations} <= _STACKING or len(declared) != 2 or declared[0] % stack.parts:
@@ -350,13 +362,10 @@ class PackedQuantizer(HfQuantizer):
         for each in names:
             dtype, sizes = stack.matrix[each].dtype, [*stack.matrix[each].shape]
             sizes[-1 if transposed else 0] *= stack.parts
-            ending = f"_{each}" if transposed else each.removeprefix("weight")
-            self._wait(experts, f"{leaf}{ending}", Tensor(dtype, (count, *sizes)))
+            ending = _ending_of(each, transposed)
+            self._register_empty(experts, f"{leaf}{ending}", Tensor(dtype, (count, *sizes)))
             self._endings.setdefault(name, {})[ending] = each
-        if transposed:
-            self._transposed |= dict.fromkeys(names)
-        else:
-            self.serialized_names = {"weight": list(dict.fromkeys(("weight", *names)))}
+        self._beside_weights |= {each: transposed for each in names if each != "weight"}
         self._experts.setdefault(path, {})[leaf] = False
         self._shapes[name] = (count, *declared)
 
@@ -379,7 +388,7 @@ class PackedQuantizer(HfQuantizer):
             transposed = declared != matrix or bool(getattr(experts, "is_transposed", False))
             experts._parameters.pop(leaf)
             for name in (f"{leaf}_blocks", scales):
-                self._wait(experts, name, tensors[name])
+                self._register_empty(experts, name, tensors[name])
             self._experts.setdefault(path, {})[leaf] = transposed
 
     def _experts_at(self, model: Any, path: str) -> nn.Module:
@@ -387,7 +396,7 @@ class PackedQuantizer(HfQuantizer):
         self._order.setdefault(path, tuple(experts._parameters))
         return experts
 
-    def _wait(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+    def _register_empty(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters.pop(name, None)
         module.register_parameter(name, _without_data(tensor.dtype, tensor.shape))
         module._is_hf_initialized = True  # type: ignore[assignment]  # else the class would initialise what it lacks
@@ -411,7 +420,7 @@ class PackedQuantizer(HfQuantizer):
         (layer,) = skeleton.layer
         parameters = dict(skeleton.named_parameters())
         layer.register_parameter("bias", parameters.pop("bias", None))
-        tensors = {name: _loaded(f"{path}.{name}", each) for name, each in parameters.items()}
+        tensors = {name: _loaded(path, name, each) for name, each in parameters.items()}
         try:
             shape = (layer.out_features, layer.in_features)
             weight, names = packed_matrix(tensors, shape, self._settings_for(path))
@@ -428,7 +437,7 @@ class PackedQuantizer(HfQuantizer):
             loaded = {}
             for name, parameter in list(experts.named_parameters(recurse=False)):
                 if (name == leaf or name.startswith(f"{leaf}_")) and not name.endswith("_bias"):
-                    loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{name}", parameter)
+                    loaded[name.removeprefix(leaf)] = _loaded(f"{path}.{leaf}", name, parameter)
                     del experts._parameters[name]
             published = self._endings.get(f"{path}.{leaf}", {})
             tensors = {published.get(ending, f"weight{ending}"): tensor for ending, tensor in loaded.items()}
@@ -460,7 +469,7 @@ def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any])
     Raises:
         ValueError: If the format is not known, or has tensors that cannot be stacked row by row.
     """
-    order = {"g_idx"} & stack.matrix.keys()  # checked when its values are loaded
+    order = {"g_idx", "weight_g_idx"} & stack.matrix.keys()  # checked when their values are loaded
     headers = {name: each for name, each in stack.matrix.items() if name not in order}
     tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in headers.items()}
     weight, names = packed_matrix(tensors, shape, settings)
@@ -474,14 +483,17 @@ def stackable(stack: Stack, shape: tuple[int, int], settings: Mapping[str, Any])
                 f"gate and up of an expert have {rows} rows each, which blocks of {height} do not divide: the scales "
                 "of both, one below the other, are not those of blocks"
             )
-    if isinstance(weight, Int4Weight) and weight.group_of is not None:
-        raise ValueError("its experts have columns in an order of their own (`weight_g_idx`)")
     if isinstance(weight, Int4Weight) and weight.zeros is not None and stack.parts > 1 and rows % _ROWS_A_WORD:
         raise ValueError(f"gate and up of an expert have {rows} rows each, whose zeros do not fill words of 8")
     for name in names.values():
         if not tensors[name].dim():
             raise ValueError(f"its experts have one {name!r} each, a scalar, which is not stacked")
     return [*names.values(), *order]
+
+
+def _ending_of(name: str, transposed: bool) -> str:
+    """What the name of a stack's parameter has after that of the weight, for the tensor `name` of its matrices."""
+    return f"_{name}" if transposed else name.removeprefix("weight")
 
 
 def _without_data(dtype: torch.dtype, shape: tuple[int, ...]) -> nn.Parameter:
@@ -495,10 +507,10 @@ def _filled(module: nn.Module) -> Any:
     return module
 
 
-def _loaded(name: str, parameter: nn.Parameter) -> torch.Tensor:
-    """The data of a parameter that the checkpoint has filled."""
+def _loaded(owner: str, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """The data of the parameter `name` of `owner`, which the checkpoint has filled."""
     if not getattr(parameter, "_is_hf_initialized", False):
-        raise _cannot(name, "the checkpoint has only some of its tensors")
+        raise _cannot(owner, f"transformers has found no {name!r}, or not all parts of it, in the checkpoint")
     return parameter.detach()
 
 

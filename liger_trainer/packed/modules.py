@@ -14,7 +14,8 @@ or merging adapters, is an error instead of a wrong result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +41,22 @@ NO_VALUES = (
 """The error where the values of a packed weight are asked for."""
 
 _INITIALISED = (
-    "`{}` would initialise `weight`, but this layer holds its weight as codes, which the checkpoint has filled. Leave "
+    "`{}` would initialise `{}`, but this layer holds its weight as codes, which the checkpoint has filled. Leave "
     "out what initialises weights, such as `init_weights`, or load the model dequantised."
+)
+
+_TRAINED = (
+    "Codes of a packed weight cannot be trained. Leave its module, and those around it, out of `modules_to_save` and "
+    "of what requires a gradient; name modules that the checkpoint has in 16 bits, such as 'lm_head'. Or load the "
+    "model dequantised."
 )
 
 
 class _WithoutValues(torch.Tensor):
     """A tensor that has no values: every operation on it is an error."""
+
+    parameter: str
+    no_values: str
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -56,19 +66,31 @@ class _WithoutValues(torch.Tensor):
             return args[0]
         name = func.overloadpacket.__name__
         initialises = name in ("normal_", "uniform_", "zero_", "fill_")
-        raise RuntimeError(_INITIALISED.format(name) if initialises else NO_VALUES)
+        raise RuntimeError(_INITIALISED.format(name, cls.parameter) if initialises else cls.no_values)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"a weight of {tuple(self.shape)}, held as codes"
 
 
-def without_values(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Stands for the weight of a layer that holds codes: an fp32 tensor of that shape, on that device, without values.
+@functools.cache
+def _without_values_of(parameter: str, no_values: str) -> type[_WithoutValues]:
+    return type("_WithoutValues", (_WithoutValues,), {"parameter": parameter, "no_values": no_values})
 
-    PEFT reads the device and dtype of adapters from it, and the code of some models the dtype in which the layer takes
-    x. Both are widened to fp32.
+
+def without_values(
+    shape: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    parameter: str = "weight",
+    no_values: str = NO_VALUES,
+) -> torch.Tensor:
+    """Stands for the weight `parameter` of a module that holds codes: a tensor without values, else as given.
+
+    PEFT reads the device and dtype of adapters from it, and the code of some models the dtype in which a linear layer
+    takes x; both are widened to fp32. To ask for its values is the error `no_values`.
     """
-    return torch.empty(1, device=device).expand(shape).as_subclass(_WithoutValues)
+    kind = _without_values_of(parameter, no_values)
+    return torch.empty(1, device=device, dtype=dtype).expand(shape).as_subclass(kind)
 
 
 _Published = tuple[str, torch.dtype, tuple[int, ...]]
@@ -114,6 +136,11 @@ class PackedLinear(nn.Linear):
             self.register_parameter(name, frozen(getattr(weight, name)))
         for name, tensor in others.items():
             self.register_parameter(name, frozen(tensor))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy; PEFT copies the modules that it trains whole (`modules_to_save`)."""
+        super().__setstate__(state)
+        stay_frozen(self.get_parameter(name) for name in self._published)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -182,7 +209,24 @@ def frozen(tensor: torch.Tensor) -> nn.Parameter:
     It has at least one dimension, since FSDP2 splits the first.
     """
     held = tensor.detach().reshape(tensor.shape or (1,))
-    return nn.Parameter(held.view(torch.uint8) if held.is_floating_point() else held, requires_grad=False)
+    parameter = nn.Parameter(held.view(torch.uint8) if held.is_floating_point() else held, requires_grad=False)
+    stay_frozen([parameter])
+    return parameter
+
+
+def stay_frozen(codes: Iterable[nn.Parameter]) -> None:
+    """Makes parameters that are to be trained say why they cannot; a copy of one forgets that.
+
+    torch asks each parameter of a module, so no method of the module would do; and what is not exactly `nn.Parameter`
+    is left alone by our operators and graphs.
+    """
+    for each in codes:
+        vars(each)["requires_grad_"] = _refuse_to_train
+
+
+def _refuse_to_train(requires_grad: bool = True) -> None:
+    if requires_grad:
+        raise RuntimeError(_TRAINED)
 
 
 def as_held(parameter: nn.Parameter | None, dtype: torch.dtype) -> torch.Tensor:

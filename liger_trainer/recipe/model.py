@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from liger_trainer.configs.flags import kernel_config_of, packed_base_of
-from liger_trainer.packed.formats import METHODS, form_of, reason_against
+from liger_trainer.packed.formats import METHODS, format_name, reason_against
 from liger_trainer.packed.loading import method_of, quantization_of
 from liger_trainer.packed.modelopt import settings_of_file
 from liger_trainer.recipe.experts import check_expert_parallel, check_loading_in_4_bits, expert_parallel_config
@@ -108,7 +108,7 @@ def config_of_values(values: Mapping[str, Any], source: Path, packaged: bool = F
 
 def published_form(config: PreTrainedConfig) -> str | None:
     """The format of a quantised checkpoint; None of one in 16 bits, and of bitsandbytes, which loads its own again."""
-    form = form_of(quantization_of(config))
+    form = format_name(quantization_of(config))
     return None if form in ("bitsandbytes", "nf4", "fp4") else form
 
 

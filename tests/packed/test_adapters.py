@@ -22,7 +22,7 @@ from peft import (
 from liger_trainer import apply_liger_kernel, load_packed
 from liger_trainer.packed.experts import packed_stacks
 from liger_trainer.packed.modules import PackedLinear
-from liger_trainer.trainers.checks.packed_base import refuse_what_reads_weights
+from liger_trainer.patching.lora.packed import refuse_what_reads_weights
 from tests.attention.families import BATCHES
 from tests.packed.test_loading import IDS, MIXTURES, dequantised
 from tests.packed_checkpoints import FORMATS, write_dense, write_indexed, write_mixture
@@ -174,9 +174,43 @@ def test_a_packed_stack_is_saved_for_the_backward_and_not_what_it_decodes(tmp_pa
     loss.backward()
 
 
+MERGES = {"merge_adapter": {}, "merge_and_unload": {}, "safely": {"safe_merge": True}}
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4"])
+def test_merging_is_refused_before_anything_is_merged(name, merge, tmp_path):
+    """Of gpt-oss the attention is in 16 bits, and comes first."""
+    model, _ = adapted(experts_of(name, tmp_path, torch.float32)[0], **ON_EXPERTS)
+    before, names = model(IDS).logits, [key for key, _ in model.named_parameters()]
+    with pytest.raises(
+        RuntimeError, match=r"^Adapters cannot be merged into a packed base: .* merge with `liger-trainer merge`; or"
+    ):
+        getattr(model, "merge_and_unload" if merge == "safely" else merge)(**MERGES[merge])
+    assert [key for key, _ in model.named_parameters()] == names
+    assert torch.equal(model(IDS).logits, before)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_packed_experts_refuse_to_be_merged_by_themselves(merge, tmp_path):
+    """On a model of one's own, before `apply_liger_kernel` has seen it."""
+    on_experts = {**ON_EXPERTS, "target_modules": []}
+    model, _ = adapted(experts_of("mxfp4", tmp_path, torch.float32)[0], patched=False, **on_experts)
+    with pytest.raises(
+        RuntimeError, match=r"^`\w+_proj` of packed experts is held as codes, .* with `liger-trainer merge`"
+    ):
+        getattr(model, "merge_and_unload" if merge == "safely" else merge)(**MERGES[merge])
+
+
+def test_adapters_on_16_bits_are_merged(tmp_path):
+    model, _ = adapted(experts_of("mxfp4", tmp_path, torch.float32)[0], r=4, target_modules=["q_proj", "k_proj"])
+    before = model(IDS).logits
+    torch.testing.assert_close(model.merge_and_unload()(IDS).logits, before)
+
+
 def test_what_reads_weights_is_refused(tmp_path):
     write_dense(tmp_path / "dense", "fp8 blocks")
-    model, _ = adapted(load_packed(str(tmp_path / "dense"), dtype="auto"), **LINEARS)
+    model, _ = adapted(load_packed(str(tmp_path / "dense"), dtype="auto"), patched=False, **LINEARS)
     refuse_what_reads_weights(model)
     for merge in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(RuntimeError, match="cannot be merged into a packed base: merging needs its floating weig"):
@@ -188,6 +222,26 @@ def test_what_reads_weights_is_refused(tmp_path):
         model(IDS)
 
 
+@pytest.mark.parametrize("name", ["q_proj", "experts", "mlp"])
+def test_peft_alone_says_why_codes_are_not_trained(name, tmp_path):
+    write_mixture(tmp_path)
+    model = load_packed(str(tmp_path), dtype="auto")
+    with pytest.raises(
+        RuntimeError, match=r"^Codes of a packed weight cannot be trained\. .* such as 'lm_head'\. Or load"
+    ):
+        get_peft_model(model, LoraConfig(target_modules=["v_proj"], modules_to_save=[name]))
+    get_peft_model(load_packed(str(tmp_path)), LoraConfig(target_modules=["v_proj"], modules_to_save=["mlp.gate"]))
+
+
+def test_a_packed_model_whose_weights_are_to_be_trained(tmp_path):
+    write_dense(tmp_path, "nvfp4")
+    model = load_packed(str(tmp_path), dtype="auto")
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match="Codes of a packed weight cannot be trained"):
+            each.requires_grad_(True)
+        each.requires_grad_(False)
+
+
 @pytest.mark.parametrize("name", ["fp8 rows", "mxfp4"])
 def test_peft_alone_says_what_to_do_and_leaves_the_model_whole(name, tmp_path):
     """On a model of one's own, before any trainer has seen it."""
@@ -195,6 +249,10 @@ def test_peft_alone_says_what_to_do_and_leaves_the_model_whole(name, tmp_path):
     names = [key for key, _ in model.named_parameters()]
     with pytest.raises(RuntimeError, match=r"Adapters on packed experts run in our operator alone. Call `apply_liger_"):
         model(IDS)
+    with pytest.raises(
+        RuntimeError, match=r"^Adapters on packed experts run in our operator alone. Call `apply_liger_"
+    ):
+        del next(each for each in model.modules() if packed_stacks(each)).down_proj
     assert [key for key, _ in model.named_parameters()] == names
     with model.disable_adapter():
         model(IDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 
@@ -24,7 +25,15 @@ from liger_trainer import load_packed
 from liger_trainer.kernels.lowbit.decode import decode
 from liger_trainer.packed.experts import packed_stacks
 from liger_trainer.packed.formats import group_of_columns, packed_matrix, reason_against
-from liger_trainer.packed.loading import dequantise, is_packed, method_of, packed_loading, quantization_of, stackable
+from liger_trainer.packed.loading import (
+    PackedQuantizer,
+    dequantise,
+    is_packed,
+    method_of,
+    packed_loading,
+    quantization_of,
+    stackable,
+)
 from liger_trainer.packed.modules import PackedLinear
 from liger_trainer.packed.published import Stack, Tensor
 from liger_trainer.recipe.model import published_form
@@ -196,7 +205,8 @@ def test_experts_stay_packed(name, implementation, tmp_path):
         expected = plain.model.layers[-1].mlp.experts.get_parameter(leaf)
         assert torch.equal(stack.decoded(), expected)
         assert (getattr(experts, leaf).shape, getattr(experts, leaf).dtype) == (expected.shape, expected.dtype)
-        assert getattr(experts, leaf).isnan().all()  # what nobody may multiply by
+        with pytest.raises(RuntimeError, match=f"^`{leaf}` of packed experts is held as codes"):
+            getattr(experts, leaf) @ torch.ones(1)
     assert {*stacks} == {"gate_up_proj", "down_proj"}
     own = [key for key, _ in experts.named_parameters(recurse=False)]
     declared = [key for key, _ in plain.model.layers[-1].mlp.experts.named_parameters(recurse=False)]
@@ -295,6 +305,33 @@ def test_other_models_load_as_always(tmp_path):
         load_packed(str(tmp_path / "packed"), quantization_config=FineGrainedFP8Config())
 
 
+def test_a_checkpoint_whose_weights_were_all_left_in_16_bits(tmp_path):
+    model = low_bit.dense()
+    model.config.quantization_config = {"quant_method": "fp8", "modules_to_not_convert": ["layers", "lm_head"]}
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its configuration names 'fp8', but its files hold every weight in "):
+        load_packed(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "tensor"),
+    [("fp8 blocks", LAYER, "weight_scale_inv"), ("mixture", f"{STACKS}.down_proj", "down_proj_scale_inv")],
+)
+def test_a_tensor_that_is_not_loaded_is_named(name, owner, tensor, tmp_path, monkeypatch):
+    """As where a rule of transformers does not fit."""
+    write_mixture(tmp_path) if name == "mixture" else write_dense(tmp_path, name)
+    process = PackedQuantizer._process_model_after_weight_loading
+
+    def without_one(self, model, **kwargs):
+        path = owner if name != "mixture" else STACKS
+        del vars(model.get_submodule(path).get_parameter(tensor))["_is_hf_initialized"]
+        return process(self, model, **kwargs)
+
+    monkeypatch.setattr(PackedQuantizer, "_process_model_after_weight_loading", without_one)
+    with pytest.raises(ValueError, match=f"'{owner}' cannot stay packed: transformers has found no '{tensor}', or not"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
 def test_settings_of_the_text_configuration_are_found(tmp_path):
     kind = write_nested(tmp_path / "packed")
     config = AutoConfig.from_pretrained(tmp_path / "packed")
@@ -373,6 +410,97 @@ def test_what_cannot_stay_packed_is_refused(name, tmp_path):
         load_packed(str(tmp_path), dtype="auto")
 
 
+def with_orders(order):
+    """What puts `order` of columns, a number for each of 128, beside the codes of INT4."""
+
+    def alter(tensors, settings):
+        settings["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+        for name in [name for name in tensors if name.endswith("weight_packed")]:
+            tensors[name.replace("packed", "g_idx")] = order[: tensors[name].shape[1] * 8].clone()
+
+    return alter
+
+
+NO_ORDER = {
+    "none": torch.full((256,), -1, dtype=torch.int32),
+    "consecutive": torch.arange(256, dtype=torch.int32) // 32,
+}
+"""Groups of columns that are in order: what compressed-tensors fills `weight_g_idx` with, and the order itself."""
+
+
+@pytest.mark.parametrize("name", NO_ORDER)
+def test_columns_without_an_order_of_their_own(name, tmp_path):
+    write_dense(tmp_path / "published", "int4")
+    before = load_packed(str(tmp_path / "published"), dtype="auto")(IDS).logits
+    change(tmp_path / "published", with_orders(NO_ORDER[name]))
+    model = load_packed(str(tmp_path / "published"), dtype="auto")
+    assert torch.equal(model(IDS).logits, before)
+    model.save_pretrained(tmp_path / "saved")
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("published", "saved"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", NO_ORDER)
+def test_experts_without_an_order_of_their_own(name, tmp_path):
+    write_mixture(tmp_path, "int4")
+    before = load_packed(str(tmp_path), dtype="auto")(IDS).logits
+    change(tmp_path, with_orders(NO_ORDER[name]))
+    assert torch.equal(load_packed(str(tmp_path), dtype="auto")(IDS).logits, before)
+
+
+def test_orders_of_columns_beside_other_formats_are_refused(tmp_path):
+    write_dense(tmp_path, "nvfp4")
+    change(tmp_path, with_orders(NO_ORDER["none"]))
+    with pytest.raises(ValueError, match="it also has 'weight_g_idx', which is not supported"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+@pytest.mark.parametrize("named", [[128, 128], "128x128"])
+def test_blocks_of_compressed_tensors(named, tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    before = load_packed(str(tmp_path), dtype="auto")(IDS).logits
+
+    def renamed(tensors, settings):
+        for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+            tensors[name.removesuffix("_inv")] = tensors.pop(name)
+        weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": named}
+        settings.clear()
+        settings.update(
+            quant_method="compressed-tensors", format="float-quantized", ignore=["lm_head"],
+            config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+        )  # fmt: skip
+
+    change(tmp_path, renamed)
+    assert torch.equal(load_packed(str(tmp_path), dtype="auto")(IDS).logits, before)
+
+
+def test_blocks_that_are_not_named_are_those_of_transformers(tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    before = load_packed(str(tmp_path), dtype="auto")(IDS).logits
+    change(tmp_path, lambda _, settings: settings.pop("weight_block_size"))
+    assert tuple(FineGrainedFP8Config().weight_block_size) == (128, 128)
+    assert torch.equal(load_packed(str(tmp_path), dtype="auto")(IDS).logits, before)
+    change(tmp_path, lambda _, settings: settings.update(weight_block_size=None))
+    with pytest.raises(ValueError, match=r"its scales are \(\d, 1\), and blocks are not named; for a weight of"):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+@pytest.mark.parametrize("named", ["128", [128], [128, 128, 1], "a x b", 128])
+def test_blocks_of_other_dimensions_are_refused(named, tmp_path):
+    write_dense(tmp_path, "fp8 blocks")
+    change(tmp_path, lambda _, settings: settings.update(weight_block_size=named))
+    with pytest.raises(ValueError, match=r"its blocks are .*(128|a x b).*; they must be rows and columns, "):
+        load_packed(str(tmp_path), dtype="auto")
+
+
+def test_what_was_loaded_is_said_as_by_transformers(tmp_path):
+    write_dense(tmp_path, "int4")
+    model, info = load_packed(str(tmp_path), dtype="auto", output_loading_info=True)
+    assert is_packed(model)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
 def of_two_groups(tensors, settings):
     """Layers of attention become those of NVFP4, whose group is named first."""
     for name in [name for name in tensors if name.endswith("weight_packed") and "self_attn" in name]:
@@ -400,6 +528,37 @@ def test_each_layer_has_the_settings_of_its_own_group(tmp_path):
     change(tmp_path, zeros_lost)
     with pytest.raises(ValueError, match=r"mlp\.\w+' .* no 'weight_zero_point', and its configuration says"):
         load_packed(str(tmp_path), dtype="auto")
+
+
+OF_DOWN = {
+    "fp8 rows": ({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized"),
+    "nvfp4": ({"num_bits": 4, "type": "float", "group_size": 16}, "nvfp4-pack-quantized"),
+    "int4 with zeros": ({"num_bits": 4, "type": "int", "group_size": 32, "symmetric": False}, "pack-quantized"),
+}
+
+
+@pytest.mark.parametrize(("form", "other"), [(one, other) for one in OF_DOWN for other in OF_DOWN if one != other])
+def test_stacks_of_one_module_may_be_in_different_formats(form, other, tmp_path):
+    meant = write_mixture(tmp_path, form)
+
+    def down_in_another(tensors, settings):
+        for layer, expert in itertools.product(range(2), range(4)):
+            stack = f"model.layers.{layer}.mlp.experts"
+            without_all(f"{stack}.{expert}.down_proj")(tensors, settings)
+            made, meant[f"{stack}.down_proj"][expert] = FORMATS[other][0](128, 128)
+            tensors |= {f"{stack}.{expert}.down_proj.{leaf}": tensor for leaf, tensor in made.items()}
+        weights, named = OF_DOWN[other]
+        down = {"targets": ["re:.*down_proj"], "weights": weights, "format": named}
+        first = {**settings["config_groups"]["group_0"], "format": settings["format"]}
+        settings.update(config_groups={"down": down, "group_0": first}, format="mixed-precision")
+
+    change(tmp_path, down_in_another)
+    model = load_packed(str(tmp_path), dtype=torch.float32)
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        for leaf, stack in packed_stacks(model.get_submodule(path)).items():
+            torch.testing.assert_close(stack.decoded(), meant[f"{path}.{leaf}"].float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(model(IDS).logits, dequantised(model, meant)(IDS).logits, rtol=1e-5, atol=1e-6)
 
 
 def test_of_sizes_of_groups_one_that_fits_is_taken():

@@ -21,6 +21,7 @@ from liger_trainer import (
 )
 from liger_trainer.packed.loading import is_packed
 from liger_trainer.trainers.checks import packed_base
+from liger_trainer.trainers.checks.low_bit import check_low_bit_weights
 from tests.packed.test_loading import dequantised
 from tests.packed_checkpoints import write_dense, write_mixture
 from tests.trainers.builders import causal, losses_and_norms
@@ -214,6 +215,32 @@ def test_adapters_that_read_weights_are_refused_for_a_packed_model(folders, tmp_
             ValueError, match=r"needs the floating weights of `model`, which stay packed. Use plain LoRA"
         ):
             given(model, LoraConfig(target_modules=["q_proj"], **options), tmp_path)
+
+
+@pytest.mark.parametrize("target", ["q_proj.weight", "0.self_attn.q_proj.weight", "k_proj.weight"])
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+def test_packed_weights_named_as_parameters_are_refused(name, target, folders, tmp_path):
+    """PEFT adapts what it finds, and skips the others."""
+    layer = target.removesuffix(".weight").rpartition(".")[2]
+    others = [] if name == "dense" else ["experts.gate_up_proj", "mlp.gate.weight"]
+    config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["v_proj"], target_parameters=others)
+    given(str(folders[name]), config, tmp_path)
+    config.target_parameters = [*others, target]
+    with pytest.raises(
+        ValueError,
+        match=rf"names '{target}' in `target_parameters`, but '.*layers\.0\..*{layer}' keeps it packed: PEFT has "
+        rf"made no adapter for it. Name the layer in `target_modules` \(`lora_target_modules`\): '{layer}'\.$",
+    ):
+        given(str(folders[name]), config, tmp_path)
+
+
+def test_layers_that_are_packed_beside_others_that_are_not(folders):
+    """An adapter on the weight in 16 bits does not stand for those that PEFT skips."""
+    model = load_packed(str(folders["dense"]), dtype="auto")
+    model.model.layers[0].self_attn.q_proj = torch.nn.Linear(128, 128, bias=False)
+    model = get_peft_model(model, LoraConfig(target_modules=["v_proj"], target_parameters=["q_proj.weight"]))
+    with pytest.raises(ValueError, match=r"but '.*layers\.1\.self_attn\.q_proj' keeps it packed"):
+        check_low_bit_weights(model)
 
 
 WAYS = {

@@ -216,7 +216,8 @@ def declared_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {
         name: one for name, one in module._parameters.items() if one is not None and name not in parts
     }
-    weights |= {name: stack.placeholder() for name, stack in packed_stacks(module).items()}
+    for name, stack in packed_stacks(module).items():
+        weights[name] = torch.empty(1, dtype=stack.dtype, device=stack.weight.device).expand(stack.shape)
     for name, one in four_bits(module).items():
         weights[name] = one.code.new_empty(1, dtype=one.dtype).expand(one.shape)
     return weights

@@ -26,7 +26,7 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import PUBLISHED_NAMES
 from liger_trainer.errors import UserError
 from liger_trainer.head.lm_head import trained_rows_of
-from liger_trainer.packed.formats import METHODS, form_of
+from liger_trainer.packed.formats import METHODS, format_name
 from liger_trainer.packed.loading import dequantise, packed_loading, quantization_of
 from liger_trainer.recipe.file import first_line
 from liger_trainer.tools.export.folders import new_folder
@@ -164,7 +164,7 @@ def _merge_into(folder: Path, run: SavedRun, dtype: torch.dtype, say: Callable[[
     if trained_on is not None or settings is not None:
         line += "; the base was quantised for training, and is merged as its dequantised weights"
     say(f"{line}.")
-    published, found = form_of(trained_on and trained_on.config), form_of(settings)
+    published, found = format_name(trained_on and trained_on.config), format_name(settings)
     if published is not None and published.split()[0] in METHODS and published != found:
         form = found or "16 or 32 bits"
         say(f"The adapters were trained on a base in {published}; {run.base}, in {form}, is another.")

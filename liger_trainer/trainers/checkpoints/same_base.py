@@ -13,7 +13,7 @@ from typing import Any
 
 from peft.utils import CONFIG_NAME
 
-from liger_trainer.packed.formats import METHODS, form_of
+from liger_trainer.packed.formats import METHODS, format_name
 from liger_trainer.trainers.checkpoints.run_state import is_of_ours
 from liger_trainer.trainers.checkpoints.saved_weights import (
     BaseQuantization,
@@ -73,7 +73,7 @@ def _form(found: BaseQuantization | None) -> str:
     if found is None or found.decoded:
         return _PLAIN
     of_experts = str((found.experts or {}).get("quant_type", _PLAIN))
-    return form_of(found.config) or of_experts
+    return format_name(found.config) or of_experts
 
 
 def _in_words(name: str | None, more: list[str]) -> str:

@@ -33,6 +33,7 @@ from liger_trainer.trainers.checks.first_step import CURE, uncut_gradients
 logger = logging.getLogger("liger_trainer")
 
 _REDRAWN = (True, "gaussian")  # initialisations that read nothing of the base
+_OF_LINEARS = "weight"  # the name of a linear layer's weight
 _CHECKED = "_first_gradients_checked"  # an attribute of a trainer
 
 
@@ -121,24 +122,29 @@ def _check_all_were_adapted(model: Any) -> None:
     }
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
         for target in getattr(config, "target_parameters", None) or ():
-            if any(name.endswith(f".{target}") for name in wrapped):
-                continue
             owner, _, leaf = target.rpartition(".")
             for path, module in modules.items():
-                if (not owner or f".{path}".endswith(f".{owner}")) and _is_packed(module, leaf):
-                    raise ValueError(
-                        f"The adapter {adapter!r} names {target!r} in `target_parameters`, but {path!r} keeps it "
-                        f"packed, which is no parameter: PEFT has made no adapter for it. {CURE}"
-                    )
+                meant = not owner or f".{path}".endswith(f".{owner}")
+                if not meant or f"{path}.{leaf}" in wrapped or not _is_packed(module, leaf):
+                    continue
+                cure = CURE
+                if leaf == _OF_LINEARS:
+                    cure = f"Name the layer in `target_modules` (`lora_target_modules`): {path.rpartition('.')[2]!r}."
+                raise ValueError(
+                    f"The adapter {adapter!r} names {target!r} in `target_parameters`, but {path!r} keeps it packed: "
+                    f"PEFT has made no adapter for it. {cure}"
+                )
 
 
 def _is_packed(module: nn.Module, name: str) -> bool:
+    """Whether `module` keeps the weight `name` as codes of another name, or as an object of a library's own."""
     tensors = own_tensors(module)
     if name in tensors:
         return is_code(tensors[name])
-    if any(is_code(each) for own, each in tensors.items() if own.startswith(f"{name}_")):
+    # Layers call their codes as they like: `codes`, `qweight`.
+    if any(is_code(each) for own, each in tensors.items() if name == _OF_LINEARS or own.startswith(f"{name}_")):
         return True
-    return name in vars(module) and vars(module)[name] is not None  # an object of a library's own
+    return name in vars(module) and vars(module)[name] is not None
 
 
 def first_step_checked(trainer: Any) -> contextlib.AbstractContextManager[None]:

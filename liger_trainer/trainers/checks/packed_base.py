@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from liger_trainer.compat.peft import ADAPTERS_ON_FOUR_BITS
-from liger_trainer.compat.private import is_at_least, require
+from liger_trainer.compat.private import is_at_least
 from liger_trainer.configs.flags import packed_base_of
 from liger_trainer.head.lm_head import without_adapters
-from liger_trainer.packed.experts import OURS_ALONE, packed_stacks
 from liger_trainer.packed.loading import check_trained, is_packed, method_of, packed_loading, packed_modules
+from liger_trainer.patching.lora.packed import refuse_what_reads_weights
 from liger_trainer.trainers.checks.low_bit import splits_weights
 
 _SPLITS_CODES = "2.12"  # of torch: the FSDP2 of older ones takes no weights that are whole numbers
@@ -130,26 +128,3 @@ def check_packed_base(trainer: Any) -> None:
             "`use_vllm` or `packed_base` to false."
         )
     refuse_what_reads_weights(model)
-
-
-def refuse_what_reads_weights(model: nn.Module) -> None:
-    """Makes PEFT say why it cannot merge adapters into `model`, nor run those on its experts in its own forward."""
-    BaseTuner, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
-    for module in model.modules():
-        if isinstance(module, BaseTuner):
-            module._check_merge_allowed = _refuse_to_merge
-        if isinstance(module, ParamWrapper) and packed_stacks(module.get_base_layer()):
-            module._activate_lora = _refuse_to_activate
-
-
-def _refuse_to_merge(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        "Adapters cannot be merged into a packed base: merging needs its floating weights. Save them, and merge with "
-        "`liger-trainer merge`; or load them with `PeftModel.from_pretrained` on the dequantised model and merge there."
-    )
-
-
-def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    if active_adapters:
-        raise RuntimeError(OURS_ALONE)
-    return contextlib.nullcontext()

@@ -18,7 +18,7 @@ from liger_trainer.recipe.run import train_recipe
 from liger_trainer.tools.planning.inputs import read_inputs
 from tests.low_bit import write_mxfp4
 from tests.packed.test_modelopt import write_beside
-from tests.packed_checkpoints import write_dense, write_latent_mixture
+from tests.packed_checkpoints import write_dense, write_latent_mixture, write_mixture
 from tests.trainers.tiny import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -175,3 +175,10 @@ def test_refused(folder):
     ):
         with pytest.raises(RecipeError, match=message):
             run(folder, trainer="sft", **changes)
+
+
+def test_a_packed_weight_that_is_named_as_a_parameter(folder):
+    write_mixture(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    with pytest.raises(RecipeError, match=r"keeps it packed: .* layer in .* \(`lora_target_modules`\): 'k_proj'"):
+        run(folder, trainer="sft", lora_target_parameters=["experts.down_proj", "k_proj.weight"])
