@@ -18,10 +18,8 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from random import getstate, setstate
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,6 +30,7 @@ from liger_trainer.compat.torch import CALLS_OF_LAYERS, COPIES_OF_MANY
 from liger_trainer.graphs.calls import Held, LayerState
 from liger_trainer.graphs.capture import Captures, Run
 from liger_trainer.graphs.memory import Buffers
+from liger_trainer.kernels.host_random import HostState
 
 (copy_all,) = require(COPIES_OF_MANY)
 tree_flatten, tree_unflatten, *_ = require(CALLS_OF_LAYERS)
@@ -146,7 +145,7 @@ class LayerGraphs:
         read = [self.buffers.hidden, *(held.tensor for held in self._held)]
         versions = [each._version for each in read]
         before, of_torch = self._captures.random_state(), torch.get_rng_state()
-        of_python, of_numpy = getstate(), np.random.get_state()
+        of_host = HostState.now()
         self._draws = True  # until it is known that it does not
         with self._drawing_from(before), self.state.put_back() as changed:
             try:
@@ -156,13 +155,11 @@ class LayerGraphs:
                 raise _not_captured(error) from error
             finally:
                 draws = not torch.equal(self._captures.random_state(), before)
-                draws_on_host = getstate() != of_python
-                draws_on_host |= any(map(np.any, map(np.not_equal, np.random.get_state(), of_numpy)))
+                draws_on_host = HostState.now() != of_host
                 draws_on_host |= hidden.device.type != "cpu" and not torch.equal(torch.get_rng_state(), of_torch)
                 if draws_on_host:
                     torch.set_rng_state(of_torch)
-                    setstate(of_python)
-                    np.random.set_state(of_numpy)
+                    of_host.restore()
             if what := changed():
                 raise NotCaptured(f"it changes its {what}")
         self._draws = draws

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.packed.loading import method_of, quantization_of
-from liger_trainer.packed.modelopt import FILE
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _SAMPLE = 1024  # elements of a weight that are looked at
@@ -68,26 +66,6 @@ def unscaled_weights(model: nn.Module) -> list[str]:
         verdicts = _are_codes(torch.stack(rows).float()).tolist()  # one wait for the device
         found += [name for name, verdict in zip(names, verdicts) if verdict]
     return found
-
-
-def check_scales(model: Any) -> None:
-    """Checks that no weight of `model` holds codes as if they were numbers; see [`unscaled_weights`]."""
-    names = unscaled_weights(model)
-    if names:
-        config = getattr(model, "config", None)
-        settings = quantization_of(config) or {}
-        method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
-        cause = f" transformers does not know the `quant_method` {method!r} of its configuration." if method else ""
-        way = (
-            "Load a checkpoint in 16 bits, or in a format that transformers reads; one of ModelOpt from a folder that "
-            f"holds its {FILE} too (`hf download`)."
-        )
-        if method_of(config) is not None:
-            way = "With adapters on it `packed_base: auto` reads it, and so does `load_packed`; or load one in 16 bits."
-        raise ValueError(
-            f"{len(names)} weights of `model`, such as {names[0]!r}, hold the codes of a quantised checkpoint, whose "
-            f"scales were not loaded.{cause} {way}"
-        )
 
 
 def _samples(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

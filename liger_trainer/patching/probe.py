@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from liger_trainer.compat.private import require
 from liger_trainer.compat.torch import MODULE_CONTENTS
+from liger_trainer.kernels.host_random import HostState
 from liger_trainer.packed.experts import unpacked_class
 from liger_trainer.patching.as_written import EVERY_PRECISION, Precisions
 from liger_trainer.patching.binding import OURS, bound_methods
@@ -161,13 +160,12 @@ def few_threads() -> Iterator[None]:
 @contextlib.contextmanager
 def drawing_apart(device: torch.device) -> Iterator[None]:
     """What is drawn inside, by torch, Python or numpy, does not change what the caller draws next."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_host = HostState.now()
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            of_host.restore()
 
 
 @contextlib.contextmanager

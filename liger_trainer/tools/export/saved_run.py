@@ -13,10 +13,10 @@ from liger_trainer.compat.private import require
 from liger_trainer.compat.transformers import DEQUANTISED_MODELS
 from liger_trainer.errors import UserError
 from liger_trainer.packed.loading import PackedError, dequantise, method_of, packed_loading, quantization_of
-from liger_trainer.patching.codes import check_scales
 from liger_trainer.patching.moe.quantized_experts import round_experts
 from liger_trainer.recipe.file import first_line
 from liger_trainer.recipe.model import check_weights, model_class, read_config
+from liger_trainer.trainers.checks.low_bit import check_scales
 
 if TYPE_CHECKING:
     import torch

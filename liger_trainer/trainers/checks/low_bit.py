@@ -23,8 +23,9 @@ from liger_trainer.compat.private import available
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.kernels.fp8.linear import has_fp8
 from liger_trainer.kernels.runtime import is_dtensor
-from liger_trainer.packed.loading import is_packed
-from liger_trainer.patching.codes import adds_to_codes, check_scales, is_code, own_tensors, stored
+from liger_trainer.packed.loading import is_packed, method_of, quantization_of
+from liger_trainer.packed.modelopt import FILE
+from liger_trainer.patching.codes import adds_to_codes, is_code, own_tensors, stored, unscaled_weights
 from liger_trainer.patching.lora.fp8_base import store_base_in_fp8
 from liger_trainer.patching.moe.lora_experts import is_param_wrapper
 from liger_trainer.patching.report import KernelReportRow
@@ -35,6 +36,26 @@ logger = logging.getLogger("liger_trainer")
 _REDRAWN = (True, "gaussian")  # initialisations that read nothing of the base
 _OF_LINEARS = "weight"  # the name of a linear layer's weight
 _CHECKED = "_first_gradients_checked"  # an attribute of a trainer
+
+
+def check_scales(model: Any) -> None:
+    """Checks that no weight of `model` holds codes as if they were numbers; see [`unscaled_weights`]."""
+    names = unscaled_weights(model)
+    if names:
+        config = getattr(model, "config", None)
+        settings = quantization_of(config) or {}
+        method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
+        cause = f" transformers does not know the `quant_method` {method!r} of its configuration." if method else ""
+        way = (
+            "Load a checkpoint in 16 bits, or in a format that transformers reads; one of ModelOpt from a folder that "
+            f"holds its {FILE} too (`hf download`)."
+        )
+        if method_of(config) is not None:
+            way = "With adapters on it `packed_base: auto` reads it, and so does `load_packed`; or load one in 16 bits."
+        raise ValueError(
+            f"{len(names)} weights of `model`, such as {names[0]!r}, hold the codes of a quantised checkpoint, whose "
+            f"scales were not loaded.{cause} {way}"
+        )
 
 
 def check_low_bit_weights(model: nn.Module) -> None:
