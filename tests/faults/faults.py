@@ -1528,6 +1528,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "False else", "graphs/test_layer_state::test_a_weight_that_changes_between_forward_and_backward_is_an_error"),
         ("the precision of products is read by a name that may raise", "_settings", r"products\.fp32_precision",
          "torch.get_float32_matmul_precision()", "trainers/test_cuda_graphs::test_precision_by_its_newer_name"),
+        ("kernels go into a model with transformers alone", "unscaled_weights", r"alike: dict\[Any.*",
+         r"import transformers; alike = {}", "patching/test_litgpt::test_with_torch_alone"),
         ("a layer that draws by numpy is captured", "HostState.now", r"if numpy is None", "if True",
          "graphs/test_layer_state::test_what_a_layer_does_beside_its_result_stays", "SkipsByNumpy"),
         ("a layer that is not checkpointed loses its cache", "_Forward.__call__",
