@@ -112,6 +112,11 @@ def _elsewhere(args: Any) -> str:
     return f"training is on {args.device.type}, which has no CUDA graphs"
 
 
+def _differ(one: torch.device, other: torch.device) -> bool:
+    """Whether these are two devices; one without an index may be any of its type."""
+    return one.type != other.type or (None not in (one.index, other.index) and one.index != other.index)
+
+
 def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
     """Why no layer of a trainer could run from graphs, each reason with whether it holds."""
     args = trainer.args
@@ -129,7 +134,7 @@ def _obstacles(trainer: Any) -> Iterator[tuple[str, bool]]:
     layers = [each for each, (_, kind) in layers_of(trainer.model).items() if kind == OF_TRANSFORMERS]
     yield f"{type(trainer.model).__name__} has no layers that transformers can checkpoint", not layers
     weights = [each for layer in layers for each in layer.parameters()]
-    beside = next((str(each.device) for each in weights if each.device != args.device), "")
+    beside = next((str(each.device) for each in weights if _differ(each.device, args.device)), "")
     yield f"weights of its layers are on {beside}, not on {args.device}", bool(beside)
     other = next((type(each).__name__ for each in weights if type(each) not in PLAIN), "")
     yield f"weights of its layers are of the class {other}", bool(other)

@@ -348,6 +348,13 @@ def test_weights_on_another_device(tmp_path):
     assert [found for found, holds in cuda_graphs._obstacles(trainer) if holds] == [reason]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "differ"), [("cuda:1", "cuda:0", True), ("cuda:0", "cuda", False), ("cuda:0", "cuda:0", False)]
+)
+def test_a_device_without_an_index_may_be_any(one, other, differ):
+    assert cuda_graphs._differ(torch.device(one), torch.device(other)) == differ
+
+
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`cuda_graphs` is true, but `torch_compile`"):
         causal(tmp_path, llama(), cuda_graphs=True, torch_compile=True)
