@@ -279,7 +279,7 @@ class CapturedLayers:
         self._is_full = self._is_full or self._taken() > self._captures.limit
         if self._is_full:
             return None
-        (layer,), hidden = function.args, args[0]
+        (layer, forward), hidden = self._layer_of(function), args[0]
         state = LayerState(layer)
         tensors = tensors_of(arguments.leaves)
         places = {id(tensor): place for place, (tensor, _) in enumerate(tensors) if tensor.requires_grad}
@@ -302,7 +302,7 @@ class CapturedLayers:
         # The layer itself runs on the copies, except for tables of documents: these it gets as given, not filled up.
         as_given = [tensor if room else each for (tensor, room), each in zip(tensors, copies)]
         run, given = (
-            _as_now(hidden.device.type, functools.partial(_called, function.func, layer, each))
+            _as_now(hidden.device.type, functools.partial(_called, forward, layer, each))
             for each in (fixed(arguments, copies, hidden, True), fixed(arguments, as_given, hidden, False))
         )
         buffers = self._buffers_for(hidden, trained)
@@ -324,6 +324,13 @@ class CapturedLayers:
             self._kept_in[self._pass.number] += graphs.kept
         self._tell()
         return graphs
+
+    def _layer_of(self, function: functools.partial) -> tuple[nn.Module, Callable]:
+        """The layer that a checkpoint is to run by `function`, and its forward, which takes the layer first."""
+        if function.args:
+            return function.args[0], function.func
+        layer: nn.Module = function.func.__self__  # type: ignore[attr-defined]  # a call, up to transformers 5.22
+        return layer, self._forwards[layer][1].called
 
     def _may_keep_of(self, name: str, tokens: int, graphs: LayerGraphs) -> int:
         """Bytes that a checkpointed layer is to keep for its backward; 0 if they do not fit."""
@@ -388,9 +395,10 @@ class _Forward:
         """The result of the layer's own forward."""
         if torch.is_grad_enabled() and self._layer.gradient_checkpointing:
             return self._own(*args, **kwargs)
-        return self._run(functools.partial(self._called, self._layer, **kwargs), *args)
+        return self._run(functools.partial(self.called, self._layer, **kwargs), *args)
 
-    def _called(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def called(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The result of the layer's own forward, without graphs."""
         return self._own(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable, tuple[Callable]]:

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 TESTS = (
     "tests/compat",
+    "tests/graphs",
     "tests/trainers/test_parity.py",
     "tests/trainers/test_parity_orpo_cpo.py",
     "tests/trainers/test_parity_distillation.py",

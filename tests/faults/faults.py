@@ -1530,6 +1530,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
          "torch.get_float32_matmul_precision()", "trainers/test_cuda_graphs::test_precision_by_its_newer_name"),
         ("kernels go into a model with transformers alone", "unscaled_weights", r"alike: dict\[Any.*",
          r"import transformers; alike = {}", "patching/test_litgpt::test_with_torch_alone"),
+        ("a checkpoint of a call takes the layer first", "CapturedLayers._layer_of", r"if function\.args", "if True",
+         "graphs/test_layer_state::test_a_checkpoint_of_a_call", "True"),
         ("a layer that draws by numpy is captured", "HostState.now", r"if numpy is None", "if True",
          "graphs/test_layer_state::test_what_a_layer_does_beside_its_result_stays", "SkipsByNumpy"),
         ("a layer that is not checkpointed loses its cache", "_Forward.__call__",

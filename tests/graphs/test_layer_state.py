@@ -53,6 +53,29 @@ def compared(model, other, captured, numbers, after=lambda model: 0.0):
         assert all(map(torch.equal, model.buffers(), other.buffers()))
 
 
+class CheckpointedCall(Layer):
+    """As up to transformers 5.22, which checkpoint the call of a layer and not its forward."""
+
+    def __call__(self, *args, **kwargs):
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+        return super().__call__(*args, **kwargs)
+
+
+CheckpointedCall.forward = Layer.forward.__wrapped__  # which newer ones wrap
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_checkpoint_of_a_call(checkpointed):
+    model = model_of(CheckpointedCall, checkpointed)
+    captured = CapturedLayers(RecordedCaptures())
+    compared(model, copy.deepcopy(model), captured, range(6))
+    assert captured.captured == 2
+    with captured.attached(model), torch.no_grad():
+        outputs = [model(torch.ones(1, 3, 8)) for _ in range(5)]
+    assert torch.equal(outputs[0], outputs[-1])
+
+
 class Listed(Layer):
     scales = ([1.0],)
 
