@@ -19,6 +19,7 @@ from liger_trainer import (
     LigerTrainingArguments,
     load_packed,
 )
+from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
 from liger_trainer.packed.loading import is_packed
 from liger_trainer.trainers.checks import packed_base
 from liger_trainer.trainers.checks.low_bit import check_low_bit_weights
@@ -299,6 +300,12 @@ def test_a_base_stays_packed_where_it_can_be_trained_so(monkeypatch):
     assert stays()
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert not stays()
+
+
+def test_with_names_that_transformers_lacks_a_base_is_loaded_as_transformers_does(monkeypatch):
+    monkeypatch.setattr(packed_base, "available", lambda feature: feature is not PACKED_CHECKPOINTS)
+    assert not packed_base.keeps_packed(SimpleNamespace(), adapted=True)
+    assert packed_base.keeps_packed(SimpleNamespace(packed_base=True), adapted=True)  # which says what is lacking
 
 
 def test_vllm_is_refused(folders, tmp_path):

@@ -83,7 +83,8 @@ class TwoParts(LlamaForCausalLM):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         first = super().forward(input_ids=input_ids[:, :4], use_cache=True)
-        return super().forward(input_ids=input_ids[:, 4:], cache=first.cache, labels=labels[:, 4:])
+        kept = {name: first[name] for name in ("cache", "past_key_values") if name in first}  # the older name
+        return super().forward(input_ids=input_ids[:, 4:], labels=labels[:, 4:], **kept)
 
 
 def in_two_parts():

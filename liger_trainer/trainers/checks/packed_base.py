@@ -14,7 +14,8 @@ from typing import Any
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from liger_trainer.compat.private import is_at_least
+from liger_trainer.compat.private import available, is_at_least
+from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
 from liger_trainer.configs.flags import packed_base_of
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packed.loading import check_trained, is_packed, method_of, packed_loading, packed_modules
@@ -28,8 +29,8 @@ _FROM_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")  # initi
 def keeps_packed(args: Any, adapted: bool) -> bool:
     """Whether a trainer with these arguments keeps a packed checkpoint packed; `adapted`: with adapters on it.
 
-    By default it does not where it could not train it so: the launch splits the model in another way than FSDP2, or
-    vLLM gets merged adapters.
+    By default it does not where it could not train it so: the launch splits the model in another way than FSDP2, vLLM
+    gets merged adapters, or transformers is older than 5.21.
     """
     wanted = packed_base_of(args)
     if wanted is not None:
@@ -37,7 +38,7 @@ def keeps_packed(args: Any, adapted: bool) -> bool:
     split = _fsdp_version(args)
     against = [parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"), split is not None and not (split == 2 and _may_split())]
     against += [getattr(args, name, None) for name in ("deepspeed", "use_vllm")]
-    return adapted and not any(against)
+    return adapted and not any(against) and available(PACKED_CHECKPOINTS)
 
 
 def _may_split() -> bool:
