@@ -19,7 +19,6 @@ from liger_trainer import (
     LigerTrainingArguments,
     load_packed,
 )
-from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
 from liger_trainer.packed.loading import is_packed
 from liger_trainer.trainers.checks import packed_base
 from liger_trainer.trainers.checks.low_bit import check_low_bit_weights
@@ -302,8 +301,8 @@ def test_a_base_stays_packed_where_it_can_be_trained_so(monkeypatch):
     assert not stays()
 
 
-def test_with_names_that_transformers_lacks_a_base_is_loaded_as_transformers_does(monkeypatch):
-    monkeypatch.setattr(packed_base, "available", lambda feature: feature is not PACKED_CHECKPOINTS)
+def test_older_versions_of_transformers_load_a_base_as_they_do(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", {"transformers": "5.20.0"}.__getitem__)
     assert not packed_base.keeps_packed(SimpleNamespace(), adapted=True)
     assert packed_base.keeps_packed(SimpleNamespace(packed_base=True), adapted=True)  # which says what is lacking
 

@@ -14,14 +14,14 @@ from typing import Any
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from liger_trainer.compat.private import available, is_at_least
-from liger_trainer.compat.transformers import PACKED_CHECKPOINTS
+from liger_trainer.compat.private import is_at_least
 from liger_trainer.configs.flags import packed_base_of
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packed.loading import check_trained, is_packed, method_of, packed_loading, packed_modules
 from liger_trainer.patching.lora.packed import refuse_what_reads_weights
 from liger_trainer.trainers.checks.low_bit import splits_weights
 
+_LOADS_CODES = "5.21"  # of transformers: older ones lack names that the loading needs (`compat/transformers.py`)
 _SPLITS_CODES = "2.12"  # of torch: the FSDP2 of older ones takes no weights that are whole numbers
 _FROM_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")  # initialisations that read the base's weights
 
@@ -38,7 +38,7 @@ def keeps_packed(args: Any, adapted: bool) -> bool:
     split = _fsdp_version(args)
     against = [parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"), split is not None and not (split == 2 and _may_split())]
     against += [getattr(args, name, None) for name in ("deepspeed", "use_vllm")]
-    return adapted and not any(against) and available(PACKED_CHECKPOINTS)
+    return adapted and not any(against) and is_at_least("transformers", _LOADS_CODES)
 
 
 def _may_split() -> bool:
