@@ -1,4 +1,4 @@
-"""Warnings of TRL that name the line of the user's code.
+"""Warnings as a user sees them: at a line of the user's code, and not where nothing can be done about them.
 
 TRL counts stack frames (`stacklevel`) to find the line that called it. If one of our methods overrides TRL's, that line
 is ours, so it is replaced by the line that called this package.
@@ -7,6 +7,7 @@ is ours, so it is replaced by the line that called this package.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 import warnings
@@ -44,6 +45,26 @@ def warnings_of_the_caller() -> Iterator[None]:
             yield
         finally:
             warnings.showwarning = show
+
+
+@contextlib.contextmanager
+def hidden_warnings(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
+    """In this context, warnings of this category are not shown, in all threads.
+
+    Args:
+        message: A regular expression that their texts begin with; all texts by default.
+        category: Their class.
+    """
+    # `catch_warnings` would discard filters that are set in the meantime, and forget which warnings were shown; and
+    # `filterwarnings` would move a filter that is there already.
+    filters: Any = warnings.filters
+    added = ("ignore", re.compile(message, re.IGNORECASE) if message else None, category, None, 0)
+    filters.insert(0, added)
+    try:
+        yield
+    finally:
+        if added in filters:
+            filters.remove(added)
 
 
 def _caller_of_ours(filename: str, lineno: int) -> FrameType | None:

@@ -24,8 +24,8 @@ from liger_trainer.patching.fp8 import cast_in_norms, find_fp8
 from liger_trainer.patching.head import patch_head, probe_head
 from liger_trainer.patching.latent import find_latent, rotate_whole_queries
 from liger_trainer.patching.lora.attention import share_inputs
+from liger_trainer.patching.lora.guards import refuse_what_reads_weights
 from liger_trainer.patching.lora.layers import find_litgpt_lora, find_lora
-from liger_trainer.patching.lora.packed import refuse_what_reads_weights
 from liger_trainer.patching.mlps import find_gated_mlp, find_relu_squared_mlp
 from liger_trainer.patching.moe.expert_parallel import find_expert_exchange
 from liger_trainer.patching.moe.experts import find_experts

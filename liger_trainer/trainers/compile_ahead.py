@@ -11,17 +11,15 @@ that only a separate reference model or a teacher launches. Whatever fails is le
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from liger_trainer.configs.caller_warnings import hidden_warnings
 from liger_trainer.head.lm_head import PLAIN, output_embedding, without_adapters
 from liger_trainer.kernels.compile_together import compiler_for
 from liger_trainer.packing.proof import fewer_layers, kept_layers
@@ -48,7 +46,7 @@ def compile_ahead(trainer: Any, model: nn.Module) -> None:
     with compiler_for(device) as compiler:
         if compiler is None:
             return
-        with neutral(device), _unwarned(), compiler.noting(), trainer.autocast_smart_context_manager():
+        with neutral(device), hidden_warnings(), compiler.noting(), trainer.autocast_smart_context_manager():
             try:
                 _take_a_step(trainer, model, device)
             except Exception as error:  # the model's own, or too little memory: the first step then compiles
@@ -73,20 +71,6 @@ def _take_a_step(trainer: Any, model: nn.Module, device: torch.device) -> None:
             _log_probs(few, tokens, trainer._statistics)
         loss = _log_probs(few, tokens, trainer._statistics).sum()
     loss.backward()
-
-
-@contextlib.contextmanager
-def _unwarned() -> Iterator[None]:
-    """Hides warnings, which are not of a user's batch; those of all threads, as autograd has its own."""
-    # `catch_warnings` would discard filters that are set in the meantime, and forget which warnings were shown.
-    filters: Any = warnings.filters
-    added = ("ignore", None, Warning, None, 0)
-    filters.insert(0, added)
-    try:
-        yield
-    finally:
-        if added in filters:
-            filters.remove(added)
 
 
 def _log_probs(model: nn.Module, tokens: torch.Tensor, options: StatisticsOptions) -> torch.Tensor:

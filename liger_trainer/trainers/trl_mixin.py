@@ -11,7 +11,6 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from transformers import TrainingArguments
 from liger_trainer.attention.interface import has_our_attention
 from liger_trainer.compat.private import require
 from liger_trainer.compat.trl import EQUAL_BATCHES, GENERATION_COUNTERS, LOGGED_SINCE, TRAINER_NAME
-from liger_trainer.configs.caller_warnings import warnings_of_the_caller
+from liger_trainer.configs.caller_warnings import hidden_warnings, warnings_of_the_caller
 from liger_trainer.configs.flags import kernel_config_of, retained_bytes_of
 from liger_trainer.configs.loss_types import check_loss_type
 from liger_trainer.configs.trl_configs import PackingFlags, SharingFlags
@@ -137,6 +136,9 @@ def _forwards_of(model: nn.Module) -> tuple[Callable, Callable]:
 require(TRAINER_NAME)
 require(GENERATION_COUNTERS)  # of `checkpoints/run_state.py`
 require(LOGGED_SINCE)
+
+# TRL uses older names of transformers' checkpointing arguments, which users cannot avoid.
+_older_names = functools.partial(hidden_warnings, "`(is_)?gradient_checkpointing", FutureWarning)
 
 
 def wants_fused_head(args: TrainingArguments) -> bool:
@@ -296,20 +298,6 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _weighs_labels_alike(self) -> bool:
         """Whether the gradient of the loss with respect to the log-probabilities is the same for all labels."""
         return False
-
-
-@contextlib.contextmanager
-def _older_names() -> Iterator[None]:
-    """Hides warnings that users cannot avoid: TRL uses older names of transformers' checkpointing arguments."""
-    # `catch_warnings` would discard filters that are set in the meantime, and forget which warnings were shown.
-    before = list(warnings.filters)
-    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
-    added = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if added not in before and added in warnings.filters:
-            warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 def _widen_adapters(model: Any) -> None:

@@ -22,7 +22,7 @@ from peft import (
 from liger_trainer import apply_liger_kernel, load_packed
 from liger_trainer.packed.experts import packed_stacks
 from liger_trainer.packed.modules import PackedLinear
-from liger_trainer.patching.lora.packed import refuse_what_reads_weights
+from liger_trainer.patching.lora.guards import refuse_what_reads_weights
 from tests.attention.families import BATCHES
 from tests.packed.test_loading import IDS, MIXTURES, dequantised
 from tests.packed_checkpoints import FORMATS, write_dense, write_indexed, write_mixture

@@ -23,9 +23,20 @@ from liger_trainer.compat.torch import FOUR_BIT_EXPERTS, MODULE_CONTENTS, SAVED_
 from liger_trainer.kernels.lora.nf4 import NestedAbsmax, NF4Weight, nf4_dequantize
 from liger_trainer.kernels.runtime import as_autocast
 from liger_trainer.packed.experts import packed_stacks, parts_of_stacks
+from liger_trainer.patching.lora.guards import leave_adapters_to_us
 
 require(FOUR_BIT_EXPERTS)
 require(MODULE_CONTENTS)
+
+_NOT_INTO_FOUR_BITS = (
+    "Adapters cannot be merged into experts in 4 bits. Save them, load them with `PeftModel.from_pretrained` on the "
+    "model in 16 bits, and merge there."
+)
+_OURS_ALONE = (
+    "Adapters on experts in 4 bits run in our operator alone, as PEFT's own forward is wrong for them. Call "
+    "`apply_liger_kernel(model)` or train with a trainer of liger_trainer, with `experts` and `lora` left on; remove "
+    "hooks from the experts; without autocast, give them hidden states in their own dtype."
+)
 
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 QUANT_TYPES = ("nf4", "fp4")
@@ -122,7 +133,9 @@ def quantize_experts(
         )
         module._parameters[name] = nn.Parameter(packed, requires_grad=False)
         parametrize.register_parametrization(module, name, FourBits(state), unsafe=True)  # another shape and dtype
-    _leave_adapters_to_us(model)
+    # PEFT would merge adapters into a dequantised copy, which is then lost; and its own forward (0.21.2) adds the
+    # adapter to the parametrised weight at every call and never removes it.
+    leave_adapters_to_us(model, four_bits, _NOT_INTO_FOUR_BITS, _OURS_ALONE)
     return len(found)
 
 
@@ -136,37 +149,6 @@ def round_experts(model: nn.Module, quant_type: str = "nf4", double_quant: bool 
         weight.data.copy_(
             dequantize_4bit(*quantize_4bit(weight.data, compress_statistics=double_quant, quant_type=quant_type))
         )
-
-
-def _leave_adapters_to_us(model: nn.Module) -> None:
-    """Makes PEFT raise, for this model, where it would silently compute something wrong.
-
-    It would merge adapters into a dequantised copy, which is then lost; and its own forward (0.21.2) adds the adapter
-    to the parametrised weight at every call and never removes it.
-    """
-    BaseTuner, ParamWrapper, *_ = require(ADAPTERS_ON_FOUR_BITS)
-    for module in model.modules():
-        if isinstance(module, BaseTuner):
-            module._check_merge_allowed = _refuse_to_merge
-        if isinstance(module, ParamWrapper) and four_bits(module.get_base_layer()):
-            module._activate_lora = _refuse_to_activate
-
-
-def _refuse_to_merge(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "Adapters cannot be merged into experts in 4 bits. Save them, load them with `PeftModel.from_pretrained` on "
-        "the model in 16 bits, and merge there."
-    )
-
-
-def _refuse_to_activate(active_adapters: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    if active_adapters:
-        raise RuntimeError(
-            "Adapters on experts in 4 bits run in our operator alone, as PEFT's own forward is wrong for them. Call "
-            "`apply_liger_kernel(model)` or train with a trainer of liger_trainer, with `experts` and `lora` left on; "
-            "remove hooks from the experts; without autocast, give them hidden states in their own dtype."
-        )
-    return contextlib.nullcontext()
 
 
 def check_adapted(model: nn.Module) -> None:

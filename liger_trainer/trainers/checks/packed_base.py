@@ -18,7 +18,7 @@ from liger_trainer.compat.private import is_at_least
 from liger_trainer.configs.flags import packed_base_of
 from liger_trainer.head.lm_head import without_adapters
 from liger_trainer.packed.loading import check_trained, is_packed, method_of, packed_loading, packed_modules
-from liger_trainer.patching.lora.packed import refuse_what_reads_weights
+from liger_trainer.patching.lora.guards import refuse_what_reads_weights
 from liger_trainer.trainers.checks.low_bit import splits_weights
 
 _LOADS_CODES = "5.21"  # of transformers: older ones lack names that the loading needs (`compat/transformers.py`)
